@@ -1,0 +1,269 @@
+"""Train a deep GCNII on one graph twice: on a single device, and pipelined over processes.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --dataset Cora --root DIR --layers 64 --stages 2 --chunks 16
+
+Prints what each run reached and what the pipeline cost, and draws a training step of the pipeline
+in OUTPUT/timeline.png. The script is run once by you and once more by Lightning for every further
+process of the pipeline; only the process that you started trains the single-device baseline.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a process, in both runs
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from graphs import load_graph
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.table import Table
+from timeline import draw_timeline
+from torch import Tensor, nn
+
+from lightning_gnnpipe import (
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    HistoryRefresh,
+    StalenessMonitor,
+    StalenessWarmup,
+)
+from lightning_gnnpipe.engine import PipelineStats
+from lightning_gnnpipe.graph import partition_nodes, replicas_per_node
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
+
+FLOAT_BYTES = 4
+NUM_EXACT_EPOCHS = 10
+NUM_UNTIMED_EPOCHS = 2
+"""Epochs after a start or a change of schedule that do not count for the time an epoch takes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run reached, and how long its training steps took."""
+
+    test_acc: float
+    epoch_s: float
+    stats: PipelineStats | None = None
+
+
+def main() -> None:
+    options = parse_options()
+    torch.set_num_threads(1)
+    silence_lightning()
+    datamodule = FullGraphDataModule(load_graph(options.dataset, options.root), seed=options.seed)
+
+    is_launched = "LOCAL_RANK" in os.environ  # by Lightning or torchrun, as a part of the pipeline
+    baseline = None if is_launched else train_single_device(datamodule, options)
+    pipeline, is_first_rank = train_pipeline(datamodule, options)
+    if is_first_rank:
+        report(baseline, pipeline, datamodule, options)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--dataset", default="digits", help="digits, Cora, Physics, squirrel, ogbn-arxiv, ...")
+    add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
+    add("--layers", type=int, default=32, help="message-passing layers (default: 32)")
+    add("--hidden", type=int, default=64, help="channels of each layer (default: 64)")
+    add("--stages", type=int, default=2, help="stages, one process each (default: 2)")
+    add("--chunks", type=int, help="chunks of the graph (default: 4 a stage)")
+    add("--epochs", type=int, default=60, help="epochs of each run (default: 60)")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, default=Path("outputs"), help="folder of the results")
+    options = parser.parse_args()
+    if options.chunks is None:
+        options.chunks = 4 * options.stages
+    shortest = NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS + 1
+    if options.epochs < shortest:
+        parser.error(
+            f"--epochs must be at least {shortest}: the first {NUM_EXACT_EPOCHS} are exact"
+        )
+    return options
+
+
+def silence_lightning() -> None:
+    """Leave the screen to the progress bar and the table."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory.*not empty.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
+def train_single_device(datamodule: FullGraphDataModule, options: argparse.Namespace) -> Result:
+    """Train exactly, by the plain Trainer on one device."""
+    trainer = build_trainer("single", options, devices=1)
+    return run(trainer, datamodule, options, first_timed_epoch=NUM_UNTIMED_EPOCHS)
+
+
+def train_pipeline(
+    datamodule: FullGraphDataModule, options: argparse.Namespace
+) -> tuple[Result, bool]:
+    """Train the same module in stages; say whether this process is the first of them."""
+    trainer = build_trainer(
+        "pipeline",
+        options,
+        devices=options.stages,
+        strategy=GNNPipeStrategy(num_chunks=options.chunks),
+        callbacks=[
+            StalenessWarmup(num_epochs=NUM_EXACT_EPOCHS),
+            HistoryRefresh(every_n_epochs=23),
+            StalenessMonitor(),
+            StepStats(),
+        ],
+    )
+    first_timed_epoch = NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS
+    return run(trainer, datamodule, options, first_timed_epoch), trainer.is_global_zero
+
+
+def build_trainer(
+    name: str, options: argparse.Namespace, callbacks: list[L.Callback] | None = None, **kwargs: Any
+) -> L.Trainer:
+    best = ModelCheckpoint(
+        options.output / "checkpoints" / name,
+        monitor="val_acc",
+        mode="max",
+        enable_version_counter=False,
+    )
+    return L.Trainer(
+        accelerator="cpu",
+        max_epochs=options.epochs,
+        callbacks=[best, EpochTimer(), *(callbacks or [])],
+        logger=False,
+        enable_model_summary=False,
+        default_root_dir=options.output,
+        **kwargs,
+    )
+
+
+def build_module(datamodule: FullGraphDataModule, options: argparse.Namespace) -> NodeClassifier:
+    """Return the same module, with the same initial weights, in every process and run."""
+    L.seed_everything(options.seed, verbose=False)
+    num_classes = datamodule.num_classes
+    net = GCNII(datamodule.num_features, options.hidden, num_classes, options.layers)
+    return NodeClassifier(net, num_classes)
+
+
+def run(
+    trainer: L.Trainer,
+    datamodule: FullGraphDataModule,
+    options: argparse.Namespace,
+    first_timed_epoch: int,
+) -> Result:
+    """Fit, then test the weights of the best validation accuracy."""
+    module = build_module(datamodule, options)
+    trainer.fit(module, datamodule=datamodule)
+    [metrics] = trainer.test(module, datamodule=datamodule, ckpt_path="best", verbose=False)
+    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, EpochTimer)]
+    collected = [one.stats for one in trainer.callbacks if isinstance(one, StepStats)]
+    return Result(
+        test_acc=metrics["test_acc"],
+        epoch_s=statistics.median(timer.epochs_s[first_timed_epoch:]),
+        stats=collected[0] if collected else None,
+    )
+
+
+class EpochTimer(L.Callback):
+    """Time the training step of each epoch (forward, backward, optimizer), without validation."""
+
+    def __init__(self) -> None:
+        self.epochs_s: list[float] = []
+        self._start_s = 0.0
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._start_s = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs_s.append(time.perf_counter() - self._start_s)
+
+
+class StepStats(L.Callback):
+    """Keep bytes, bubble share and trace of the last training step; all ranks take part."""
+
+    stats: PipelineStats | None = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, GNNPipeStrategy)
+        self.stats = trainer.strategy.collect_stats()
+
+
+def report(
+    baseline: Result | None,
+    pipeline: Result,
+    datamodule: FullGraphDataModule,
+    options: argparse.Namespace,
+) -> None:
+    """Print the table and draw the timeline."""
+    stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
+    assert stats is not None
+    single = baseline or Result(float("nan"), float("nan"))
+    measured_bytes = sum(stats.bytes_by_kind.get(k, 0) for k in ("forward", "backward", "output"))
+    formula_bytes = count_pipeline_bytes(datamodule, options)
+    graph_bytes = count_graph_parallel_bytes(datamodule, options)
+    bubble_frac = (num_stages - 1) / (num_chunks + num_stages - 1)
+
+    graph = datamodule.data
+    table = Table(
+        title=f"GCNII, {options.layers} layers of {options.hidden} channels, on {options.dataset} "
+        f"({graph.num_nodes:,} nodes, {graph.num_edges:,} edges), {options.epochs} epochs"
+    )
+    table.add_column("")
+    table.add_column("single device, exact", justify="right")
+    table.add_column(f"pipeline, {num_stages} stages, {num_chunks} chunks", justify="right")
+    add = table.add_row
+    add("test accuracy", f"{single.test_acc:.1%}", f"{pipeline.test_acc:.1%}")
+    add("seconds an epoch (median)", f"{single.epoch_s:.3f}", f"{pipeline.epoch_s:.3f}")
+    add("bytes sent an epoch, measured", "0", f"{measured_bytes:,}")
+    add("bytes sent an epoch, by formula", "0", f"{formula_bytes:,}")
+    add(f"graph parallel on {num_stages} METIS parts would send", "", f"{graph_bytes:,}")
+    add("bubble share, measured", "", f"{stats.bubble_frac:.1%}")
+    add("bubble share, (S - 1) / (K + S - 1)", "", f"{bubble_frac:.1%}")
+
+    path = options.output / "timeline.png"
+    title = f"{num_stages} stages, {num_chunks} chunks: {stats.bubble_frac:.0%} idle"
+    draw_timeline(stats.events, path, title)
+    console = Console()
+    console.print(table)
+    console.print(f"One training step of the pipeline, drawn from its trace: {path}")
+
+
+def count_pipeline_bytes(datamodule: FullGraphDataModule, options: argparse.Namespace) -> int:
+    """Return what a step sends by formula; GCNII sends two tensors over each cut, x and x_0."""
+    return pipeline_bytes(
+        num_stages=options.stages,
+        num_nodes=datamodule.data.num_nodes,
+        row_bytes=[2 * options.hidden * FLOAT_BYTES] * (options.stages - 1),
+        output_row_bytes=datamodule.num_classes * FLOAT_BYTES,
+    )
+
+
+def count_graph_parallel_bytes(datamodule: FullGraphDataModule, options: argparse.Namespace) -> int:
+    """Return what a step would send if each process had a part of the graph and all layers."""
+    edge_index: Tensor = datamodule.data.edge_index
+    num_nodes: int = datamodule.data.num_nodes
+    parts = partition_nodes(edge_index, num_nodes, options.stages)
+    module: nn.Module = build_module(datamodule, options)
+    return graph_parallel_bytes(
+        num_layers=options.layers,
+        replicas_per_node=replicas_per_node(edge_index, parts),
+        num_nodes=num_nodes,
+        row_bytes=options.hidden * FLOAT_BYTES,
+        weight_bytes=FLOAT_BYTES * sum(weight.numel() for weight in module.parameters()),
+        num_shards=options.stages,
+    )
+
+
+if __name__ == "__main__":
+    main()

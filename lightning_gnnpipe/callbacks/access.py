@@ -1,0 +1,42 @@
+"""How a callback reaches the strategy's switches."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback
+
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.strategy import GNNPipeStrategy
+
+
+def pipe_strategy(callback: Callback, trainer: pl.Trainer) -> GNNPipeStrategy:
+    """Return the Trainer's strategy.
+
+    Raises:
+        ConfigError: If it is another one.
+    """
+    if not isinstance(trainer.strategy, GNNPipeStrategy):
+        raise ConfigError(
+            explain(
+                expected=f"{type(callback).__name__} to be used with GNNPipeStrategy",
+                found=type(trainer.strategy).__name__,
+                remedy="Use Trainer(strategy=GNNPipeStrategy(...)), or drop the callback.",
+            )
+        )
+    return trainer.strategy
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse a count that is not an integer of at least `least`.
+
+    Raises:
+        ConfigError: With the value.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(
+            explain(
+                expected=f"'{name}' to be an integer of at least {least}",
+                found=repr(value),
+                remedy="Give a number of epochs.",
+            )
+        )

@@ -1,0 +1,45 @@
+"""Staleness in numbers, once an epoch."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback
+
+from lightning_gnnpipe.callbacks.access import pipe_strategy
+
+
+class StalenessMonitor(Callback):
+    """Logs how stale the reads of an epoch were.
+
+    Keys: `history/stale_frac` (share of halo rows that an earlier epoch had written), `history/age_epochs` (their
+    mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale - H_fresh| / |H_fresh| over the rows that the
+    epoch rewrote, dropout included). Measuring the drift costs one more read of every history.
+
+    Example:
+        >>> from lightning_gnnpipe import StalenessMonitor
+        >>> callback = StalenessMonitor()
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pipe_strategy(self, trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pipe_strategy(self, trainer).controls.records_staleness = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        layers = pipe_strategy(self, trainer).collect_staleness()
+        rows = sum(one.rows for one in layers.values())
+        stale = sum(one.stale_rows for one in layers.values())
+        age = sum(one.age_sum for one in layers.values())
+        norm_sq = sum(one.norm_sq for one in layers.values())
+        drift_sq = sum(one.drift_sq for one in layers.values())
+        values = {
+            "history/stale_frac": stale / rows if rows else 0.0,
+            "history/age_epochs": age / stale if stale else 0.0,
+            "history/drift": (drift_sq / norm_sq) ** 0.5 if norm_sq else 0.0,
+        }
+        values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
+        pl_module.log_dict(values, batch_size=1)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pipe_strategy(self, trainer).controls.records_staleness = False

@@ -1,0 +1,10 @@
+"""The only place that talks to other ranks."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.comm.collect import share_tensors
+from lightning_gnnpipe.comm.mesh import PipeAxis
+from lightning_gnnpipe.comm.meter import Meter
+from lightning_gnnpipe.comm.transport import Transport
+
+__all__ = ["Meter", "PipeAxis", "Transport", "share_tensors"]

@@ -1,0 +1,30 @@
+"""Counting what travels: payload bytes received by this rank, by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from torch import Tensor
+
+TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
+
+
+class Meter:
+    """Bytes received since the last reset, by kind. `control` is everything that is not payload of a step."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def count(self, kind: TrafficKind, *tensors: Tensor) -> None:
+        """Add the sizes of `tensors`, in bytes, to `kind`."""
+        for tensor in tensors:
+            self._bytes[kind] += tensor.numel() * tensor.element_size()
+
+    def read(self) -> dict[str, int]:
+        """Return bytes by kind."""
+        return dict(self._bytes)
+
+    def reset(self) -> None:
+        """Start again from 0."""
+        self._bytes.clear()

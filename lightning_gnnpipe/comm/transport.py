@@ -1,0 +1,152 @@
+"""Messages between stages: sizes are known from the plan, waits are bounded, every byte is counted.
+
+Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited for at the end of a
+phase, so both run while the stage computes. A tensor that is being sent is kept alive until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gnnpipe.comm.mesh import PipeAxis
+from lightning_gnnpipe.comm.meter import Meter, TrafficKind
+from lightning_gnnpipe.errors import PeerError
+
+T = TypeVar("T")
+
+_MAX_TENSORS = 1024
+
+
+class Transport:
+    """Point-to-point messages to the neighbouring stages, and collectives over all of them."""
+
+    def __init__(self, axis: PipeAxis, meter: Meter) -> None:
+        self.axis = axis
+        self.meter = meter
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._receives: dict[tuple[TrafficKind, int], tuple[list[Any], list[Tensor]]] = {}
+
+    def post_receive(
+        self, source: int, kind: TrafficKind, chunk: int, buffers: Sequence[Tensor]
+    ) -> None:
+        """Start to receive the tensors of `chunk` from stage `source` into `buffers`."""
+        with self._explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
+            works = [
+                dist.irecv(buffer, source, tag=self._tag(kind, chunk, i))
+                for i, buffer in enumerate(buffers)
+                if buffer.numel()
+            ]
+        self._receives[kind, chunk] = (works, list(buffers))
+
+    def wait_receive(self, kind: TrafficKind, chunk: int) -> list[Tensor]:
+        """Wait for the tensors of `chunk` and return them."""
+        works, buffers = self._receives.pop((kind, chunk))
+        with self._explained(f"wait for {kind} data of chunk {chunk}"):
+            for work in works:
+                work.wait(self.axis.timeout)
+        self.meter.count(kind, *buffers)
+        return buffers
+
+    def send(self, target: int, kind: TrafficKind, chunk: int, tensors: Sequence[Tensor]) -> None:
+        """Start to send the tensors of `chunk` to stage `target`."""
+        with self._explained(f"send {kind} data of chunk {chunk} to rank {target}"):
+            for i, tensor in enumerate(tensors):
+                payload = tensor.detach().contiguous()
+                if payload.numel():
+                    work = dist.isend(payload, target, tag=self._tag(kind, chunk, i))
+                    self._sends.append((work, payload))
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        with self._explained("wait for sent data to be received"):
+            for work, _ in self._sends:
+                work.wait(self.axis.timeout)
+        self._sends.clear()
+
+    def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
+        """Overwrite `tensor` by that of stage `source`."""
+        if not self.axis.is_distributed:
+            return
+        with self._explained(f"broadcast {kind} data from rank {source}"):
+            dist.broadcast(tensor, source)
+        if self.axis.stage != source:
+            self.meter.count(kind, tensor)
+
+    def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
+        """Sum `tensor` over all stages, in place."""
+        if not self.axis.is_distributed:
+            return
+        with self._explained(f"sum {kind} data over all ranks"):
+            dist.all_reduce(tensor)
+        self.meter.count(kind, tensor)
+
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every stage, each a list of as many 64-bit integers."""
+        if not self.axis.is_distributed:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.axis.device)
+        all_numbers = [torch.empty_like(own) for _ in range(self.axis.num_stages)]
+        with self._explained("compare the batch with the other ranks"):
+            dist.all_gather(all_numbers, own)
+        self.meter.count("control", *all_numbers)
+        return [one.tolist() for one in all_numbers]
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        with self._explained("meet the other ranks"):
+            dist.barrier()
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """Return the picklable `value` of stage `source`."""
+        if not self.axis.is_distributed:
+            return value
+        box = [value]
+        with self._explained(f"broadcast from rank {source}"):
+            dist.broadcast_object_list(box, source, device=self.axis.device)
+        return box[0]
+
+    def run_on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first stage alone and return its result, or raise its error, on all."""
+        result: T | None = None
+        error: Exception | None = None
+        if self.axis.is_first:
+            try:
+                result = work()
+            except ValueError as found:
+                error = found
+        result, error = self.broadcast_object((result, error))
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Return the picklable values of all stages."""
+        if not self.axis.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.axis.num_stages
+        with self._explained("gather from all ranks"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def _tag(self, kind: TrafficKind, chunk: int, index: int) -> int:
+        if not self.axis.has_tags:
+            return 0
+        assert index < _MAX_TENSORS
+        return (2 * chunk + (kind == "backward")) * _MAX_TENSORS + index
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(
+                f"Rank {self.axis.stage} could not {what}: another rank has failed, or did not answer within "
+                f"{self.axis.timeout.total_seconds():.0f} s. The first error that a rank printed is the cause. "
+                "If all ranks are alive and slow, give GNNPipeStrategy a longer timeout."
+            ) from error

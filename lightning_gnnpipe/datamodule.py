@@ -1,0 +1,299 @@
+"""FullGraphDataModule: one graph in, one batch an epoch out, checked before a process is started.
+
+Goes in: a PyG ``Data``, a data set of one graph, or an OGB node data set. Comes out: loaders for
+all four loops that yield the same ``Data`` object every time, with one boolean mask a split. It
+exists because node-level training on the whole graph has no mini-batches to load, and because a
+malformed graph should be named here and not deep inside a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, Dataset, HeteroData
+
+from lightning_gnnpipe.errors import ConfigError, GraphError, explain
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+"""Names of the node masks, in the order of ``split_fracs``."""
+
+
+class FullGraphDataModule(L.LightningDataModule):
+    """Serve the whole graph as the only batch of fit, validate, test and predict.
+
+    Masks are taken from the graph (one column of ``[num_nodes, num_splits]`` masks), from an OGB
+    data set's own split, or drawn at random where there are none. The graph handed in is not
+    changed: ``datamodule.data`` is a shallow copy that shares its tensors.
+
+    Example::
+
+        trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))
+
+    Args:
+        data: A ``Data``, a PyG data set of one graph, or an OGB node data set.
+        split: Column of masks that hold several splits.
+        split_fracs: Shares of train, validation and test nodes, where masks are drawn.
+        seed: Seed of that draw; the same seed draws the same masks on every rank.
+
+    Raises:
+        GraphError: The graph is heterogeneous, has no features or edges, or its parts disagree.
+        ConfigError: ``split`` or ``split_fracs`` cannot be met.
+    """
+
+    def __init__(
+        self,
+        data: Data | Dataset,
+        *,
+        split: int = 0,
+        split_fracs: tuple[float, float, float] = (0.6, 0.2, 0.2),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        graph = copy.copy(_single_graph(data))
+        _check_features(graph)
+        _check_edges(graph.edge_index, graph.x.size(0))
+        for name in ("y", *MASKS):
+            _check_rows(graph, name, graph.x.size(0))
+        if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
+            graph.y = graph.y.squeeze(1)  # OGB's labels are [num_nodes, 1]
+
+        if hasattr(data, "get_idx_split"):
+            _check_split(split, num_splits=1)
+            _masks_from_indices(graph, data.get_idx_split())
+        elif any(name in graph for name in MASKS):
+            _select_split(graph, split)
+        else:
+            _check_split(split, num_splits=1)
+            _draw_masks(graph, split_fracs, seed)
+        self.data: Data = graph
+
+    @property
+    def num_features(self) -> int:
+        """Features of a node."""
+        return int(self.data.x.size(1))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes: the largest label plus one."""
+        return int(self.data.y.max()) + 1
+
+    def train_dataloader(self) -> SingleGraphLoader:
+        return SingleGraphLoader(self.data)
+
+    def val_dataloader(self) -> SingleGraphLoader:
+        return SingleGraphLoader(self.data)
+
+    def test_dataloader(self) -> SingleGraphLoader:
+        return SingleGraphLoader(self.data)
+
+    def predict_dataloader(self) -> SingleGraphLoader:
+        return SingleGraphLoader(self.data)
+
+
+class SingleGraphLoader:
+    """Yield one graph, the same object in each epoch: nothing is copied, collated or sampled.
+
+    Not a ``torch.utils.data.DataLoader``, so Lightning gives it no distributed sampler, which
+    would have one graph to share out among all ranks.
+    """
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Data]:
+        yield self.data
+
+    def __len__(self) -> int:
+        return 1
+
+
+def load_ogb_node_dataset(name: str, root: str) -> Dataset:
+    """Return the OGB node data set ``name``, for ``FullGraphDataModule``.
+
+    OGB unpickles its processed file with ``torch.load``, which since torch 2.6 refuses classes
+    that it was not told of: PyG's are registered first.
+
+    Args:
+        name: Such as ``"ogbn-arxiv"``.
+        root: Folder of OGB's data sets; downloaded into if the data set is not there.
+
+    Raises:
+        ConfigError: ``ogb`` is not installed.
+    """
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset
+    except ImportError as error:
+        raise ConfigError(
+            explain(
+                expected="the package 'ogb' to be installed",
+                found=str(error),
+                remedy="Run `pip install lightning-gnnpipe[examples]`, or `pip install ogb`.",
+            )
+        ) from error
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    torch.serialization.add_safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage])
+    return PygNodePropPredDataset(name, root)
+
+
+def _single_graph(data: Data | Dataset) -> Data:
+    """Return the one graph of ``data``, or say why there is none."""
+    if isinstance(data, Dataset):
+        if len(data) != 1:
+            raise GraphError(
+                explain(
+                    expected="a data set of one graph",
+                    found=f"{type(data).__name__} with {len(data)} graphs",
+                    remedy="Choose one: FullGraphDataModule(dataset[0]).",
+                )
+            )
+        data = data[0]
+    if isinstance(data, HeteroData) or not isinstance(data, Data):
+        raise GraphError(
+            explain(
+                expected="a homogeneous graph (torch_geometric.data.Data) or a data set of one",
+                found=type(data).__name__,
+                remedy="A HeteroData graph can be converted with `data.to_homogeneous()`.",
+            )
+        )
+    return data
+
+
+def _check_features(graph: Data) -> None:
+    """Refuse a graph without node features, or with a row too many or too few."""
+    x = graph.x
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        raise GraphError(
+            explain(
+                expected="node features 'x' of shape [num_nodes, num_features]",
+                found=_describe(x),
+                remedy="Give the nodes features, for example one-hot degrees "
+                "(torch_geometric.transforms.OneHotDegree) or a constant.",
+            )
+        )
+    if graph.num_nodes != x.size(0):
+        raise GraphError(
+            explain(
+                expected=f"'x' to have one row for each of the {graph.num_nodes} nodes",
+                found=_describe(x),
+                remedy="Set 'num_nodes' to the number of rows of 'x', or complete 'x'.",
+            )
+        )
+
+
+def _check_edges(edge_index: Tensor | None, num_nodes: int) -> None:
+    """Refuse edges of another shape or type, or that name nodes which are not there."""
+    if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise GraphError(
+            explain(
+                expected="'edge_index' of shape [2, num_edges]",
+                found=_describe(edge_index),
+                remedy="Row 0 holds the source of each edge, row 1 its target; "
+                "for edge pairs [num_edges, 2] pass `pairs.t().contiguous()`.",
+            )
+        )
+    if edge_index.dtype != torch.int64:
+        raise GraphError(
+            explain(
+                expected="'edge_index' of type torch.int64",
+                found=str(edge_index.dtype),
+                remedy="Convert it with `edge_index.long()`.",
+            )
+        )
+    low, high = (int(end) for end in edge_index.aminmax()) if edge_index.numel() else (0, -1)
+    if low < 0 or high >= num_nodes:
+        raise GraphError(
+            explain(
+                expected=f"'edge_index' to name nodes 0 to {num_nodes - 1}",
+                found=f"{low} to {high}",
+                remedy="Renumber the nodes from zero, or add the missing rows to 'x'.",
+            )
+        )
+
+
+def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
+    """Refuse labels or a mask with another number of rows than the graph has nodes."""
+    rows = graph.get(name)
+    if rows is None:
+        return
+    if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != num_nodes:
+        raise GraphError(
+            explain(
+                expected=f"'{name}' to have one row for each of the {num_nodes} nodes",
+                found=_describe(rows),
+                remedy=f"Row n of '{name}' belongs to row n of 'x'.",
+            )
+        )
+
+
+def _select_split(graph: Data, split: int) -> None:
+    """Reduce every mask of ``graph`` to the column ``split``, ``[num_nodes]``."""
+    for name in MASKS:
+        mask = graph.get(name)
+        if mask is None or mask.dtype != torch.bool or mask.dim() > 2:
+            raise GraphError(
+                explain(
+                    expected=f"a boolean '{name}' of shape [num_nodes] or [num_nodes, num_splits]",
+                    found=_describe(mask),
+                    remedy=f"Give all of {', '.join(MASKS)}, or none to draw them at random.",
+                )
+            )
+    num_splits = max(graph[name].size(1) if graph[name].dim() == 2 else 1 for name in MASKS)
+    _check_split(split, num_splits)
+    for name in MASKS:
+        if graph[name].dim() == 2:
+            graph[name] = graph[name][:, split].contiguous()
+
+
+def _check_split(split: int, num_splits: int) -> None:
+    if not 0 <= split < num_splits:
+        raise ConfigError(
+            explain(
+                expected=f"'split' to be between 0 and {num_splits - 1}",
+                found=str(split),
+                remedy=f"The graph has {num_splits} split(s); where masks are drawn at random, "
+                "'seed' chooses another draw.",
+            )
+        )
+
+
+def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
+    """Set the masks of ``graph`` from OGB's lists of nodes."""
+    for name, key in zip(MASKS, ("train", "valid", "test"), strict=True):
+        mask = torch.zeros(graph.x.size(0), dtype=torch.bool)
+        mask[indices[key]] = True
+        graph[name] = mask
+
+
+def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
+    """Set disjoint random masks of the given shares; the same seed draws the same."""
+    if len(split_fracs) != 3 or min(split_fracs) < 0 or sum(split_fracs) > 1 + 1e-9:
+        raise ConfigError(
+            explain(
+                expected="'split_fracs' to be three shares that add up to 1 at most",
+                found=str(split_fracs),
+                remedy="The default is (0.6, 0.2, 0.2): train, validation, test.",
+            )
+        )
+    num_nodes = graph.x.size(0)
+    order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
+    start, total_frac = 0, 0.0
+    for name, frac in zip(MASKS, split_fracs, strict=True):
+        total_frac += frac
+        end = min(round(total_frac * num_nodes), num_nodes)
+        mask = torch.zeros(num_nodes, dtype=torch.bool)
+        mask[order[start:end]] = True
+        graph[name] = mask
+        start = end
+
+
+def _describe(value: object) -> str:
+    """Return shape and type of a tensor, or the type of anything else, for an error."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)}, {value.dtype}"
+    return "none" if value is None else type(value).__name__

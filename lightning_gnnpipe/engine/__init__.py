@@ -1,0 +1,24 @@
+"""The engine: puts graph, stages, passing, schedule, history and comm together and runs them."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.engine.agree import BatchFingerprints
+from lightning_gnnpipe.engine.clipping import clip_by_total_norm
+from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
+from lightning_gnnpipe.engine.graph import ChunkOptions
+from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.state import full_state_dict, merge_optimizer_states
+from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
+
+__all__ = [
+    "Balance",
+    "BatchFingerprints",
+    "ChunkOptions",
+    "EngineOptions",
+    "PipelineEngine",
+    "PipelineStats",
+    "TraceEvent",
+    "clip_by_total_norm",
+    "full_state_dict",
+    "merge_optimizer_states",
+]

@@ -1,0 +1,108 @@
+"""Comparing what ranks are about to do before any of them waits for another."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.inputs import version_of
+from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.graph import tensor_fingerprint
+
+_LOSS_TOLERANCE = 1e-4
+_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run is; set by whoever drives the engine before each step.
+
+    Attributes:
+        step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
+        batch_fingerprint: Of everything in the batch.
+        loss: The last loss, to be compared between ranks.
+    """
+
+    step_index: int = 0
+    batch_fingerprint: int = 0
+    loss: float = 0.0
+
+
+class BatchFingerprints:
+    """Fingerprints of batches; a tensor that was not written to since the last time is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, int]] = {}
+
+    def of(self, batch: Any) -> int:
+        """Return a 63-bit number that depends on the shapes, dtypes and contents of the batch's tensors."""
+        known, total = {}, 0
+        for tensor in _tensors(batch):
+            version = version_of(tensor)
+            last = self._known.get(id(tensor))
+            if last is not None and last[0] is tensor and last[1] == version >= 0:
+                number = last[2]
+            else:
+                number = tensor_fingerprint(tensor)
+            known[id(tensor)] = (tensor, version, number)
+            total = (total * 1_000_003 + number) & _MASK
+        self._known = known
+        return total
+
+
+def agree(transport: Transport, progress: Progress, is_training: bool) -> None:
+    """Refuse to go on if the ranks differ; a collective call.
+
+    Raises:
+        GraphError: If they have different batches, or only some are training.
+        UnsupportedError: If the last loss was not the same everywhere.
+    """
+    loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
+    numbers = [int(is_training), progress.batch_fingerprint, loss_bits]
+    ranks = transport.all_gather_ints(numbers)
+    if len({rank[0] for rank in ranks}) > 1:
+        raise GraphError(
+            explain(
+                expected="all ranks to run the same step",
+                found="a training step on some and an evaluation on others",
+                remedy="Let every rank take the same path through the LightningModule.",
+            )
+        )
+    if len({rank[1] for rank in ranks}) > 1:
+        raise GraphError(
+            explain(
+                expected="the same batch on every rank",
+                found="batches that differ",
+                remedy="Call lightning.seed_everything(...) before random splits and transforms, and use the same "
+                "data set everywhere; the strategy cuts the graph itself.",
+            )
+        )
+    losses = [struct.unpack("<d", struct.pack("<q", rank[2]))[0] for rank in ranks]
+    if max(losses) - min(losses) > _LOSS_TOLERANCE * max(abs(loss) for loss in losses):
+        raise UnsupportedError(
+            explain(
+                expected="the same loss on every rank",
+                found=", ".join(f"{loss:.6g}" for loss in losses),
+                remedy="On each rank the parameters of other stages are empty: use the optimizer's weight_decay in "
+                "place of a penalty on self.parameters(), and seed random numbers in training_step.",
+            )
+        )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        if str(batch.layout) == "torch.strided":
+            yield batch
+    elif isinstance(batch, Mapping):
+        for key in batch:
+            yield from _tensors(batch[key])
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _tensors(item)
+    elif hasattr(batch, "to_dict"):
+        yield from _tensors(batch.to_dict())

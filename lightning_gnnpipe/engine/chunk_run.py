@@ -1,0 +1,79 @@
+"""Running segments over one chunk, with random numbers that do not depend on how layers are dealt out to stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.stages import Segment
+from lightning_gnnpipe.types import ChunkView
+
+_MASK = (1 << 64) - 1
+
+SeedOf = Callable[[int, int], int]
+
+
+def run_segments(
+    segments: Sequence[Segment],
+    values: dict[str, Tensor],
+    chunk: ChunkView,
+    context: MessageContext,
+    seed_of: SeedOf | None = None,
+) -> None:
+    """Run `segments` on `values` over `chunk`; what they compute is added to `values`.
+
+    Args:
+        segments: Consecutive layers.
+        values: The chunk's leaves and what crossed the cut before the first segment, by name.
+        chunk: The chunk.
+        context: Serves the layers' message passing; the layers must be intercepted with it.
+        seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the stream alone.
+    """
+    for segment in segments:
+        inputs = [values[name] for name in segment.inputs]
+        if segment.has_inplace:
+            inputs = [tensor.clone() for tensor in inputs]
+        if seed_of is not None:
+            _seed(seed_of(segment.index, chunk.index), inputs)
+        context.enter(chunk, segment.index)
+        outputs = segment.module(*inputs)
+        values.update(zip(segment.outputs, outputs, strict=True))
+    context.leave()
+
+
+def make_seeds(seed: int, step: int) -> SeedOf:
+    """Return the seeds of one training step: they depend on (seed, step, segment, chunk) alone."""
+
+    def seed_of(segment: int, chunk: int) -> int:
+        mixed = 0
+        for number in (seed, step, segment, chunk):
+            mixed = _split_mix((mixed + number + 1) & _MASK)
+        return mixed >> 1
+
+    return seed_of
+
+
+@contextmanager
+def own_random_stream(device: torch.device) -> Iterator[None]:
+    """Leave the user's random number streams as they are."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _seed(seed: int, inputs: Sequence[Tensor]) -> None:
+    torch.default_generator.manual_seed(seed)
+    if inputs and inputs[0].is_cuda:
+        torch.cuda.manual_seed(seed)
+
+
+def _split_mix(x: int) -> int:
+    """One step of SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

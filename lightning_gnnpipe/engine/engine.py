@@ -1,0 +1,227 @@
+"""The pipeline engine: what the pipelined module's forward does under the strategy.
+
+forward, with gradients  ->  training pass: exact or pipelined schedule, histories written, backward to follow
+forward, without         ->  exact pass, histories untouched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine.agree import Progress, agree
+from lightning_gnnpipe.engine.autograd import join
+from lightning_gnnpipe.engine.chunk_run import make_seeds
+from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.infer import run_exact
+from lightning_gnnpipe.engine.inputs import version_of
+from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel, switched
+from lightning_gnnpipe.engine.probe import check_on_chunks, measure_layers
+from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
+from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
+from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, take_apart
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Fixed for a run.
+
+    Attributes:
+        chunks: How graphs are cut.
+        shuffle_chunks: Draw a new chunk order each step.
+        balance: How layers are dealt out.
+        seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
+        is_fitting: Whether this is a run that trains.
+    """
+
+    chunks: ChunkOptions
+    shuffle_chunks: bool
+    balance: Balance
+    seed: int
+    is_fitting: bool
+
+
+class PipelineEngine:
+    """Runs one module as a pipeline.
+
+    Args:
+        module: The pipelined module.
+        transport: The ranks.
+        options: See `EngineOptions`.
+        controls: Read at the start of each training step.
+    """
+
+    def __init__(
+        self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
+    ) -> None:
+        self.transport, self.options, self.controls = transport, options, controls
+        self.model = PipelinedModel(module, transport, options.balance, self._check)
+        self.graphs = GraphCache(options.chunks, transport)
+        self.progress = Progress()
+        self.num_training_passes = 0
+        self._has_pending = False
+        self._num_inferences = 0
+        self._last_graph: tuple[Tensor, int, int] | None = None
+        self._last: PassRecord | None = None
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module on a batch; a collective call that gives the same output on every rank.
+
+        Raises:
+            GraphError: If the graph is malformed, or ranks were given different batches.
+            UnsupportedError: If the module cannot be pipelined, or is called twice before a backward.
+        """
+        is_training = torch.is_grad_enabled() and self.options.is_fitting
+        if is_training and self._has_pending:
+            raise UnsupportedError(
+                explain(
+                    expected="one pipelined forward before each backward",
+                    found="a second one in the same step",
+                    remedy="Call the module once in training_step, or the second time under torch.no_grad().",
+                )
+            )
+        agree(self.transport, self.progress, is_training)
+        call = take_apart(self.model.module, args, kwargs)
+        inputs = classify(call)
+        return (self._train if is_training else self._infer)(call, inputs)
+
+    def abandon(self) -> None:
+        """Forget a training pass whose backward never came."""
+        self._has_pending = False
+
+    def counted_parameters(self, root: nn.Module) -> set[int]:
+        """Return the ids of the parameters of `root` that count on this rank, so that each counts once."""
+        named = dict(self.model.module.named_parameters())
+        pipelined = {id(named[name]) for name in self.model.pipelined if name in named}
+        owned = {id(named[name]) for name in self.model.owned if name in named}
+        replicated = {id(p) for p in root.parameters()} - pipelined
+        return owned | replicated if self.transport.axis.is_first else owned
+
+    def collect_stats(self) -> PipelineStats:
+        """Return the figures of the last training step; a collective call."""
+        last = self._last_record()
+        axis = self.transport.axis
+        gathered = self.transport.all_gather_objects((last.events, last.bytes_by_kind))
+        return merge_stats(gathered, axis.num_stages, last.num_chunks, last.is_exact)
+
+    def collect_staleness(self) -> dict[int, Staleness]:
+        """Return the staleness of the last training step by layer, over all ranks; a collective call."""
+        merged: dict[int, Staleness] = {}
+        for one in self.transport.all_gather_objects(self._last_record().staleness):
+            merged |= one
+        return dict(sorted(merged.items()))
+
+    def _last_record(self) -> PassRecord:
+        if self._last is None:
+            raise ConfigError(
+                explain(
+                    expected="a finished training step",
+                    found="none in this run",
+                    remedy="Ask after one, while the run goes on.",
+                )
+            )
+        return self._last
+
+    def _train(self, call: Call, inputs: Inputs) -> Any:
+        graph = self.graphs.for_training(self._fingerprint(inputs), inputs)
+        mode = self._mode(call, inputs, graph)
+        if self.controls.refreshes and graph.is_filled and not self.controls.is_exact:
+            self._refresh(call, inputs, graph)
+        is_exact = self.controls.is_exact or not graph.is_filled
+        parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
+        order = chunk_order(
+            parts.plan.num_chunks,
+            epoch=self.progress.step_index,
+            seed=self.options.seed,
+            shuffle=self.options.shuffle_chunks,
+        )
+        running = TrainingPass(parts, graph, self.model, order)
+        graph.inputs.load(call, inputs)
+        outputs = running.forward(self.controls, self.progress.step_index)
+        self._has_pending = True
+        self.num_training_passes += 1
+        slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
+            leaf_grads = running.backward(grads, slots)
+            self._has_pending = False
+            self._last = running.record()
+            return leaf_grads
+
+        joined = join(backward, outputs, [call.leaves[slot] for slot in slots])
+        return mode.layers.rebuild_output(joined)
+
+    def _infer(self, call: Call, inputs: Inputs) -> Any:
+        graph = self.graphs.for_inference(self._fingerprint(inputs), inputs)
+        mode = self._mode(call, inputs, graph)
+        graph.inputs.load(call, inputs)
+        parts = self._parts(mode, graph, is_exact=True, is_training=False)
+        return mode.layers.rebuild_output(run_exact(parts, self.model))
+
+    def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
+        """Recompute all histories by an exact pass with dropout off."""
+        graph.store.recorder = None
+        with switched(self.model.module, False), torch.no_grad():
+            mode = self._mode(call, inputs, graph)
+            graph.inputs.load(call, inputs)
+            parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=True)
+            run_exact(parts, self.model)
+
+    def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
+        def measure(layers: Layers) -> list[float]:
+            graph.inputs.load(call, inputs)
+            return measure_layers(self.model.module, layers, graph.plan, graph.inputs)
+
+        return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)
+
+    def _parts(
+        self,
+        mode: Mode,
+        graph: PlannedGraph,
+        *,
+        is_exact: bool,
+        is_training: bool,
+        writes: bool = False,
+    ) -> StepParts:
+        if is_training:
+            seeds = make_seeds(self.options.seed, self.progress.step_index)
+        else:
+            self._num_inferences += 1
+            seeds = make_seeds(~self.options.seed, self._num_inferences)
+        return StepParts(
+            stage=mode.stages[self.transport.axis.stage],
+            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
+            plan=graph.plan.whole if is_exact else graph.plan,
+            inputs=graph.inputs,
+            context=graph.writing if is_training or writes else graph.reading,
+            transport=self.transport,
+            seed_of=seeds if self.model.module.training else None,
+            is_training=is_training,
+        )
+
+    def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
+        if self.graphs.has_chunks(inputs):
+            check_on_chunks(self.model.module, layers, call, inputs)
+
+    def _fingerprint(self, inputs: Inputs) -> int:
+        edge_index = inputs.edge_index
+        version = version_of(edge_index)
+        if self._last_graph is not None and version >= 0:
+            last, last_version, fingerprint = self._last_graph
+            if last is edge_index and last_version == version:
+                return fingerprint
+        if edge_index.dim() != 2 or edge_index.is_floating_point():
+            return 0  # refused by the check of the graph
+        fingerprint = graph_fingerprint(edge_index, inputs.num_nodes)
+        self._last_graph = (edge_index, version, fingerprint)
+        return fingerprint

@@ -1,0 +1,155 @@
+"""A graph as the engine keeps it: its plan, the histories over it, the batch in plan order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.graph import (
+    ChunkPlan,
+    check_graph,
+    check_num_chunks,
+    partition_nodes,
+    plan_from_assignment,
+    trivial_plan,
+)
+from lightning_gnnpipe.history import HistoryStore
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.stages import Inputs
+from lightning_gnnpipe.types import Partition
+
+_NUM_KEPT = 4
+_CHUNKS_PER_STAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOptions:
+    """How a graph is cut.
+
+    Attributes:
+        num_chunks: K, or "auto" for 4 a stage.
+        partition: A method, or the chunk of each node.
+        cross_chunk_grad_scale: Factor on gradients between chunks.
+        seed: Seed of the partition.
+    """
+
+    num_chunks: int | Literal["auto"]
+    partition: Partition
+    cross_chunk_grad_scale: float
+    seed: int
+
+
+class PlannedGraph:
+    """One graph: plan and batch; histories once it is trained on."""
+
+    def __init__(self, plan: ChunkPlan, cross_chunk_grad_scale: float) -> None:
+        self.plan = plan
+        self.inputs = PlannedInputs(plan)
+        self.reading = MessageContext(None, plan.whole.chunks[0])
+        self.store = HistoryStore(plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale)
+        self.writing = MessageContext(self.store, plan.whole.chunks[0])
+        self.is_filled = False
+
+    def drop_histories(self) -> None:
+        """Free the histories; the next training step on this graph is exact."""
+        self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.scale)
+        self.writing = MessageContext(self.store, self.plan.whole.chunks[0])
+        self.is_filled = False
+
+
+class GraphCache:
+    """The graphs of the last calls, by content, and the histories of the one trained on last."""
+
+    def __init__(self, options: ChunkOptions, transport: Transport) -> None:
+        self._options = options
+        self._transport = transport
+        self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
+        self._trained: PlannedGraph | None = None
+
+    def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
+        """Return the graph cut into chunks; a change of graph drops the histories of the last one."""
+        graph = self._get((fingerprint, True), lambda: self._cut(inputs))
+        if self._trained is not graph:
+            if self._trained is not None:
+                self._trained.drop_histories()
+            self._trained = graph
+        return graph
+
+    def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
+        """Return the graph for exact passes alone: as cut for training, or else without a partition."""
+        if (fingerprint, True) in self._graphs:
+            return self._graphs[fingerprint, True]
+        return self._get((fingerprint, False), lambda: self._uncut(inputs))
+
+    def has_chunks(self, inputs: Inputs) -> bool:
+        """Whether the graph is trained on in more than one chunk."""
+        return self._num_chunks(inputs) > 1
+
+    def _num_chunks(self, inputs: Inputs) -> int:
+        num_stages = self._transport.axis.num_stages
+        return resolve_num_chunks(self._options, num_stages, inputs.num_nodes)
+
+    def _get(self, key: tuple[int, bool], make: Callable[[], PlannedGraph]) -> PlannedGraph:
+        if key not in self._graphs:
+            with torch.inference_mode(False), torch.no_grad():
+                self._graphs[key] = make()
+            while len(self._graphs) > _NUM_KEPT:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
+
+    def _uncut(self, inputs: Inputs) -> PlannedGraph:
+        edge_index = inputs.edge_index.cpu()
+        check_graph(edge_index, inputs.num_nodes)
+        plan = trivial_plan(edge_index, inputs.num_nodes)
+        return PlannedGraph(plan.to(self._transport.axis.device), 1.0)
+
+    def _cut(self, inputs: Inputs) -> PlannedGraph:
+        options = self._options
+        edge_index = inputs.edge_index.cpu()
+        check_graph(edge_index, inputs.num_nodes)
+        num_chunks = self._num_chunks(inputs)
+
+        def partition() -> Tensor:
+            return partition_nodes(
+                edge_index,
+                inputs.num_nodes,
+                num_chunks=num_chunks,
+                method=options.partition,
+                seed=options.seed,
+            )
+
+        assignment = self._transport.run_on_first(partition)
+        plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+        return PlannedGraph(plan.to(self._transport.axis.device), options.cross_chunk_grad_scale)
+
+
+def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:
+    """Return K: as asked for, as the partition says, or 4 a stage.
+
+    Raises:
+        ConfigError: If it is not between 1 and the number of nodes, or differs from the partition's.
+    """
+    found = None
+    if isinstance(options.partition, Tensor) and options.partition.numel():
+        found = int(options.partition.max()) + 1
+    if options.num_chunks == "auto":
+        return found or min(_CHUNKS_PER_STAGE * num_stages, num_nodes)
+    check_num_chunks(options.num_chunks, num_nodes)
+    if found is not None and found != options.num_chunks:
+        raise ConfigError(
+            explain(
+                expected=f"'partition' to name {options.num_chunks} chunks, as 'num_chunks' says",
+                found=f"{found}",
+                remedy="Leave num_chunks at 'auto' when you give a partition.",
+            )
+        )
+    return options.num_chunks

@@ -1,0 +1,29 @@
+"""Exact passes without gradients: the whole graph as one chunk, one stage after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.engine.chunk_run import own_random_stream
+from lightning_gnnpipe.engine.model import PipelinedModel
+from lightning_gnnpipe.engine.step import Step, StepParts
+from lightning_gnnpipe.passing import intercept
+from lightning_gnnpipe.schedule import add_transfers, fill_drain
+
+
+def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
+    """Return the outputs, each `[num_nodes, *]`, on every rank.
+
+    Args:
+        parts: Of the one-chunk plan. A context with a store writes the histories, one without does not.
+        model: The pipelined model.
+    """
+    axis = parts.transport.axis
+    schedule = add_transfers(fill_drain(axis.num_stages, (0,), backward=False))
+    with (
+        intercept(model.convs, parts.context),
+        own_random_stream(axis.device),
+        torch.no_grad(),
+    ):
+        return Step(parts).forward(schedule.forward(axis.stage))

@@ -1,0 +1,104 @@
+"""The batch's tensors in plan order, cut by chunk without a copy.
+
+Node-level tensors are permuted once so that a chunk's rows are a slice; so are edge-level ones. The permuted copy is
+kept as long as the user's batch holds the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.stages import Call, Inputs, Kind
+
+
+@dataclass(slots=True)
+class _Cached:
+    source: Tensor
+    version: int
+    permuted: Tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class PlannedInputs:
+    """The leaves of a call in the order of a plan."""
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        self._plan = plan
+        self._cache: dict[str, _Cached] = {}
+        self._call: Call | None = None
+        self._kinds: tuple[Kind, ...] = ()
+        self._grads: dict[str, Tensor] = {}
+
+    def load(self, call: Call, inputs: Inputs) -> None:
+        """Take the tensors of `call` for the coming pass."""
+        self._call, self._kinds = call, inputs.kinds
+        self._grads.clear()
+
+    def release(self) -> None:
+        """Forget the call (the permuted copies stay)."""
+        self._call = None
+        self._grads.clear()
+
+    def slice(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the chunk's part of each leaf in `names`."""
+        return {name: self._slice(chunk, name) for name in names}
+
+    def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
+        """Add the gradients of a chunk's leaves to those of the whole leaves."""
+        for name, leaf in leaves.items():
+            if leaf.grad is None:
+                continue
+            slot = _slot(name)
+            total = self._grads.setdefault(name, torch.zeros_like(self._leaf(slot)))
+            if self._kinds[slot] is Kind.NODE:
+                total[self._plan.perm[chunk.start : chunk.end]] += leaf.grad
+            elif self._kinds[slot] is Kind.EDGE:
+                total[self._plan.edge_perm[chunk.edge_start : chunk.edge_end]] += leaf.grad
+            else:
+                total += leaf.grad
+
+    def take_grad(self, slot: int) -> Tensor:
+        """Return the gradient of leaf number `slot`; zeros where this stage does not read it."""
+        grad = self._grads.get(f"leaf_{slot}")
+        return torch.zeros_like(self._leaf(slot)) if grad is None else grad
+
+    def _slice(self, chunk: Chunk, name: str) -> Tensor:
+        slot = _slot(name)
+        kind = self._kinds[slot]
+        if kind is Kind.EDGE_INDEX:
+            return chunk.edge_index
+        leaf = self._leaf(slot)
+        if kind is Kind.WHOLE:
+            part = leaf.detach()
+        elif kind is Kind.NODE:
+            part = self._permuted(name, leaf, self._plan.perm)[chunk.start : chunk.end]
+        else:
+            rows = slice(chunk.edge_start, chunk.edge_end)
+            part = self._permuted(name, leaf, self._plan.edge_perm)[rows]
+        return part.detach().requires_grad_() if leaf.requires_grad else part
+
+    def _permuted(self, name: str, leaf: Tensor, order: Tensor) -> Tensor:
+        cached = self._cache.get(name)
+        version = version_of(leaf)
+        if cached is None or cached.source is not leaf or cached.version != version or version < 0:
+            with torch.inference_mode(False), torch.no_grad():
+                cached = _Cached(leaf, version, leaf.detach()[order])
+            self._cache[name] = cached
+        return cached.permuted
+
+    def _leaf(self, slot: int) -> Tensor:
+        assert self._call is not None
+        return self._call.leaves[slot]
+
+
+def _slot(name: str) -> int:
+    return int(name.removeprefix("leaf_"))

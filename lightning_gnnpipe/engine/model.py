@@ -1,0 +1,247 @@
+"""The user's module as a pipeline: traced once for each mode, cut, dealt out to stages, other stages' weights emptied.
+
+The cut is decided at the first call, when the arguments are known. Until then every rank holds all parameters, so
+checkpoints load and optimizers are built as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing import find_convs, without_caches
+from lightning_gnnpipe.stages import (
+    Call,
+    Inputs,
+    Layers,
+    Stage,
+    check_counts,
+    cut_layers,
+    draw_sample,
+    fill_husks,
+    find_users,
+    learn_values,
+    make_husks,
+    solve_balance,
+    split_layers,
+    trace,
+)
+
+Balance = Literal["measured", "uniform"] | Sequence[int]
+Check = Callable[[Layers, Call, Inputs], None]
+Measure = Callable[[Layers], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A traced graph, cut into layers and dealt out to stages."""
+
+    layers: Layers
+    stages: tuple[Stage, ...]
+
+
+class PipelinedModel:
+    """One module on the pipe axis.
+
+    Args:
+        module: The user's module; its `forward` must be its own.
+        transport: The ranks.
+        balance: How layers are dealt out.
+        check: Called with each new trace while all parameters are here; raises if it is not right on chunks.
+    """
+
+    def __init__(
+        self, module: nn.Module, transport: Transport, balance: Balance, check: Check
+    ) -> None:
+        self.module = module
+        self.convs = find_convs(module)
+        self._transport = transport
+        self._balance = balance
+        self._check = check
+        self._modes: dict[object, Mode] = {}
+        self._counts: tuple[int, ...] | None = None
+        self._users: dict[str, set[int]] = {}
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the layers have been dealt out."""
+        return self._counts is not None
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        assert self._counts is not None
+        return self._counts
+
+    @property
+    def owned(self) -> set[str]:
+        """Names of the parameters that count as this stage's: of tied ones the first stage is the owner."""
+        stage = self._transport.axis.stage
+        return {name for name, users in self._users.items() if min(users) == stage}
+
+    @property
+    def pipelined(self) -> set[str]:
+        """Names of all parameters and buffers that belong to some stage."""
+        return set(self._users)
+
+    def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
+        """Return the stages for the module's present mode and these arguments, traced if they are new.
+
+        Args:
+            call: The arguments.
+            inputs: Their kinds.
+            measure: Returns the cost of each layer; called on rank 0, once, for `balance="measured"`.
+            also_train: At the first call, trace the training mode as well, since parameters may be used there only.
+        """
+        key = self._key(call)
+        if key not in self._modes:
+            with self._all_parameters():
+                self._trace(call, inputs)
+                if also_train and self._counts is None:
+                    for training in (True, False):
+                        with switched(self.module, training):
+                            self._trace(call, inputs)
+                self._deal_out(measure)
+        return self._modes[key]
+
+    def assemble(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer that belongs to a stage, on every rank, by name."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        owners = {name: min(users) for name, users in self._users.items()}
+        shapes = {
+            name: self._shapes.get(name, (named[name].shape, named[name].dtype)) for name in owners
+        }
+        return share_tensors(self._transport, owners, named, shapes)
+
+    def restore(self) -> None:
+        """Give every rank all parameters back, and forget the split."""
+        if self._users:
+            self._fill(self.assemble())
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the split without talking to other ranks."""
+        self._modes.clear()
+        self._counts, self._users, self._shapes = None, {}, {}
+
+    def reduce_tied_grads(self, run_backward: Callable[[], None]) -> None:
+        """Run a backward pass and sum the gradients it adds to parameters that several stages use."""
+        parameters = dict(self.module.named_parameters())
+        tied = {
+            name: users
+            for name, users in self._users.items()
+            if len(users) > 1 and name in parameters and parameters[name].requires_grad
+        }
+        before = {name: parameters[name].grad for name in tied}
+        for name in tied:
+            parameters[name].grad = None
+        run_backward()
+        for name, users in tied.items():
+            parameter = parameters[name]
+            shape, dtype = self._shapes.get(name, (parameter.shape, parameter.dtype))
+            grad = parameter.grad
+            if grad is None:
+                grad = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            self._transport.all_reduce(grad, "tied_grad")
+            if self._transport.axis.stage in users:
+                earlier = before[name]
+                parameter.grad = grad if earlier is None else earlier + grad
+
+    def _key(self, call: Call) -> object:
+        flags = tuple(m.training for m in self.module.modules())
+        frozen = tuple(p.requires_grad for p in self.module.parameters())
+        leaves = tuple((leaf.requires_grad, leaf.dtype, leaf.shape[1:]) for leaf in call.leaves)
+        return flags, frozen, leaves, call.signature, torch.is_autocast_enabled("cpu")
+
+    def _trace(self, call: Call, inputs: Inputs) -> None:
+        key = self._key(call)
+        if key in self._modes:
+            return
+        with _plain(self.module), without_caches(self.convs), torch.inference_mode(False):
+            graph = trace(self.module, call)
+            sample = draw_sample(call, inputs)
+            layers = cut_layers(graph, self.module, learn_values(graph, self.module, sample))
+            self._check(layers, call, inputs)
+        self._modes[key] = Mode(layers, ())
+
+    def _deal_out(self, measure: Measure) -> None:
+        lengths = {len(mode.layers.segments) for mode in self._modes.values()}
+        if len(lengths) > 1:
+            raise UnsupportedError(
+                explain(
+                    expected="the forward to run the same layers in training and in evaluation",
+                    found=f"{sorted(lengths)} layers",
+                    remedy="Call the same message-passing layers in both modes.",
+                )
+            )
+        if self._counts is None:
+            self._counts = self._count_layers(lengths.pop(), measure)
+        self._modes = {
+            key: mode if mode.stages else Mode(mode.layers, split_layers(mode.layers, self._counts))
+            for key, mode in self._modes.items()
+        }
+        users: dict[str, set[int]] = {}
+        for mode in self._modes.values():
+            for name, stages in find_users(mode.stages, self.module).items():
+                users.setdefault(name, set()).update(stages)
+        self._users = {name: users[name] for name in sorted(users)}
+
+    def _count_layers(self, num_layers: int, measure: Measure) -> tuple[int, ...]:
+        num_stages = self._transport.axis.num_stages
+        if not isinstance(self._balance, str):
+            return check_counts(self._balance, num_layers, num_stages)
+        costs = [1.0] * num_layers
+        counts = solve_balance(costs, num_stages)
+        if self._balance == "measured" and 1 < num_stages < num_layers:
+            if self._transport.axis.is_first:
+                layers = next(iter(self._modes.values())).layers
+                counts = solve_balance(measure(layers), num_stages)
+            counts = self._transport.broadcast_object(counts)
+        return counts
+
+    @contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Have all parameters within the block, and only this stage's after it."""
+        if self._shapes or self._users:
+            self._fill(self.assemble())
+        yield
+        self._shapes = make_husks(self.module, self._users, self._transport.axis.stage)
+
+    def _fill(self, tensors: dict[str, Tensor]) -> None:
+        fill_husks(self.module, {name: tensors[name] for name in self._shapes})
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in tensors:
+                    buffer.copy_(tensors[name])
+        self._shapes = {}
+
+
+@contextmanager
+def switched(module: nn.Module, training: bool) -> Iterator[None]:
+    """Have `module` in training or evaluation mode within the block, then as each part of it was."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+@contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """Have `module` run its own forward within the block."""
+    attached = module.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if attached is not None:
+            module.__dict__["forward"] = attached

@@ -1,0 +1,227 @@
+"""Trying the model out before training: is it right on chunks, and what does each layer cost?
+
+The self-check runs the traced layers on a small sample of the user's graph, whole and then in chunks whose halos were
+just filled, with dropout switched off: both must equal the plain module. The cost pass times each layer, forward and
+backward, on one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_gnnpipe.engine.chunk_run import run_segments
+from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
+from lightning_gnnpipe.history import HistoryStore
+from lightning_gnnpipe.passing import (
+    CallKey,
+    MessageContext,
+    find_convs,
+    intercept,
+    without_caches,
+)
+from lightning_gnnpipe.stages import (
+    Call,
+    Inputs,
+    Layers,
+    draw_sample,
+    measure_costs,
+    restore_buffers,
+    undisturbed,
+)
+from lightning_gnnpipe.types import ChunkView
+
+_NUM_CHUNKS = 3
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
+_DROPOUTS |= {F.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout}
+
+
+class _NoDropout(TorchFunctionMode):
+    """Makes dropout the identity, whatever `training` says."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
+
+
+def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> None:
+    """Refuse a module whose layers, run on chunks of a small graph, do not give what the module gives.
+
+    Raises:
+        UnsupportedError: With the layer where the difference begins, or the error that a layer raised.
+    """
+    sample = draw_sample(call, inputs)
+    small = Call(sample.leaves, call.names, call.template, None)
+    kinds = Inputs(inputs.kinds, sample.num_nodes, sample.edge_index)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with undisturbed(module), torch.no_grad(), _NoDropout():
+        args, kwargs = small.rebuild(small.leaves)
+        with without_caches(find_convs(module)):
+            expected = _flatten(module(*args, **kwargs))
+        _check_buffers(module, before)
+        assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)
+        plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
+        checker = _Checker(module, layers, plan.to(sample.edge_index.device), small, kinds)
+        reference = checker.run(plan.whole, None)
+        _compare(
+            layers,
+            {n: reference[n] for n in layers.outputs},
+            dict(zip(layers.outputs, expected, strict=True)),
+        )
+        _compare(layers, checker.run(plan, reference), reference)
+
+
+class _Checker:
+    """Runs all layers over a plan, on one rank, and puts every value into node order."""
+
+    def __init__(
+        self, module: nn.Module, layers: Layers, plan: ChunkPlan, call: Call, kinds: Inputs
+    ) -> None:
+        self.layers, self.plan, self.convs = layers, plan, find_convs(module)
+        self.inputs = PlannedInputs(plan)
+        self.inputs.load(call, kinds)
+        self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
+        self.context = MessageContext(self.store, plan.whole.chunks[0])
+
+    def run(self, plan: ChunkPlan, reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        leaves = {
+            name for s in self.layers.segments for name in s.inputs if name.startswith("leaf_")
+        }
+        for chunk in plan.chunks:
+            values = self.inputs.slice(chunk, leaves)
+            try:
+                with intercept(self.convs, self.context):
+                    run_segments(self.layers.segments, values, chunk, self.context)
+            except UnsupportedError:
+                raise
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                raise UnsupportedError(
+                    explain(
+                        expected="the model to run on a chunk of the graph",
+                        found=f"{type(error).__name__}: {error}",
+                        remedy=_REMEDY,
+                    )
+                ) from error
+            rows = plan.perm[chunk.start : chunk.end]
+            for name, value in values.items():
+                known = self.layers.values.get(name)
+                if name.startswith("leaf_") or known is None or value.size(0) != chunk.num_nodes:
+                    continue
+                whole = found.setdefault(name, value.new_zeros((plan.num_nodes, *value.shape[1:])))
+                whole[rows] = value
+        return found
+
+
+_REMEDY = (
+    "Something outside of message passing looks at more than one row, or at the neighbours of a node: normalise and "
+    "pool outside of the pipelined module, pass degrees in as a node-level tensor, or train with num_chunks=1."
+)
+
+
+def _compare(layers: Layers, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    order = [name for segment in layers.segments for name in segment.outputs]
+    for name in sorted(found, key=lambda name: order.index(name) if name in order else -1):
+        ours, theirs = found[name].double(), expected[name].double()
+        tolerance = _TOLERANCE.get(expected[name].dtype, 5e-2)
+        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
+            difference = float((ours - theirs).abs().max())
+            raise UnsupportedError(
+                explain(
+                    expected="the model to give the same on chunks of a small graph as on the whole",
+                    found=f"a difference of {difference:.2g} that begins at '{name}'",
+                    remedy=_REMEDY,
+                )
+            )
+
+
+def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
+    changed = [n for n, b in module.named_buffers() if not torch.equal(b, before[n])]
+    restore_buffers(module, before)
+    if changed:
+        raise UnsupportedError(
+            explain(
+                expected="a forward pass to leave the buffers of the pipelined module as they are",
+                found=f"{', '.join(changed)} changed",
+                remedy="Such a layer (a running statistic, a power iteration) would be updated once a chunk; "
+                "replace it, or train with num_chunks=1.",
+            )
+        )
+
+
+def _flatten(output: Any) -> list[Tensor]:
+    """Return the tensors of the plain module's output, in the order of their first appearance."""
+    if isinstance(output, Tensor):
+        return [output]
+    items = output.values() if isinstance(output, Mapping) else output
+    found: list[Tensor] = []
+    for tensor in (t for item in items for t in _flatten(item)):
+        if not any(tensor is other for other in found):
+            found.append(tensor)
+    return found
+
+
+class _ZeroHalo:
+    """A store that serves zeros and keeps nothing: the costs are the same."""
+
+    def push(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> None:
+        out.zero_()
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None: ...
+    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
+
+
+def measure_layers(
+    module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
+) -> list[float]:
+    """Return the seconds that each layer takes, forward and backward, on one chunk of middle size."""
+    chunk = sorted(plan.chunks, key=lambda c: c.num_nodes + c.num_edges)[plan.num_chunks // 2]
+    context = MessageContext(_ZeroHalo(), plan.whole.chunks[0])
+    leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
+    values = inputs.slice(chunk, leaves)
+    convs = find_convs(module)
+    with (
+        undisturbed(module),
+        intercept(convs, context),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        with torch.no_grad():
+            run_segments(layers.segments, values, chunk, context)
+        runs = [_timed_run(layers, i, values, chunk, context) for i in range(len(layers.segments))]
+        return measure_costs(runs, repeats=1)
+
+
+def _timed_run(
+    layers: Layers, index: int, known: Mapping[str, Tensor], chunk: Chunk, context: MessageContext
+) -> Callable[[], object]:
+    segment = layers.segments[index]
+    parameters = [p for p in segment.module.parameters() if p.requires_grad]
+
+    def run() -> None:
+        inputs = {name: _fresh(known[name], name, layers) for name in segment.inputs}
+        sources = [*parameters, *(t for t in inputs.values() if t.requires_grad)]
+        run_segments((segment,), inputs, chunk, context)
+        roots = [inputs[n] for n in segment.outputs if inputs[n].requires_grad]
+        if roots and sources:
+            torch.autograd.grad(
+                roots, sources, [torch.ones_like(r) for r in roots], allow_unused=True
+            )
+
+    return run
+
+
+def _fresh(tensor: Tensor, name: str, layers: Layers) -> Tensor:
+    known = layers.values.get(name)
+    is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
+    return tensor.detach().requires_grad_() if is_crossing else tensor

@@ -1,0 +1,41 @@
+"""Weights and optimizer states of all stages, put together under the names of the user's module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.model import PipelinedModel
+
+
+def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict[str, Tensor]:
+    """Return the state dict of `root` with the weights of all stages, on every rank; a collective call.
+
+    Args:
+        root: The LightningModule.
+        prefix: Name of the pipelined module in it, empty if it is `root` itself.
+        model: The pipelined model.
+    """
+    whole = model.assemble()
+    named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+    by_id = {id(named[name]): tensor for name, tensor in whole.items()}
+    state: dict[str, Tensor] = root.state_dict()
+    for tensors in (model.module.named_parameters, model.module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            key = f"{prefix}.{name}" if prefix else name
+            if key in state and id(tensor) in by_id:
+                state[key] = by_id[id(tensor)]
+    return state
+
+
+def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with the states of all stages, on every rank; a collective call.
+
+    Parameters are numbered alike everywhere, and each rank has state for its own alone.
+    """
+    merged: dict[Any, Any] = {}
+    for one in reversed(transport.all_gather_objects(state["state"])):
+        merged |= one
+    return {**state, "state": {key: merged[key] for key in sorted(merged)}}

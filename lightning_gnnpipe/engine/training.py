@@ -1,0 +1,114 @@
+"""One training pass: forward now, backward when the user's loss asks for it.
+
+The histories around it, in order: refresh (if a callback asked for it), restore the snapshot, forward (push, pull),
+take a snapshot, backward (gradient buffers), clear the gradient buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine.chunk_run import own_random_stream
+from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.model import PipelinedModel
+from lightning_gnnpipe.engine.step import Step, StepParts
+from lightning_gnnpipe.engine.trace import TraceEvent
+from lightning_gnnpipe.history import Staleness, StalenessRecorder
+from lightning_gnnpipe.passing import CallKey, intercept
+from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What a finished training pass leaves for whoever asks: this rank's events and bytes."""
+
+    is_exact: bool
+    num_chunks: int
+    events: list[TraceEvent]
+    bytes_by_kind: dict[str, int]
+    staleness: dict[int, Staleness]
+
+
+class TrainingPass:
+    """Forward and backward of one step on this rank.
+
+    Args:
+        parts: What the pass is made of; its plan decides between exact and pipelined.
+        graph: The graph and its histories.
+        model: The pipelined model.
+        order: Chunks in the order of the forward phase.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        graph: PlannedGraph,
+        model: PipelinedModel,
+        order: Sequence[int],
+    ) -> None:
+        self._parts, self._graph, self._model = parts, graph, model
+        self._stage = parts.transport.axis.stage
+        self._schedule: Schedule = add_transfers(
+            fill_drain(parts.transport.axis.num_stages, tuple(order))
+        )
+        self._step = Step(parts)
+        self.is_exact = parts.plan is graph.plan.whole
+
+    def forward(self, controls: Controls, step_index: int) -> list[Tensor]:
+        """Run the forward phase and return the outputs, detached."""
+        store = self._graph.store
+        self._parts.transport.meter.reset()
+        store.step = step_index
+        store.recorder = StalenessRecorder() if controls.records_staleness else None
+        if controls.serves_snapshot and not self.is_exact:
+            store.restore()
+        with (
+            intercept(self._model.convs, self._parts.context),
+            own_random_stream(self._parts.transport.axis.device),
+            torch.enable_grad(),
+        ):
+            outputs = self._step.forward(self._schedule.forward(self._stage))
+        self._graph.is_filled |= self.is_exact
+        if not controls.serves_snapshot:
+            store.release_snapshot()
+        elif self.is_exact or controls.takes_snapshot:
+            store.freeze()
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
+        """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
+        actions = self._schedule.backward(self._stage)
+        self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))
+        self._graph.store.clear_grads()
+        leaf_grads: list[Tensor | None] = []
+        for slot in slots:
+            grad = self._parts.inputs.take_grad(slot)
+            self._parts.transport.all_reduce(grad, "input_grad")
+            leaf_grads.append(grad)
+        self._parts.inputs.release()
+        return leaf_grads
+
+    def record(self) -> PassRecord:
+        """Return what there is to tell of the finished pass."""
+        recorder = self._graph.store.recorder
+        return PassRecord(
+            self.is_exact,
+            self._parts.plan.num_chunks,
+            self._step.recorder.read(),
+            self._parts.transport.meter.read(),
+            {} if recorder is None else _by_segment(recorder),
+        )
+
+
+def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:
+    """Sum the staleness of all histories of a layer."""
+    total: dict[int, Staleness] = {}
+    for key, one in recorder.by_key.items():
+        assert isinstance(key, CallKey)
+        total.setdefault(key.segment, Staleness()).add(one)
+    return total

@@ -1,0 +1,38 @@
+"""Errors a user can meet: each says what was found, what was expected and what to do about it."""
+
+from __future__ import annotations
+
+
+class GNNPipeError(ValueError):
+    """Base of all errors of this package that a user can mend."""
+
+
+class ConfigError(GNNPipeError):
+    """An option, or a combination of options and devices, cannot work."""
+
+
+class GraphError(GNNPipeError):
+    """The graph or a tensor that belongs to it is malformed."""
+
+
+class UnsupportedError(GNNPipeError):
+    """The model does something that cannot be pipelined exactly."""
+
+
+class ScheduleError(GNNPipeError):
+    """A list of actions is incomplete, out of order, or would deadlock."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, or did not answer within the timeout."""
+
+
+def explain(*, expected: str, found: str, remedy: str) -> str:
+    """Return the text of an error: what was expected, what was found, the remedy.
+
+    Args:
+        expected: A clause that follows "Expected", without a full stop.
+        found: A clause that follows "got", without brackets.
+        remedy: One or two whole sentences.
+    """
+    return f"Expected {expected} (got {found}). {remedy}"

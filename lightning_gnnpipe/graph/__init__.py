@@ -1,0 +1,27 @@
+"""From a graph to chunks."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.graph.chunk import Chunk, ChunkPlan
+from lightning_gnnpipe.graph.cut import edge_cut_frac, replicas_per_node
+from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
+from lightning_gnnpipe.graph.order import chunk_order
+from lightning_gnnpipe.graph.partition import partition_nodes
+from lightning_gnnpipe.graph.plan import build_chunk_plan, plan_from_assignment, trivial_plan
+from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
+
+__all__ = [
+    "Chunk",
+    "ChunkPlan",
+    "build_chunk_plan",
+    "check_graph",
+    "check_num_chunks",
+    "chunk_order",
+    "edge_cut_frac",
+    "graph_fingerprint",
+    "partition_nodes",
+    "plan_from_assignment",
+    "replicas_per_node",
+    "tensor_fingerprint",
+    "trivial_plan",
+]

@@ -1,0 +1,8 @@
+"""Histories: the last value that every message-passing call received, one row a node."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
+from lightning_gnnpipe.history.store import HistoryStore
+
+__all__ = ["HistoryStore", "Staleness", "StalenessRecorder"]

@@ -1,0 +1,135 @@
+"""The histories and gradient buffers of one stage: push, pull, and the age of every row.
+
+Rows are kept in the plan's chunk-contiguous order, so a chunk's own rows are one slice. A chunk writes all its rows
+at once, so one number a chunk tells the age of its rows. A row that was never written is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.history.drift import StalenessRecorder
+from lightning_gnnpipe.types import ChunkView
+
+NEVER = -1
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One history: `rows` and, once something was added, `grad`, both `[num_nodes, *]`."""
+
+    rows: Tensor
+    written: list[int]  # the step at which each chunk's rows were written
+    frozen: Tensor | None = None
+    frozen_written: list[int] = field(default_factory=list)
+    grad: Tensor | None = None
+    has_grad: bool = False
+
+
+class HistoryStore:
+    """Histories of one stage over one plan.
+
+    Args:
+        num_nodes: Rows of each history, N.
+        num_chunks: Chunks of the plan, K.
+        cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
+    """
+
+    def __init__(
+        self, num_nodes: int, num_chunks: int, cross_chunk_grad_scale: float = 1.0
+    ) -> None:
+        self.num_nodes = num_nodes
+        self.num_chunks = num_chunks
+        self.scale = cross_chunk_grad_scale
+        self.step = 0
+        self.recorder: StalenessRecorder | None = None
+        self._entries: dict[Hashable, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._entries)
+
+    def rows(self, key: Hashable) -> Tensor:
+        """Return the history under `key`, `[num_nodes, *]`, in plan order."""
+        return self._entries[key].rows
+
+    def push(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
+        """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
+        entry = self._entry(key, rows)
+        chunks = range(self.num_chunks) if chunk.num_nodes == self.num_nodes else (chunk.index,)
+        target = entry.rows[chunk.start : chunk.end]
+        if self.recorder is not None and NEVER not in (entry.written[c] for c in chunks):
+            self.recorder.record_drift(key, stale=target, fresh=rows)
+        target.copy_(rows)
+        for c in chunks:
+            entry.written[c] = self.step
+
+    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> None:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`."""
+        entry = self._entries[key]
+        assert NEVER not in (entry.written[c] for c in chunk.halo_chunks), f"unwritten row of {key}"
+        if self.recorder is not None:
+            ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
+            self.recorder.record_reads(key, chunk, ages)
+        torch.index_select(entry.rows, 0, chunk.halo, out=out)
+
+    def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
+        """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
+        entry = self._entries[key]
+        if entry.grad is None:
+            entry.grad = torch.zeros_like(entry.rows, dtype=grad.dtype)
+        entry.has_grad = True
+        entry.grad.index_add_(0, chunk.halo, grad)
+
+    def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
+        """Return what other chunks have added for the chunk's rows, scaled, or None if nobody has."""
+        entry = self._entries[key]
+        if entry.grad is None or not entry.has_grad:
+            return None
+        grad = entry.grad[chunk.start : chunk.end]
+        return grad if self.scale == 1.0 else grad * self.scale
+
+    def clear_grads(self) -> None:
+        """Forget what was added for rows that were read stale: they are constants."""
+        for entry in self._entries.values():
+            if entry.grad is not None and entry.has_grad:
+                entry.grad.zero_()
+                entry.has_grad = False
+
+    def freeze(self) -> None:
+        """Keep a snapshot of all histories, of which stale reads are served until the next one."""
+        for entry in self._entries.values():
+            if entry.frozen is None:
+                entry.frozen = entry.rows.clone()
+            else:
+                entry.frozen.copy_(entry.rows)
+            entry.frozen_written = list(entry.written)
+
+    def restore(self) -> None:
+        """Put the snapshot back into the histories, if there is one."""
+        for entry in self._entries.values():
+            if entry.frozen is not None:
+                entry.rows.copy_(entry.frozen)
+                entry.written = list(entry.frozen_written)
+
+    def release_snapshot(self) -> None:
+        """Drop the snapshot."""
+        for entry in self._entries.values():
+            entry.frozen = None
+
+    def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None or entry.rows.dtype != rows.dtype:
+            shape = (self.num_nodes, *rows.shape[1:])
+            entry = _Entry(
+                torch.empty(shape, dtype=rows.dtype, device=rows.device),
+                [NEVER] * self.num_chunks,
+            )
+            self._entries[key] = entry
+        return entry

@@ -1,0 +1,88 @@
+"""The options of the strategy, checked as soon as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.types import Partition, PartitionMethod, StartMethod
+
+BalanceOption = Literal["measured", "uniform"] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyOptions:
+    """See `GNNPipeStrategy` for what each option means.
+
+    Raises:
+        ConfigError: If an option cannot be right, whatever the graph and the devices are.
+    """
+
+    num_stages: int | Literal["auto"]
+    num_chunks: int | Literal["auto"]
+    partition: Partition
+    shuffle_chunks: bool
+    cross_chunk_grad_scale: float
+    pipelined_module: str | None
+    balance: BalanceOption
+    timeout: timedelta
+    start_method: StartMethod
+
+    def __post_init__(self) -> None:
+        _check_count("num_stages", self.num_stages, "the number of devices")
+        _check_count("num_chunks", self.num_chunks, "the number of nodes")
+        if not isinstance(self.partition, Tensor):
+            _check_choice("partition", self.partition, get_args(PartitionMethod))
+        if isinstance(self.balance, str):
+            _check_choice("balance", self.balance, ("measured", "uniform"))
+        _check_choice("start_method", self.start_method, get_args(StartMethod))
+        if not self.cross_chunk_grad_scale >= 0:
+            _refuse(
+                "'cross_chunk_grad_scale' to be at least 0",
+                self.cross_chunk_grad_scale,
+                "1 is the exact gradient of the stale function, 2 the paper's.",
+            )
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            _refuse(
+                "'timeout' to be a positive datetime.timedelta",
+                self.timeout,
+                "Write timedelta(minutes=10), for instance.",
+            )
+
+    def resolve_num_stages(self, world_size: int) -> int:
+        """Return S, which must be the number of processes.
+
+        Raises:
+            ConfigError: If it is not.
+        """
+        if self.num_stages not in ("auto", world_size):
+            _refuse(
+                f"'num_stages' to be the number of processes, {world_size}",
+                self.num_stages,
+                f"Use Trainer(devices={self.num_stages}), or num_stages='auto' for one stage a process.",
+            )
+        return world_size
+
+
+def _check_count(name: str, value: object, limit: str) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "auto" and not is_count:
+        _refuse(
+            f"'{name}' to be between 1 and {limit}, or 'auto'",
+            value,
+            f"Leave it at '{name}=\"auto\"'.",
+        )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), "Choose one of them.")
+
+
+def _refuse(expected: str, found: Any, remedy: str) -> None:
+    raise ConfigError(explain(expected=expected, found=str(found), remedy=remedy))

@@ -1,0 +1,17 @@
+"""How an unmodified PyG layer runs on one chunk: message passing is intercepted, everything else is row-wise."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.passing.context import CallKey, HaloStore, MessageContext
+from lightning_gnnpipe.passing.intercept import find_convs, intercept, without_caches
+from lightning_gnnpipe.passing.support import check_support
+
+__all__ = [
+    "CallKey",
+    "HaloStore",
+    "MessageContext",
+    "check_support",
+    "find_convs",
+    "intercept",
+    "without_caches",
+]

@@ -1,0 +1,48 @@
+"""The one autograd function through which chunks see each other.
+
+Forward: the chunk's rows are written to the history (push) and its halo rows are read from it (pull).
+Backward, run over the chunks in reverse order: the halo rows' gradient is added to the gradient buffer, and what
+later chunks added for this chunk's rows flows on. A row read stale was consumed before its gradient arrives: the
+gradient stays behind in the buffer and is cleared, so a stale row is a constant.
+
+Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the stale forward function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from lightning_gnnpipe.passing.context import CallKey, HaloStore
+    from lightning_gnnpipe.types import ChunkView
+
+
+class PushPull(torch.autograd.Function):
+    """Widen a chunk's rows by its halo rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
+        ctx.store, ctx.key, ctx.chunk = store, key, chunk
+        store.push(key, chunk, rows)
+        if chunk.num_halo == 0:
+            return rows.view_as(rows)
+        wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
+        wide[: chunk.num_nodes] = rows
+        store.pull(key, chunk, wide[chunk.num_nodes :])
+        return wide
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the chunk's rows, those of later chunks included."""
+        chunk: ChunkView = ctx.chunk
+        own = grad[: chunk.num_nodes]
+        if chunk.num_halo:
+            ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
+        received = ctx.store.pull_grad(ctx.key, chunk)
+        return (own if received is None else own + received), None, None, None

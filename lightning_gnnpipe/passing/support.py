@@ -1,0 +1,153 @@
+"""What is known to be exact on chunks, and what is refused, by name and with a remedy.
+
+With one chunk everything is exact, whatever a model does. With several, a layer runs on the rows of one chunk at a
+time: message-passing layers of PyG must be on the list of those whose exactness a test shows, layers of the user's
+own are tried out on a small graph before training, and layers that mix rows outside of message passing are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch_geometric.nn as gnn
+from torch import nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+
+EXACT_CONVS: frozenset[type] = frozenset(
+    {
+        gnn.APPNP,
+        gnn.CGConv,
+        gnn.EdgeConv,
+        gnn.FiLMConv,
+        gnn.GATConv,
+        gnn.GATv2Conv,
+        gnn.GCN2Conv,
+        gnn.GCNConv,
+        gnn.GENConv,
+        gnn.GINConv,
+        gnn.GINEConv,
+        gnn.GatedGraphConv,
+        gnn.GeneralConv,
+        gnn.GraphConv,
+        gnn.LEConv,
+        gnn.LGConv,
+        gnn.MFConv,
+        gnn.MixHopConv,
+        gnn.NNConv,
+        gnn.PNAConv,
+        gnn.ResGatedGraphConv,
+        gnn.SAGEConv,
+        gnn.SGConv,
+        gnn.SSGConv,
+        gnn.SimpleConv,
+        gnn.TAGConv,
+        gnn.TransformerConv,
+    }
+)
+
+# Modules that look at all rows at once. PyG's norms take part in the names that errors show.
+_ROW_MIXING: tuple[tuple[type, str], ...] = (
+    (nn.modules.batchnorm._BatchNorm, "its statistics are taken over all nodes"),
+    (nn.modules.instancenorm._InstanceNorm, "its statistics are taken over all nodes"),
+    (gnn.BatchNorm, "its statistics are taken over all nodes"),
+    (gnn.HeteroBatchNorm, "its statistics are taken over all nodes"),
+    (gnn.InstanceNorm, "its statistics are taken over all nodes"),
+    (gnn.GraphNorm, "its statistics are taken over all nodes"),
+    (gnn.GraphSizeNorm, "it looks at the size of the graph"),
+    (gnn.PairNorm, "its statistics are taken over all nodes"),
+    (gnn.MeanSubtractionNorm, "its statistics are taken over all nodes"),
+    (gnn.DiffGroupNorm, "its statistics are taken over all nodes"),
+    (gnn.GPSConv, "its attention runs over all nodes"),
+)
+
+_REMEDY_NORM = (
+    "Use a norm that works row by row, such as torch.nn.LayerNorm or torch_geometric.nn.LayerNorm(mode='node'), "
+    "or train with num_chunks=1."
+)
+
+
+def check_support(module: nn.Module, num_chunks: int) -> None:
+    """Refuse what is not known to be exact on `num_chunks` chunks.
+
+    Raises:
+        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
+    """
+    problems = list(_refused(module, num_chunks))
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        if hasattr(layer, "_orig_mod"):
+            yield _refuse(name, layer, "it was compiled", "Pass the module without torch.compile.")
+        elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
+            yield _refuse(
+                name,
+                layer,
+                "its parameters are not initialized",
+                "Give the number of input channels, or run one forward pass before training.",
+            )
+        elif num_chunks > 1:
+            yield from _refused_on_chunks(module, name, layer)
+
+
+def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    for kind, reason in _ROW_MIXING:
+        if isinstance(layer, kind):
+            yield _refuse(name, layer, reason, _REMEDY_NORM)
+            return
+    if isinstance(layer, gnn.LayerNorm) and layer.mode == "graph":
+        yield _refuse(name, layer, "mode='graph' takes its statistics over all nodes", _REMEDY_NORM)
+    elif isinstance(layer, MessagePassing):
+        yield from _refused_conv(name, layer)
+    elif isinstance(layer, Aggregation) and not _is_inside_conv(module, name):
+        yield _refuse(
+            name,
+            layer,
+            "it pools over the whole graph",
+            "Pool outside of the pipelined module, or train with num_chunks=1.",
+        )
+
+
+def _refused_conv(name: str, conv: MessagePassing) -> Iterator[str]:
+    origin = type(conv).__module__
+    if conv.flow != "source_to_target":
+        yield _refuse(
+            name,
+            conv,
+            "its flow is 'target_to_source'",
+            "Flip the rows of 'edge_index' and use the default flow, or train with num_chunks=1.",
+        )
+    elif conv.decomposed_layers != 1:
+        yield _refuse(
+            name,
+            conv,
+            f"it has decomposed_layers={conv.decomposed_layers}",
+            "Leave decomposed_layers at 1; chunks bound the memory of messages already.",
+        )
+    elif origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
+        known = ", ".join(sorted(kind.__name__ for kind in EXACT_CONVS))
+        yield _refuse(
+            name,
+            conv,
+            "it is not known to be exact on chunks",
+            f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of your own.",
+        )
+
+
+def _is_inside_conv(module: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    parents = (module.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
+    return any(isinstance(parent, MessagePassing) for parent in parents)
+
+
+def _refuse(name: str, layer: nn.Module, reason: str, remedy: str) -> str:
+    return explain(
+        expected="every layer to be exact on chunks of the graph",
+        found=f"'{name or 'the module itself'}', a {type(layer).__name__}: {reason}",
+        remedy=remedy,
+    )

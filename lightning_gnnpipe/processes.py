@@ -1,0 +1,135 @@
+"""Processes and collectives as Lightning sees them: launching, ranks, barriers, reductions.
+
+Every rank sees the same batch, loss and logged values, so reductions of logged values are the identity; decisions
+(stop now? save now?) are taken by all ranks together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_gnnpipe import _compat
+from lightning_gnnpipe.comm import Meter, PipeAxis, Transport
+from lightning_gnnpipe.options import StrategyOptions
+
+
+class PipeProcesses(ParallelStrategy):
+    """One process a stage.
+
+    Args:
+        options: Of the strategy.
+        process_group_backend: Of torch.distributed; None for the device's own.
+        plugins: Passed on to `ParallelStrategy`.
+    """
+
+    def __init__(
+        self, options: StrategyOptions, process_group_backend: str | None, **plugins: Any
+    ) -> None:
+        super().__init__(**plugins)
+        self.options = options
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._transport: Transport | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should treat loaders and logging as distributed."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank reads the whole graph: for samplers there is one replica."""
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def _pipe(self) -> Transport:
+        assert self._transport is not None, "the processes have not been set up"
+        return self._transport
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether there are other ranks, and this process is one of them."""
+        return self._transport is not None and self._transport.axis.is_distributed
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1:
+            return
+        if self.options.start_method != "popen":
+            self._launcher = _compat.MultiProcessingLauncher(
+                self,
+                start_method=self.options.start_method,
+            )
+        elif not self.cluster_environment.creates_processes_externally:
+            self._launcher = _compat.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment this process's place among all."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _compat.reset_seed()
+        self.set_world_ranks()
+        num_stages = self.options.resolve_num_stages(self.world_size)
+        if num_stages > 1:
+            assert self.cluster_environment is not None
+            backend = self._process_group_backend or _compat.default_backend(self.root_device)
+            _compat.init_dist_connection(
+                self.cluster_environment, backend, timeout=self.options.timeout
+            )
+            self.options.resolve_num_stages(dist.get_world_size())
+        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout)
+        self._transport = Transport(axis, Meter())
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._has_peers:
+            self._pipe.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._pipe.broadcast_object(obj, src) if self._has_peers else obj
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Return `tensor`: over replicas of the data there is nothing to reduce."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all, or any, ranks decided so."""
+        if not self._has_peers:
+            return decision
+        votes = [one[0] for one in self._pipe.all_gather_ints([int(decision)])]
+        return min(votes) == 1 if all else max(votes) == 1
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
+        return super().all_gather(tensor, group, sync_grads) if self._has_peers else tensor

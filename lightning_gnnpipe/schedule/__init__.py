@@ -1,0 +1,33 @@
+"""Schedules as data: number of stages and chunk order in, the list of actions of each rank out.
+
+Build (`fill_drain`), lower (`add_transfers`), `check`; then run it, `simulate` it, or print it.
+"""
+
+from lightning_gnnpipe.schedule.action import Action, Op
+from lightning_gnnpipe.schedule.build import Schedule, fill_drain
+from lightning_gnnpipe.schedule.check import check
+from lightning_gnnpipe.schedule.format import format_chart, format_grid
+from lightning_gnnpipe.schedule.lower import add_transfers
+from lightning_gnnpipe.schedule.simulate import simulate
+from lightning_gnnpipe.schedule.stale import StaleRead, stale_frac, stale_reads
+from lightning_gnnpipe.schedule.timeline import Event, Timeline
+from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_bytes
+
+__all__ = [
+    "Action",
+    "Event",
+    "Op",
+    "Schedule",
+    "StaleRead",
+    "Timeline",
+    "add_transfers",
+    "check",
+    "fill_drain",
+    "format_chart",
+    "format_grid",
+    "graph_parallel_bytes",
+    "pipeline_bytes",
+    "simulate",
+    "stale_frac",
+    "stale_reads",
+]

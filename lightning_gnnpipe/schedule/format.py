@@ -1,0 +1,99 @@
+"""Show schedules as text: a grid of unit steps for tests and errors, a chart in time for a page.
+
+Both are plain characters of fixed width; paste them into a code block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_gnnpipe.schedule.action import Action, Op
+from lightning_gnnpipe.schedule.simulate import simulate_until_stuck
+
+if TYPE_CHECKING:
+    from lightning_gnnpipe.schedule.build import Schedule
+    from lightning_gnnpipe.schedule.timeline import Timeline
+
+
+def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
+    """Return one line a stage, one column a unit step, with the chunk that is computed in it.
+
+    An idle cell is `.`. A schedule that deadlocks is shown as far as it runs, then each stage's
+    remaining actions, marked `?`::
+
+        stage 0  F0  F1  .   .   B1  B0
+        stage 1  .   F0  F1  B1  B0* .
+
+    Args:
+        schedule: What to show; its transfers have no column.
+        bad: An action to mark with `*`. A transfer marks the compute action that it serves. One
+            that has no cell gets a line of its own.
+    """
+    timeline, _ = simulate_until_stuck(schedule)
+    rows = [["."] * round(timeline.span) for _ in schedule.ranks]
+    rest = [[each for each in rank if each.op.is_compute] for rank in schedule.ranks]
+    marked = None if bad is None else _served_by(bad)
+    for event in timeline.events:
+        if event.action.op.is_compute:
+            stage = event.action.stage
+            rows[stage][round(event.start)] = _cell(event.action, marked)
+            rest[stage].remove(event.action)
+    for row, never_ran in zip(rows, rest, strict=True):
+        row += [_cell(action, marked) + "?" for action in never_ran]
+    lines = _align(rows)
+    if marked is not None and not any("*" in line for line in lines):
+        lines.append(f"* {bad} is not in the schedule")
+    return "\n".join(lines)
+
+
+def format_chart(timeline: Timeline, *, width: int = 72) -> str:
+    """Return one line a stage with its actions to scale, and a line of totals.
+
+    `F0---` is the forward of chunk 0, `B0===` its backward, `.` is idle time::
+
+        stage 0 |F0--F1--............B1======B0======|  66.7% busy
+        stage 1 |....F0--F1--B1======B0======........|  66.7% busy
+        span 9, bubble 33.3%, at most 2 live chunks on a stage
+
+    Args:
+        timeline: What to show, as returned by `simulate`.
+        width: Number of columns of the time axis. An action shorter than a column may vanish.
+    """
+    scale = width / timeline.span if timeline.span else 0.0
+    rows = [["."] * width for _ in timeline.busy]
+    for event in timeline.events:
+        if event.action.op.is_compute:
+            first, end = round(event.start * scale), round(event.end * scale)
+            fill = "=" if event.action.op.is_backward else "-"
+            text = _cell(event.action, None).ljust(end - first, fill)
+            rows[event.action.stage][first:end] = text[: end - first]
+    label = len(f"stage {len(rows) - 1}")
+    lines = []
+    for stage, (row, busy) in enumerate(zip(rows, timeline.busy, strict=True)):
+        busy_frac = busy / timeline.span if timeline.span else 0.0
+        lines.append(f"{f'stage {stage}':{label}} |{''.join(row)}|  {busy_frac:.1%} busy")
+    lines.append(
+        f"span {timeline.span:g}, bubble {timeline.bubble_frac:.1%}, "
+        f"at most {max(timeline.peak_live)} live chunks on a stage"
+    )
+    return "\n".join(lines)
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    """Return one labelled line a row, with cells of one width."""
+    label = len(f"stage {len(rows) - 1}")
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    return [
+        f"{f'stage {stage}':{label}}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for stage, row in enumerate(rows)
+    ]
+
+
+def _served_by(action: Action) -> Action:
+    """Return the compute action that a transfer serves: `F` or `B` of its stage and chunk."""
+    return Action(action.stage, Op.B if action.op.is_backward else Op.F, action.chunk)
+
+
+def _cell(action: Action, marked: Action | None) -> str:
+    """Return the text of a compute action in a grid: without its stage, which is the line."""
+    return f"{action.op.value}{action.chunk}{'*' if action == marked else ''}"

@@ -1,0 +1,49 @@
+"""From the user's module to stages: trace, cut into layers, deal the layers out."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.stages.balance import check_counts, check_num_stages, solve_balance
+from lightning_gnnpipe.stages.call import Call, take_apart
+from lightning_gnnpipe.stages.cost import measure_costs
+from lightning_gnnpipe.stages.find import find_pipelined
+from lightning_gnnpipe.stages.husk import fill_husks, make_husks
+from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
+from lightning_gnnpipe.stages.layers import Layers, Segment, cut_layers
+from lightning_gnnpipe.stages.split import Stage, find_users, split_layers
+from lightning_gnnpipe.stages.trace import trace
+from lightning_gnnpipe.stages.values import (
+    Sample,
+    Value,
+    draw_sample,
+    learn_values,
+    restore_buffers,
+    undisturbed,
+)
+
+__all__ = [
+    "Call",
+    "Inputs",
+    "Kind",
+    "Layers",
+    "Sample",
+    "Segment",
+    "Stage",
+    "Value",
+    "check_counts",
+    "check_num_stages",
+    "classify",
+    "cut_layers",
+    "draw_sample",
+    "fill_husks",
+    "find_pipelined",
+    "find_users",
+    "learn_values",
+    "make_husks",
+    "measure_costs",
+    "restore_buffers",
+    "solve_balance",
+    "split_layers",
+    "take_apart",
+    "trace",
+    "undisturbed",
+]

@@ -1,0 +1,75 @@
+"""Dealing layers out to stages: consecutive layers, the slowest stage as fast as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightning_gnnpipe.errors import ConfigError, explain
+
+
+def solve_balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage gets so that the largest sum of costs is as small as can be.
+
+    Dynamic programming over (stages, layers); among equals the earlier stages get fewer layers.
+
+    Args:
+        costs: Cost of each layer, any unit, at least 0.
+        num_stages: Stages, each of which gets at least one layer.
+
+    Raises:
+        ConfigError: If there are more stages than layers.
+    """
+    num_layers = len(costs)
+    check_num_stages(num_layers, num_stages)
+    total = [0.0, *accumulate(costs)]
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, num_layers + 1):
+            for start in range(stage - 1, end):
+                slowest = max(best[stage - 1][start], total[end] - total[start])
+                if slowest < best[stage][end]:
+                    best[stage][end], cut[stage][end] = slowest, start
+    counts: list[int] = []
+    end = num_layers
+    for stage in range(num_stages, 0, -1):
+        counts.append(end - cut[stage][end])
+        end = cut[stage][end]
+    return tuple(reversed(counts))
+
+
+def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return `counts` as a tuple if they deal out `num_layers` layers to `num_stages` stages.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    check_num_stages(num_layers, num_stages)
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
+        raise ConfigError(
+            explain(
+                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one at least to each",
+                found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
+                remedy="Correct the counts, or use balance='measured'.",
+            )
+        )
+    return tuple(counts)
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse more stages than layers.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    if num_stages > num_layers:
+        raise ConfigError(
+            explain(
+                expected="at least one layer for each stage",
+                found=f"{num_stages} stages and {num_layers} layers that can be cut apart",
+                remedy=f"Train on {num_layers} device{'s' if num_layers > 1 else ''} at the most, "
+                "or use a deeper model.",
+            )
+        )

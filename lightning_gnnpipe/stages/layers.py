@@ -1,0 +1,258 @@
+"""Cutting a traced graph into layers: segments with one message-passing call each.
+
+    leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin  output
+                      (never here)            ^ cut                     ^ cut
+
+Between two message-passing calls the cut is put where the fewest bytes a node are alive. Whatever is alive there
+crosses it (h; GCNII's x_0; JumpingKnowledge's list), so the cut can become the border of two stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.stages.kinds import Kind
+from lightning_gnnpipe.stages.trace import root_of
+from lightning_gnnpipe.stages.values import Value
+
+_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
+_RANDOM_WORDS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One layer: a module whose positional inputs and outputs are the named values.
+
+    Attributes:
+        inputs: Names of leaves (`leaf_0`) and of values of earlier segments.
+        outputs: Names of the values that later segments or the caller need.
+        has_inplace: Whether it may overwrite its inputs.
+    """
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    has_inplace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A model as a row of segments.
+
+    Attributes:
+        segments: In the order of execution.
+        crossing: For each segment the values, computed earlier, that are alive where it begins.
+        values: What is known of each value.
+        outputs: Names of the model's output tensors.
+        output_template: The structure of the output, `fx.Node`s in place of tensors.
+    """
+
+    segments: tuple[Segment, ...]
+    crossing: tuple[tuple[str, ...], ...]
+    values: dict[str, Value]
+    outputs: tuple[str, ...]
+    output_template: Any
+
+    def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the model's output with `tensors` in the order of `outputs`."""
+        by_name = dict(zip(self.outputs, tensors, strict=True))
+        return fx.node.map_arg(self.output_template, lambda node: by_name[node.name])
+
+
+def cut_layers(graph: fx.Graph, module: nn.Module, values: dict[str, Value]) -> Layers:
+    """Cut `graph` into as many segments as it has message-passing calls.
+
+    Calls between which no cut is possible share a segment.
+
+    Raises:
+        UnsupportedError: If there is no message passing, or an output does not have one row a node.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    output = next(node for node in graph.nodes if node.op == "output")
+    outputs = _check_outputs(output, values)
+    cutter = _Cutter(nodes, output, values, _find_repeatable(nodes, values))
+    starts = cutter.starts(_find_calls(nodes, module))
+    crossing = tuple(cutter.alive(start) for start in starts)
+    ends = [*starts[1:], len(nodes)]
+    segments = []
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        needed = crossing[index + 1] if index + 1 < len(starts) else outputs
+        segments.append(cutter.segment(index, (start, end), needed, module))
+    return Layers(tuple(segments), crossing, values, outputs, output.args[0])
+
+
+def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
+    root = root_of(module)
+    calls = [
+        i
+        for i, node in enumerate(nodes)
+        if node.op == "call_module" and isinstance(root.get_submodule(node.target), MessagePassing)
+    ]
+    if not calls:
+        raise UnsupportedError(
+            explain(
+                expected="the forward of the pipelined module to call message-passing layers",
+                found=f"none in {type(module).__name__}",
+                remedy="Name the module that does by GNNPipeStrategy(pipelined_module=...).",
+            )
+        )
+    return calls
+
+
+def _check_outputs(output: fx.Node, values: dict[str, Value]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name))
+    for name in found:
+        if name not in values or values[name].kind is not Kind.NODE:
+            raise UnsupportedError(
+                explain(
+                    expected="every output of the pipelined module to have one row a node",
+                    found=f"'{name}'" + (f" with rows of {values[name]}" if name in values else ""),
+                    remedy="Pool, or compute edge-level and graph-level results, in training_step, or name a smaller "
+                    "module by GNNPipeStrategy(pipelined_module=...).",
+                )
+            )
+    if not found:
+        raise UnsupportedError(
+            explain(
+                expected="the pipelined module to return tensors",
+                found="none",
+                remedy="Return them.",
+            )
+        )
+    return tuple(found)
+
+
+def _find_repeatable(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
+    """Values that a later segment can compute again from the batch: sizes, weights of layers, changed edges."""
+    repeatable: set[fx.Node] = set()
+    for node in nodes:
+        is_cheap = node.op in ("get_attr", "call_function", "call_method")
+        is_random = any(word in str(node.target).lower() for word in _RANDOM_WORDS)
+        sources_are_free = all(
+            source.op == "placeholder" or source in repeatable for source in node.all_input_nodes
+        )
+        is_rows = node.name in values and values[node.name].kind is Kind.NODE
+        if is_cheap and not is_random and sources_are_free and not is_rows:
+            repeatable.add(node)
+    return repeatable
+
+
+class _Cutter:
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        output: fx.Node,
+        values: dict[str, Value],
+        repeatable: set[fx.Node],
+    ) -> None:
+        self.nodes = nodes
+        self.values = values
+        self.repeatable = repeatable
+        self.place = {node: i for i, node in enumerate(nodes)} | {output: len(nodes)}
+
+    def alive(self, start: int) -> tuple[str, ...]:
+        """Names of the values that are computed before position `start` and used from there on."""
+        return tuple(node.name for node in self.nodes[:start] if self._crosses(node, start))
+
+    def _crosses(self, node: fx.Node, start: int) -> bool:
+        return any(self._is_used_from(user, start) for user in node.users) and (
+            node not in self.repeatable
+        )
+
+    def _is_used_from(self, user: fx.Node, start: int) -> bool:
+        if user in self.repeatable:  # it is computed again wherever it is needed
+            return any(self._is_used_from(later, start) for later in user.users)
+        return self.place[user] >= start
+
+    def starts(self, calls: Sequence[int]) -> list[int]:
+        """First position of each segment."""
+        starts = [0]
+        for call, following in zip(calls, calls[1:], strict=False):
+            costs = {
+                place: cost
+                for place in range(call + 1, following + 1)
+                if (cost := self._row_bytes(place)) is not None
+            }
+            if costs:
+                starts.append(min(costs, key=lambda place: (costs[place], place)))
+        return starts
+
+    def _row_bytes(self, start: int) -> int | None:
+        """Bytes a row of what is alive at `start`; None if something there cannot cross."""
+        total = 0
+        for name in self.alive(start):
+            value = self.values.get(name)
+            if value is None or value.kind not in (Kind.NODE, Kind.EDGE):
+                return None
+            total += value.row_bytes
+        return total
+
+    def segment(
+        self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
+    ) -> Segment:
+        """Build the segment of the positions `span` that computes, or passes on, the values `needed`."""
+        body = list(self.nodes[span[0] : span[1]])
+        builder = _Builder(self.repeatable)
+        for node in body:
+            if node not in self.repeatable:
+                builder.copy(node)
+        by_name = {node.name: node for node in self.place}
+        by_name |= {leaf.name: leaf for leaf in body[0].graph.nodes if leaf.op == "placeholder"}
+        builder.graph.output(tuple(builder.lookup(by_name[name]) for name in needed))
+        graph_module = fx.GraphModule(root_of(module), builder.graph)
+        inputs = tuple(str(n.target) for n in builder.graph.nodes if n.op == "placeholder")
+        return Segment(
+            index, graph_module, inputs, needed, any(_is_inplace(n, module) for n in body)
+        )
+
+
+class _Builder:
+    """Copies nodes into a graph of their own; what is defined elsewhere becomes an input."""
+
+    def __init__(self, repeatable: set[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self.repeatable = repeatable
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self._last_input: fx.Node | None = None
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        self.copies[node] = self.graph.node_copy(node, self.lookup)
+        return self.copies[node]
+
+    def lookup(self, node: fx.Node) -> fx.Node:
+        if node in self.copies:
+            return self.copies[node]
+        if node in self.repeatable:
+            return self.copy(node)
+        first = self._last_input.next if self._last_input else next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first) if first is not None else _Nowhere():
+            self.copies[node] = self._last_input = self.graph.placeholder(node.name)
+        return self.copies[node]
+
+
+class _Nowhere:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _is_inplace(node: fx.Node, module: nn.Module) -> bool:
+    if node.op == "call_module":
+        return any(
+            getattr(m, "inplace", False) is True
+            for m in root_of(module).get_submodule(str(node.target)).modules()
+        )
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.kwargs.get("inplace") is True
+        or node.target in _INPLACE_FUNCTIONS
+        or (name.endswith("_") and not name.endswith("__"))
+    )

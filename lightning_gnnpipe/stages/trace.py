@@ -1,0 +1,98 @@
+"""Tracing of the user's forward by torch.fx, with message passing and all modules without it as leaves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch_geometric.nn.conv.gcn_conv
+import torch_geometric.utils
+from torch import fx, nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.stages.call import Call
+
+_ROOT = "module"
+
+
+def trace(module: nn.Module, call: Call) -> fx.Graph:
+    """Return the graph of `module.forward` for the tensors of `call`.
+
+    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves; modules are named below `module`. What depends on
+    `self.training` or on options that are not tensors is baked in.
+
+    Raises:
+        UnsupportedError: If the forward cannot be traced; says why and what to do.
+    """
+    root = _Caller(module, call)
+    tracer = _Tracer(module)
+    try:
+        graph = tracer.trace(root)
+    except Exception as error:
+        raise UnsupportedError(
+            explain(
+                expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Write it without control flow on the values or shapes of tensors and without calls of "
+                "self.log, move such code into training_step or into a submodule without message passing, or "
+                "name a smaller module by GNNPipeStrategy(pipelined_module=...).",
+            )
+        ) from error
+    return graph
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """Return a module that the targets of a traced graph can be looked up in."""
+    root = nn.Module()
+    root.add_module(_ROOT, module)
+    return root
+
+
+def strip_root(target: str) -> str:
+    """Return the name of a traced module or parameter in the user's module."""
+    return target.removeprefix(_ROOT).removeprefix(".")
+
+
+class _Caller(nn.Module):
+    """Calls the user's module with its tensors in a flat list."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.add_module(_ROOT, module)
+        self._call = call
+
+    def forward(self, *leaves: Any) -> Any:
+        args, kwargs = self._call.rebuild(leaves)
+        return getattr(self, _ROOT)(*args, **kwargs)
+
+
+class _Tracer(fx.Tracer):
+    """Traces through modules that contain message passing and stops at all others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        functions = tuple(
+            function
+            for name in torch_geometric.utils.__all__
+            if callable(function := getattr(torch_geometric.utils, name))
+        )
+        super().__init__(autowrap_functions=(*functions, torch_geometric.nn.conv.gcn_conv.gcn_norm))
+        self._autowrap_search.extend(
+            {sys.modules[type(m).__module__] for m in module.modules() if _contains_passing(m)}
+        )
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, MessagePassing) or not _contains_passing(m)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        call: Call = self.root._call  # type: ignore[assignment, union-attr]
+        leaves = [
+            self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
+        ]
+        return type(self.root).forward, [self.root, *leaves]
+
+
+def _contains_passing(module: nn.Module) -> bool:
+    return any(isinstance(m, MessagePassing) for m in module.modules())

@@ -1,0 +1,109 @@
+"""What each value of a traced graph is: learned by running it once on a small sample of the user's graph.
+
+The sample has fewer nodes than edges or the other way round, never as many, so that the first dimension of every
+value tells whether it has one row a node or one row an edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_gnnpipe.stages.call import Call
+from lightning_gnnpipe.stages.kinds import Inputs, Kind
+from lightning_gnnpipe.stages.trace import root_of
+
+_SAMPLE_EDGES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph: what its rows are, the shape of a row, its dtype, whether gradients flow through it."""
+
+    kind: Kind
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return torch.Size(self.row_shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A small graph cut out of the user's: its leaves, in the order of the call, and its size."""
+
+    leaves: tuple[Tensor, ...]
+    num_nodes: int
+    num_edges: int
+    edge_index: Tensor
+
+
+def draw_sample(call: Call, inputs: Inputs) -> Sample:
+    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more."""
+    edge_index = inputs.edge_index
+    num_edges = min(_SAMPLE_EDGES, edge_index.size(1))
+    spaced = torch.linspace(0, max(edge_index.size(1) - 1, 0), num_edges)
+    edges = spaced.long().unique().to(edge_index.device)
+    extra = torch.arange(min(3, inputs.num_nodes), device=edge_index.device)
+    nodes = torch.cat([edge_index[:, edges].flatten(), extra]).unique()
+    if nodes.numel() == edges.numel():
+        edges = edges[:-1]
+    renumber = torch.full((inputs.num_nodes,), -1, device=edge_index.device)
+    renumber[nodes] = torch.arange(nodes.numel(), device=edge_index.device)
+    local = renumber[edge_index[:, edges]]
+    take = {Kind.NODE: lambda t: t[nodes], Kind.EDGE: lambda t: t[edges]}
+    take |= {Kind.EDGE_INDEX: lambda t: local, Kind.WHOLE: lambda t: t}
+    leaves = tuple(
+        take[kind](leaf).detach().requires_grad_(leaf.requires_grad)
+        for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
+    )
+    return Sample(leaves, nodes.numel(), edges.numel(), local)
+
+
+def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str, Value]:
+    """Run `graph` on `sample` and return what is known of each of its tensors, by node name."""
+    values: dict[str, Value] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor):
+                values[n.name] = _describe(result, n, sample)
+            return result
+
+    runner = Recorder(fx.GraphModule(root_of(module), graph))
+    with undisturbed(module), torch.enable_grad():
+        runner.run(*sample.leaves)
+    return values
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Leave the random number streams and the buffers of `module` as they were before the block."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.random.fork_rng():
+        yield
+    restore_buffers(module, buffers)
+
+
+def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Write `buffers` back into `module`."""
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _describe(tensor: Tensor, node: fx.Node, sample: Sample) -> Value:
+    rows = tensor.size(0) if tensor.dim() else -1
+    kind = {sample.num_nodes: Kind.NODE, sample.num_edges: Kind.EDGE}.get(rows, Kind.WHOLE)
+    if node.op == "get_attr":
+        kind = Kind.WHOLE
+    return Value(kind, tuple(tensor.shape[1:]), tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,354 @@
+"""The Lightning strategy: Lightning's hooks on one side, the engine on the other, no algorithm here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_gnnpipe import _compat
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine import (
+    BatchFingerprints,
+    ChunkOptions,
+    EngineOptions,
+    PipelineEngine,
+    PipelineStats,
+    clip_by_total_norm,
+    full_state_dict,
+    merge_optimizer_states,
+)
+from lightning_gnnpipe.errors import ConfigError, PeerError, UnsupportedError, explain
+from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.options import BalanceOption, StrategyOptions
+from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.processes import PipeProcesses
+from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.types import Partition, StartMethod
+
+log = logging.getLogger(__name__)
+
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+
+
+class GNNPipeStrategy(PipeProcesses):
+    """Trains a GNN on the whole graph, its layers in stages on several devices, chunks of the graph in flight.
+
+    Source: GNNPipe (arXiv 2308.10087).
+
+    Args:
+        num_stages: Stages, S; "auto" for one on each device.
+        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With 1 all steps are
+            exact and nothing overlaps.
+        partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer tensor
+            `[num_nodes]` with the chunk of each node.
+        shuffle_chunks: Draw a new order of the chunks in each epoch.
+        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient of the forward pass with
+            stale rows as constants. 2: the paper's compensation for what staleness cuts off.
+        pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all message passing.
+        balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or the number of
+            layers of each stage.
+        timeout: Longest wait for another rank before the run ends.
+        start_method: How processes are started: "popen" (runs the script again), "spawn", "fork", "forkserver".
+        process_group_backend: Of torch.distributed; None for the device's own.
+        accelerator: Passed on to Lightning, as are the following.
+        parallel_devices: See `lightning.pytorch.strategies.ParallelStrategy`.
+        cluster_environment: See there.
+        checkpoint_io: See there.
+        precision_plugin: See there.
+
+    Raises:
+        ConfigError: If an option cannot be right.
+    """
+
+    strategy_name = "gnnpipe"
+
+    def __init__(
+        self,
+        *,
+        num_stages: int | Literal["auto"] = "auto",
+        num_chunks: int | Literal["auto"] = "auto",
+        partition: Partition = "metis",
+        shuffle_chunks: bool = True,
+        cross_chunk_grad_scale: float = 1.0,
+        pipelined_module: str | None = None,
+        balance: BalanceOption = "measured",
+        timeout: timedelta = timedelta(minutes=10),
+        start_method: StartMethod = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        options = StrategyOptions(
+            num_stages,
+            num_chunks,
+            partition,
+            shuffle_chunks,
+            cross_chunk_grad_scale,
+            pipelined_module,
+            balance,
+            timeout,
+            start_method,
+        )
+        super().__init__(
+            options,
+            process_group_backend,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.controls = Controls()
+        self._engine: PipelineEngine | None = None
+        self._prefix = ""
+        self._fingerprints = BatchFingerprints()
+
+    # What there is to ask
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """The engine, while a fit, validate, test or predict runs.
+
+        Raises:
+            ConfigError: Outside of a run.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                explain(
+                    expected="the engine to be asked for while the Trainer runs",
+                    found="no run in progress",
+                    remedy="Ask in a hook such as on_train_epoch_end.",
+                )
+            )
+        return self._engine
+
+    def collect_stats(self) -> PipelineStats:
+        """Return bytes, bubble share and timeline of the last training step; call it on every rank."""
+        return self.engine.collect_stats()
+
+    def collect_staleness(self) -> dict[int, Staleness]:
+        """Return who read whom stale in the last training step, by layer; call it on every rank."""
+        return self.engine.collect_staleness()
+
+    # Setting up and taking down
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._attach(self.lightning_module, is_fitting)
+        self._check_callbacks(trainer)
+        if is_fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _compat.optimizers_to_device(self.optimizers, self.root_device)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise UnsupportedError(
+                    explain(
+                        expected="an optimizer that evaluates the loss once a step",
+                        found="LBFGS, whose line search would differ between stages",
+                        remedy="Use Adam, AdamW or SGD.",
+                    )
+                )
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        if self._pipe.axis.is_distributed:
+            self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        self._detach()
+        super().teardown()
+
+    def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
+        """Put the engine behind the forward of the pipelined module."""
+        options = self.options
+        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
+        num_chunks = _least_num_chunks(options, self._pipe.axis.num_stages)
+        check_support(pipelined, num_chunks)
+        seed = self._share_randomness(module)
+        chunks = ChunkOptions(
+            options.num_chunks, options.partition, options.cross_chunk_grad_scale, seed
+        )
+        engine_options = EngineOptions(
+            chunks, options.shuffle_chunks, options.balance, seed, is_fitting
+        )
+        self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
+        engine = self._engine
+        pipelined.__dict__["forward"] = lambda *args, **kwargs: engine.forward(args, kwargs)
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            metric.distributed_available_fn = _never
+
+    def _detach(self) -> None:
+        if self._engine is None:
+            return
+        if self._is_interrupted:
+            self._engine.model.forget()
+        else:
+            self._engine.model.restore()
+        self._engine.model.module.__dict__.pop("forward", None)
+        self._engine = None
+
+    def _share_randomness(self, module: nn.Module) -> int:
+        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._pipe.broadcast(tensor.data, 0, "control")
+        given = os.environ.get("PL_GLOBAL_SEED")
+        if given is None:
+            torch.set_rng_state(self._pipe.broadcast_object(torch.get_rng_state()))
+        seed = int(given) if given is not None else torch.initial_seed()
+        return self._pipe.broadcast_object(seed)
+
+    def _check_callbacks(self, trainer: pl.Trainer) -> None:
+        averaging = tuple(c for name in _AVERAGING if (c := getattr(pl_callbacks, name, None)))
+        for callback in trainer.callbacks if self._pipe.axis.is_distributed else ():  # type: ignore[attr-defined]
+            if isinstance(callback, averaging):
+                raise UnsupportedError(
+                    explain(
+                        expected="callbacks that work on a stage's own parameters",
+                        found=type(callback).__name__,
+                        remedy="Average weights on one device, or over saved checkpoints.",
+                    )
+                )
+
+    # Steps
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.engine.abandon()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        assert self.lightning_module is not None
+        loops = self.lightning_module.trainer.fit_loop.epoch_loop
+        engine.progress.step_index = loops.total_batch_idx
+        engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
+        passes = engine.num_training_passes
+        output = super().training_step(*args, **kwargs)
+        if engine.num_training_passes == passes:
+            raise UnsupportedError(
+                explain(
+                    expected=f"training_step to call the pipelined module '{self._prefix or 'self'}'",
+                    found="no call of it",
+                    remedy="Call its forward, or name the module you call by "
+                    "GNNPipeStrategy(pipelined_module=...).",
+                )
+            )
+        loss = output.get("loss") if isinstance(output, dict) else output
+        engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
+        return super().predict_step(*args, **kwargs)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if not self._is_split or self._is_interrupted:
+            return self.lightning_module.state_dict()
+        return full_state_dict(self.lightning_module, self._prefix, self.engine.model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if not self._has_peers or self._is_interrupted:
+            return state
+        return merge_optimizer_states(self._pipe, state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if self._is_split and self._is_interrupted:
+            log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether this rank holds only its stage's parameters."""
+        return self._has_peers and self._engine is not None and self._engine.model.is_split
+
+    @property
+    def _is_interrupted(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.interrupted
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._has_peers and not isinstance(exception, PeerError | KeyboardInterrupt):
+            log.error("Rank %d failed first: %r", self.global_rank, exception)
+
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self.lightning_module is not None
+        parameters = self.precision_plugin.main_params(optimizer)
+        clip_by_total_norm(self.engine, self.lightning_module, parameters, clip_val)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        names = {"gnnpipe": "popen", "gnnpipe_spawn": "spawn", "gnnpipe_fork": "fork"}
+        names["gnnpipe_notebook"] = "fork"
+        for name, start_method in names.items():
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"GNNPipe, processes started by {start_method}",
+                override=True,
+                start_method=start_method,
+            )
+
+
+def _least_num_chunks(options: StrategyOptions, num_stages: int) -> int:
+    """Return the number of chunks as far as it is known before the graph is."""
+    if isinstance(options.partition, Tensor):
+        return int(options.partition.max()) + 1 if options.partition.numel() else 1
+    return 4 * num_stages if options.num_chunks == "auto" else options.num_chunks
+
+
+def _never() -> bool:
+    return False
+
+
+GNNPipeStrategy.register_strategies(StrategyRegistry)
+# The values are equal on all ranks by construction, so this advice would be wrong.
+warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")

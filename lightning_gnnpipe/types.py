@@ -1,0 +1,47 @@
+"""Aliases and the legend of letters used in formulas throughout the package.
+
+    N  nodes of the graph          n  a node
+    E  edges of the graph
+    K  chunks                      c  a chunk
+    S  stages                      s  a stage
+    L  layers                      l  a layer
+    D  channels
+    G  graph shards                R  data replicas
+
+A *position* is a node's place in the chunk-contiguous order of a plan: chunk ``c`` holds the
+positions ``start .. end - 1``. A *node* is an index in the user's own numbering.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+PartitionMethod = Literal["metis", "random", "contiguous"]
+Partition = PartitionMethod | Tensor
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+RefreshMethod = Literal["snapshot", "exact"]
+
+
+class ChunkView(Protocol):
+    """The part of a chunk that message passing and histories need; see `graph.Chunk`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def halo(self) -> Tensor: ...
+    @property
+    def halo_chunks(self) -> tuple[int, ...]: ...
+    @property
+    def halo_counts(self) -> tuple[int, ...]: ...
+    @property
+    def edge_index(self) -> Tensor: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_halo(self) -> int: ...

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Install the package with its development tools into .venv, then lint, check types and test.
+# PYTHON names the interpreter that makes the environment (default: python3.11).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+"${PYTHON:-python3.11}" -m venv .venv
+.venv/bin/pip install --quiet -c constraints.txt torch==2.13.0
+.venv/bin/pip install --quiet -c constraints.txt -e ".[dev]"
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+.venv/bin/pytest

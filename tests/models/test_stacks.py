@@ -1,0 +1,111 @@
+"""The reference stacks: shapes, gradients, no dependence on row order, traceable by torch.fx."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, ResGCNPlus
+
+STACKS = [GCN, GraphSAGE, GCNII, ResGCNPlus]
+NUM_NODES = 6
+
+
+@pytest.fixture
+def graph() -> tuple[Tensor, Tensor]:
+    """0 - 1 - 2 - 3 - 4 in both directions, and node 5 alone."""
+    path = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    x = torch.randn(NUM_NODES, 3, generator=torch.Generator().manual_seed(0))
+    return x.double(), torch.cat([path, path.flip(0)], dim=1)
+
+
+def build(stack: type[nn.Module], num_layers: int = 4, **kwargs: float) -> nn.Module:
+    torch.manual_seed(0)
+    return stack(3, 8, 2, num_layers, **kwargs).double()
+
+
+class ConvsAreLeaves(fx.Tracer):
+    """Trace into the stack, but not into convolutions or modules that hold none."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, MessagePassing):
+            return True
+        return not any(isinstance(child, MessagePassing) for child in m.modules())
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_output_has_a_row_per_node_and_a_column_per_class(stack, num_layers, graph):
+    assert build(stack, num_layers)(*graph).shape == (NUM_NODES, 2)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_parameter_gets_a_gradient(stack, graph):
+    net = build(stack)
+    net(*graph).square().sum().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+    assert all(conv.training for conv in net.convs)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_num_layers_counts_message_passing(stack):
+    convs = [m for m in build(stack, 5).modules() if isinstance(m, MessagePassing)]
+    assert len(convs) == 5
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_node_is_changed_only_by_nodes_within_num_layers_hops(stack, graph):
+    """Node 4 is two hops from node 2 and four from node 0: two layers see the one, not the other.
+
+    A norm over all nodes, such as LayerNorm(mode="graph"), would fail here.
+    """
+    x, edge_index = graph
+    net = build(stack, num_layers=2).eval()
+    out = net(x, edge_index)
+    moved = x.clone()
+    moved[4] += 1.0
+    change = (net(moved, edge_index) - out).abs().amax(dim=1)
+    assert (change[[2, 3, 4]] > 1e-6).all()
+    assert (change[[0, 1, 5]] == 0).all()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_trace_equals_the_module_in_eval_and_in_training(stack, graph):
+    net = build(stack)
+    traced = fx.GraphModule(net, ConvsAreLeaves().trace(net))
+    for mode in (False, True):
+        net.train(mode), traced.train(mode)
+        torch.manual_seed(1)
+        expected = net(*graph)
+        torch.manual_seed(1)
+        assert torch.equal(traced(*graph), expected)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_dropout_acts_in_training_only(stack, graph):
+    net = build(stack, dropout=0.5)
+    assert not torch.equal(net(*graph), net(*graph))
+    net.eval()
+    assert torch.equal(net(*graph), net(*graph))
+
+
+def test_gcnii_layer_is_the_formula_of_the_paper(graph):
+    """One layer written out densely: relu(((1-a) P X + a X0) ((1-b) I + b W))."""
+    x, edge_index = graph
+    net = build(GCNII, num_layers=2, alpha=0.2, theta=0.7).eval()
+
+    adjacency = torch.eye(NUM_NODES, dtype=torch.float64)
+    adjacency[edge_index[1], edge_index[0]] += 1
+    scale = adjacency.sum(dim=1).rsqrt()
+    propagation = scale[:, None] * adjacency * scale[None, :]
+    h = h_0 = net.lin_in(x).relu()
+    for layer, conv in enumerate(net.convs, start=1):
+        beta = torch.tensor(0.7 / layer + 1, dtype=torch.float64).log()
+        mixed = 0.8 * propagation @ h + 0.2 * h_0
+        h = ((1 - beta) * mixed + beta * mixed @ conv.weight1).relu()
+
+    torch.testing.assert_close(net(x, edge_index), net.lin_out(h), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,214 @@
+"""FullGraphDataModule: the same graph every epoch, the right split, bad graphs named at once."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData, InMemoryDataset
+
+from lightning_gnnpipe.datamodule import FullGraphDataModule, load_ogb_node_dataset
+from lightning_gnnpipe.errors import ConfigError, GraphError
+
+NUM_NODES = 10
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+def build_graph(**changes: object) -> Data:
+    """A directed ring of ten nodes, 0 -> 1 -> ... -> 9 -> 0, with one-hot features."""
+    nodes = torch.arange(NUM_NODES)
+    parts = dict(x=torch.eye(NUM_NODES), edge_index=torch.stack([nodes, nodes.roll(-1)]))
+    parts |= dict(y=nodes % 3)
+    return Data(**(parts | changes))
+
+
+def masks_of(column: int, num_splits: int | None = None) -> dict[str, torch.Tensor]:
+    """Node ``column`` trains, the next validates, the one after tests; or all splits at once."""
+    if num_splits is None:
+        return {name: torch.arange(NUM_NODES) == column + i for i, name in enumerate(MASKS)}
+    columns = [masks_of(split) for split in range(num_splits)]
+    return {name: torch.stack([masks[name] for masks in columns], dim=1) for name in MASKS}
+
+
+class OneGraph(InMemoryDataset):
+    """A PyG data set that holds the given graphs, in memory only."""
+
+    def __init__(self, graphs: list[Data]) -> None:
+        super().__init__()
+        self.data, self.slices = self.collate(graphs)
+
+
+class OgbLike(OneGraph):
+    """What an OGB node data set adds: labels ``[num_nodes, 1]`` and lists of nodes a split."""
+
+    def get_idx_split(self) -> dict[str, torch.Tensor]:
+        return {
+            "train": torch.tensor([0, 3, 5]),
+            "valid": torch.tensor([1]),
+            "test": torch.tensor([2, 9]),
+        }
+
+
+def test_every_loop_gets_the_same_object_once_an_epoch():
+    datamodule = FullGraphDataModule(build_graph())
+    for name in ("train", "val", "test", "predict"):
+        loader = getattr(datamodule, f"{name}_dataloader")()
+        assert len(loader) == 1
+        for _epoch in range(2):
+            [batch] = loader
+            assert batch is datamodule.data
+
+
+def test_the_given_graph_is_not_changed_and_its_tensors_are_shared():
+    graph = build_graph()
+    datamodule = FullGraphDataModule(graph)
+    assert "train_mask" not in graph
+    assert datamodule.data.x is graph.x
+    assert datamodule.data.edge_index is graph.edge_index
+
+
+def test_sizes_for_building_a_model():
+    datamodule = FullGraphDataModule(build_graph())
+    assert (datamodule.num_features, datamodule.num_classes) == (NUM_NODES, 3)
+
+
+def test_masks_of_the_graph_are_used():
+    data = FullGraphDataModule(build_graph(**masks_of(4))).data
+    assert [data[name].nonzero().item() for name in MASKS] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("split", [0, 3])
+def test_split_chooses_the_column_of_the_masks(split):
+    data = FullGraphDataModule(build_graph(**masks_of(0, num_splits=5)), split=split).data
+    assert [data[name].nonzero().item() for name in MASKS] == [split, split + 1, split + 2]
+    assert all(data[name].shape == (NUM_NODES,) for name in MASKS)
+
+
+def test_one_test_mask_may_serve_several_splits():
+    """As in WikiCS: training and validation masks have columns, the test mask has none."""
+    masks = masks_of(0, num_splits=5) | {"test_mask": torch.arange(NUM_NODES) == 9}
+    data = FullGraphDataModule(build_graph(**masks), split=2).data
+    assert [data[name].nonzero().item() for name in MASKS] == [2, 3, 9]
+
+
+def test_random_masks_are_disjoint_seeded_and_of_the_given_shares():
+    data = FullGraphDataModule(build_graph(), seed=1).data
+    assert [int(data[name].sum()) for name in MASKS] == [6, 2, 2]
+    assert (sum(data[name].int() for name in MASKS) == 1).all()
+    again, other = (FullGraphDataModule(build_graph(), seed=seed).data for seed in (1, 2))
+    assert torch.equal(data.train_mask, again.train_mask)
+    assert not torch.equal(data.train_mask, other.train_mask)
+
+
+def test_random_masks_may_leave_nodes_out_and_ignore_the_global_seed():
+    fracs = (0.3, 0.1, 0.2)
+    torch.manual_seed(0)
+    data = FullGraphDataModule(build_graph(), split_fracs=fracs).data
+    torch.manual_seed(1)
+    again = FullGraphDataModule(build_graph(), split_fracs=fracs).data
+    assert [int(data[name].sum()) for name in MASKS] == [3, 1, 2]
+    assert torch.equal(data.test_mask, again.test_mask)
+
+
+def test_takes_a_data_set_of_one_graph():
+    data = FullGraphDataModule(OneGraph([build_graph()])).data
+    assert data.num_nodes == NUM_NODES
+
+
+def test_takes_the_split_of_an_ogb_data_set_and_flattens_its_labels():
+    dataset = OgbLike([build_graph(y=torch.arange(NUM_NODES)[:, None])])
+    data = FullGraphDataModule(dataset).data
+    assert data.train_mask.nonzero().flatten().tolist() == [0, 3, 5]
+    assert data.val_mask.nonzero().flatten().tolist() == [1]
+    assert data.test_mask.nonzero().flatten().tolist() == [2, 9]
+    assert data.y.shape == (NUM_NODES,)
+
+
+def test_ogb_node_data_set_is_read_and_read_again(tmp_path):
+    """A folder in OGB's layout; the second reading unpickles what the first one wrote."""
+    pytest.importorskip("ogb", reason="the extra 'examples' is not installed")
+    write_ogb_folder(tmp_path / "ogbn_products", build_graph())
+    for _reading in range(2):
+        data = FullGraphDataModule(load_ogb_node_dataset("ogbn-products", str(tmp_path))).data
+        assert data.num_nodes == NUM_NODES
+        assert data.y.tolist() == (torch.arange(NUM_NODES) % 3).tolist()
+        assert [data[name].nonzero().item() for name in MASKS] == [7, 8, 9]
+
+
+def write_ogb_folder(folder: Path, graph: Data) -> None:
+    """Write the raw files of ``graph``, the split (7, 8, 9) and OGB's sign that it is current."""
+    raw, split = folder / "raw", folder / "split" / "sales_ranking"
+    tables = {
+        raw / "edge": graph.edge_index.t().tolist(),
+        raw / "node-feat": graph.x.tolist(),
+        raw / "node-label": graph.y[:, None].tolist(),
+        raw / "num-node-list": [[graph.num_nodes]],
+        raw / "num-edge-list": [[graph.num_edges]],
+        split / "train": [[7]],
+        split / "valid": [[8]],
+        split / "test": [[9]],
+    }
+    for path, rows in tables.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(f"{path}.csv.gz", "wt") as file:
+            csv.writer(file).writerows(rows)
+    (folder / "RELEASE_v1.txt").touch()
+
+
+def test_a_graph_without_edges_or_labels_is_fine():
+    graph = build_graph(edge_index=torch.empty(2, 0, dtype=torch.long), y=None)
+    assert FullGraphDataModule(graph).data.num_edges == 0
+
+
+BAD_GRAPHS = {
+    "no features": (dict(x=None, num_nodes=NUM_NODES), r"node features 'x'.*got none.*OneHot"),
+    "flat features": (dict(x=torch.ones(NUM_NODES)), r"\[num_nodes, num_features\].*got \[10\]"),
+    "num_nodes": (dict(num_nodes=12), r"'x' to have one row for each of the 12 nodes.*\[10, 10\]"),
+    "no edges": (dict(edge_index=None), r"'edge_index' of shape \[2, num_edges\] \(got none\)"),
+    "edge pairs": (dict(edge_index=torch.zeros(4, 2).long()), r"got \[4, 2\].*pairs\.t\(\)"),
+    "float edges": (dict(edge_index=torch.zeros(2, 3)), r"int64 \(got torch.float32\).*\.long\(\)"),
+    "edge beyond": (dict(edge_index=torch.tensor([[0], [10]])), r"nodes 0 to 9 \(got 0 to 10\)"),
+    "edge below": (dict(edge_index=torch.tensor([[-1], [3]])), r"nodes 0 to 9 \(got -1 to 3\)"),
+    "labels": (dict(y=torch.zeros(9).long()), r"'y' to have one row for each of the 10 nodes"),
+    "mask rows": (
+        masks_of(0) | dict(val_mask=torch.ones(11).bool()),
+        r"'val_mask' to have one row for each of the 10 nodes \(got \[11\], torch.bool\)",
+    ),
+    "mask of numbers": (masks_of(0) | dict(test_mask=torch.ones(10)), r"a boolean 'test_mask'"),
+    "mask missing": (masks_of(0) | dict(val_mask=None), r"a boolean 'val_mask'.*none to draw"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD_GRAPHS.values(), ids=BAD_GRAPHS.keys())
+def test_bad_graph_is_refused_with_what_was_found_and_the_remedy(changes, text):
+    with pytest.raises(GraphError, match=text):
+        FullGraphDataModule(build_graph(**changes))
+
+
+def test_more_or_other_graphs_are_refused():
+    with pytest.raises(GraphError, match=r"one graph \(got OneGraph with 2 graphs\).*dataset\[0\]"):
+        FullGraphDataModule(OneGraph([build_graph(), build_graph()]))
+    with pytest.raises(GraphError, match=r"got HeteroData\).*to_homogeneous"):
+        FullGraphDataModule(HeteroData())
+    with pytest.raises(GraphError, match=r"homogeneous graph.*got dict"):
+        FullGraphDataModule({"x": torch.ones(3, 1)})
+
+
+@pytest.mark.parametrize("split", [-1, 5])
+def test_split_beyond_the_columns_is_refused(split):
+    with pytest.raises(ConfigError, match=f"between 0 and 4 .got {split}."):
+        FullGraphDataModule(build_graph(**masks_of(0, num_splits=5)), split=split)
+
+
+def test_split_of_a_graph_without_masks_points_to_the_seed():
+    with pytest.raises(ConfigError, match=r"between 0 and 0 \(got 2\).*'seed'"):
+        FullGraphDataModule(build_graph(), split=2)
+
+
+@pytest.mark.parametrize("fracs", [(0.8, 0.2, 0.2), (-0.1, 0.5, 0.5), (0.5, 0.5)])
+def test_shares_that_do_not_add_up_are_refused(fracs):
+    with pytest.raises(ConfigError, match="three shares that add up to 1 at most"):
+        FullGraphDataModule(build_graph(), split_fracs=fracs)
