@@ -97,7 +97,8 @@ def parse_options() -> argparse.Namespace:
 
 def silence_lightning() -> None:
     """Leave the screen to the progress bar and the table."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*Checkpoint directory.*not empty.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
 
@@ -220,19 +221,19 @@ def report(
         f"({graph.num_nodes:,} nodes, {graph.num_edges:,} edges), {options.epochs} epochs"
     )
     table.add_column("")
-    table.add_column("single device, exact", justify="right")
-    table.add_column(f"pipeline, {num_stages} stages, {num_chunks} chunks", justify="right")
+    table.add_column("exact\n1 device", justify="right")
+    table.add_column(f"pipeline\n{num_stages} stages, {num_chunks} chunks", justify="right")
     add = table.add_row
     add("test accuracy", f"{single.test_acc:.1%}", f"{pipeline.test_acc:.1%}")
-    add("seconds an epoch (median)", f"{single.epoch_s:.3f}", f"{pipeline.epoch_s:.3f}")
-    add("bytes sent an epoch, measured", "0", f"{measured_bytes:,}")
-    add("bytes sent an epoch, by formula", "0", f"{formula_bytes:,}")
-    add(f"graph parallel on {num_stages} METIS parts would send", "", f"{graph_bytes:,}")
+    add("seconds an epoch, median", f"{single.epoch_s:.3f}", f"{pipeline.epoch_s:.3f}")
+    add("bytes an epoch, measured", "0", f"{measured_bytes:,}")
+    add("bytes an epoch, formula", "0", f"{formula_bytes:,}")
+    add(f"graph parallel, {num_stages} METIS parts", "", f"{graph_bytes:,}")
     add("bubble share, measured", "", f"{stats.bubble_frac:.1%}")
-    add("bubble share, (S - 1) / (K + S - 1)", "", f"{bubble_frac:.1%}")
+    add("  (S - 1) / (K + S - 1)", "", f"{bubble_frac:.1%}")
 
     path = options.output / "timeline.png"
-    title = f"{num_stages} stages, {num_chunks} chunks: {stats.bubble_frac:.0%} idle"
+    title = f"{num_stages} stages, {num_chunks} chunks: bubble share {stats.bubble_frac:.0%}"
     draw_timeline(stats.events, path, title)
     console = Console()
     console.print(table)
@@ -253,11 +254,11 @@ def count_graph_parallel_bytes(datamodule: FullGraphDataModule, options: argpars
     """Return what a step would send if each process had a part of the graph and all layers."""
     edge_index: Tensor = datamodule.data.edge_index
     num_nodes: int = datamodule.data.num_nodes
-    parts = partition_nodes(edge_index, num_nodes, options.stages)
+    parts = partition_nodes(edge_index, num_nodes, num_chunks=options.stages, method="metis")
     module: nn.Module = build_module(datamodule, options)
     return graph_parallel_bytes(
         num_layers=options.layers,
-        replicas_per_node=replicas_per_node(edge_index, parts),
+        replicas_per_node=replicas_per_node(edge_index, num_nodes, parts),
         num_nodes=num_nodes,
         row_bytes=options.hidden * FLOAT_BYTES,
         weight_bytes=FLOAT_BYTES * sum(weight.numel() for weight in module.parameters()),

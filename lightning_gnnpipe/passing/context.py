@@ -65,6 +65,7 @@ class MessageContext:
         self.store = store
         self.whole = whole
         self.norm_cache: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._scope: _Scope | None = None
 
     def enter(self, chunk: ChunkView, segment: int) -> None:

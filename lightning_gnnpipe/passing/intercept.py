@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.passing.context import MessageContext
-from lightning_gnnpipe.passing.normalize import localized_methods
+from lightning_gnnpipe.passing.normalize import localized
 
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
@@ -30,9 +30,9 @@ def intercept(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     """Let `convs` pass messages on the chunk that `context` says is running, within the `with` block."""
     with ExitStack() as stack:
         stack.enter_context(without_caches(convs))
+        stack.enter_context(localized(convs, context))
         for name, conv in convs.items():
             replaced: dict[str, Any] = {
-                **localized_methods(name, conv, context),
                 "propagate": _wrap(name, conv, "propagate", context),
                 "edge_updater": _wrap(name, conv, "edge_updater", context),
             }
@@ -81,8 +81,12 @@ def _wrap(
         for argument in sources & kwargs.keys():
             wide[argument] = _widen(context, (name, call, argument), kwargs[argument], conv)
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
-        with _update_sees(conv, {key: kwargs[key] for key in kept & kwargs.keys()}):
-            return cast(Tensor, original(edge_index, size=size, **wide))
+        context.is_passing = True
+        try:
+            with _update_sees(conv, {key: kwargs[key] for key in kept & kwargs.keys()}):
+                return cast(Tensor, original(edge_index, size=size, **wide))
+        finally:
+            context.is_passing = False
 
     return run
 

@@ -8,12 +8,12 @@ pulled, like any other node-level value.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
-import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
@@ -22,53 +22,43 @@ from torch_geometric.utils import add_remaining_self_loops, degree, scatter
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
 
-_MESSAGE_METHODS = {"message", "aggregate", "update", "edge_update", "message_and_aggregate"}
+
+@contextmanager
+def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
+    """Let the methods of `convs` find functions that know the halo, within the block.
+
+    The names are replaced in the modules that define the layers' classes, so that inherited
+    methods, and `super().forward(...)`, find them as well.
+    """
+    norm, local_degree = _LocalNorm(context), _LocalDegree(context)
+    with ExitStack() as stack:
+        for names in _namespaces(convs):
+            is_own = not str(names["__name__"]).startswith("torch_geometric.")
+            if names.get("gcn_norm") is gcn_norm:
+                stack.callback(names.__setitem__, "gcn_norm", gcn_norm)
+                names["gcn_norm"] = norm
+            # PyG's own layers call `degree` for the nodes they are about to update only.
+            if is_own and names.get("degree") is degree:
+                stack.callback(names.__setitem__, "degree", degree)
+                names["degree"] = local_degree
+        yield
 
 
-def localized_methods(
-    name: str, conv: MessagePassing, context: MessageContext
-) -> dict[str, Callable[..., Any]]:
-    """Return the methods of `conv` that normalise by degree, bound to functions that know the halo."""
-    replacements: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "gcn_norm": (gcn_norm, _LocalNorm(name, context)),
-        "degree": (degree, _LocalDegree(name, context)),
-    }
-    methods: dict[str, Callable[..., Any]] = {}
-    for cls in reversed(type(conv).__mro__[: type(conv).__mro__.index(MessagePassing)]):
-        for method, function in vars(cls).items():
-            if not isinstance(function, types.FunctionType) or method in _MESSAGE_METHODS:
-                continue
-            found = {
-                key: local
-                for key, (original, local) in replacements.items()
-                if key in function.__code__.co_names and function.__globals__.get(key) is original
-            }
-            if found:
-                methods[method] = types.MethodType(_with_globals(function, found), conv)
-            else:
-                methods.pop(method, None)
-    return methods
-
-
-def _with_globals(
-    function: types.FunctionType, found: dict[str, Callable[..., Any]]
-) -> types.FunctionType:
-    copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **found},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+def _namespaces(convs: Mapping[str, MessagePassing]) -> Iterator[dict[str, Any]]:
+    """Yield the globals of the modules in which the layers' classes are defined."""
+    seen: set[int] = set()
+    for conv in convs.values():
+        for cls in type(conv).__mro__[: type(conv).__mro__.index(MessagePassing)]:
+            for function in vars(cls).values():
+                if isinstance(function, FunctionType) and id(function.__globals__) not in seen:
+                    seen.add(id(function.__globals__))
+                    yield function.__globals__
 
 
 class _LocalNorm:
     """`gcn_norm` for the edges of one chunk."""
 
-    def __init__(self, name: str, context: MessageContext) -> None:
-        self.name = name
+    def __init__(self, context: MessageContext) -> None:
         self.context = context
 
     def __call__(
@@ -89,8 +79,8 @@ class _LocalNorm:
                 edge_index, edge_weight, fill, chunk.num_nodes, add_self_loops
             )
             own = _inverse_root(edges, weight, chunk.num_nodes)
-            call = self.context.next_call(f"{self.name}.gcn_norm")
-            wide = self.context.widen(f"{self.name}.gcn_norm", call, "degree", own)
+            call = self.context.next_call("gcn_norm")
+            wide = self.context.widen("gcn_norm", call, "degree", own)
             return edges, wide[edges[0]] * weight * wide[edges[1]]
         if edge_index is not chunk.edge_index:
             return self._constant(edge_index, fill, add_self_loops, dtype)
@@ -103,26 +93,20 @@ class _LocalNorm:
     def _constant(
         self, edge_index: Tensor, fill: float, add_self_loops: bool, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        whole, key = self.context.whole, ("degree", fill, add_self_loops, dtype)
-        if key not in self.context.norm_cache:
-            ones = torch.ones(whole.edge_index.size(1), dtype=dtype, device=edge_index.device)
-            edges, weight = _with_loops(
-                whole.edge_index, ones, fill, whole.num_nodes, add_self_loops
-            )
-            self.context.norm_cache[key] = (_inverse_root(edges, weight, whole.num_nodes),)
-        wide = self.context.widen_constant(self.context.norm_cache[key][0])
-        ones = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
-        edges, weight = _with_loops(
-            edge_index, ones, fill, self.context.chunk.num_nodes, add_self_loops
-        )
+        context, loops = self.context, (fill, add_self_loops, dtype)
+        whole, key = context.whole, ("degree", *loops)
+        if key not in context.norm_cache:
+            edges, weight = _unweighted(whole.edge_index, whole.num_nodes, *loops)
+            context.norm_cache[key] = (_inverse_root(edges, weight, whole.num_nodes),)
+        wide = context.widen_constant(context.norm_cache[key][0])
+        edges, weight = _unweighted(edge_index, context.chunk.num_nodes, *loops)
         return edges, wide[edges[0]] * weight * wide[edges[1]]
 
 
 class _LocalDegree:
     """`degree` for the nodes of one chunk, followed by those of its halo."""
 
-    def __init__(self, name: str, context: MessageContext) -> None:
-        self.name = name
+    def __init__(self, context: MessageContext) -> None:
         self.context = context
 
     def __call__(
@@ -130,17 +114,19 @@ class _LocalDegree:
     ) -> Tensor:
         """Return `[num_nodes + num_halo]` degrees of the nodes that `index`, the edges' targets, names."""
         chunk = self.context.chunk
+        if self.context.is_passing:
+            return degree(index, num_nodes, dtype)
         if index.numel() and int(index.max()) >= chunk.num_nodes:
             raise UnsupportedError(
                 explain(
-                    expected=f"layer '{self.name}' to count the edges that end in a node",
+                    expected="a layer to count the edges that end in a node",
                     found="degree() of the edges' sources",
                     remedy="Pass the degrees in as a node-level tensor, or train with num_chunks=1.",
                 )
             )
-        own = torch_geometric.utils.degree(index, chunk.num_nodes, dtype)
-        call = self.context.next_call(f"{self.name}.degree")
-        return self.context.widen(f"{self.name}.degree", call, "degree", own)
+        own = degree(index, chunk.num_nodes, dtype)
+        call = self.context.next_call("degree")
+        return self.context.widen("degree", call, "degree", own)
 
 
 def _with_loops(
@@ -151,6 +137,20 @@ def _with_loops(
     edges, weights = add_remaining_self_loops(edge_index, weight, fill, num_nodes)
     assert weights is not None
     return edges, weights
+
+
+def _unweighted(
+    edge_index: Tensor,
+    num_nodes: int,
+    fill: float,
+    add_self_loops: bool,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Return edges of weight 1; PyG gives the loops it adds to them weight 1 as well, whatever `fill` is."""
+    edges = edge_index
+    if add_self_loops:
+        edges, _ = add_remaining_self_loops(edge_index, None, fill, num_nodes)
+    return edges, torch.ones(edges.size(1), dtype=dtype, device=edges.device)
 
 
 def _inverse_root(edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn import MessagePassing, aggr
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
@@ -45,6 +44,26 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.SimpleConv,
         gnn.TAGConv,
         gnn.TransformerConv,
+    }
+)
+
+# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others that
+# pad to the largest neighbourhood of the graph.
+EXACT_AGGREGATIONS: frozenset[type] = frozenset(
+    {
+        aggr.DegreeScalerAggregation,
+        aggr.MaxAggregation,
+        aggr.MeanAggregation,
+        aggr.MedianAggregation,
+        aggr.MinAggregation,
+        aggr.MulAggregation,
+        aggr.MultiAggregation,
+        aggr.PowerMeanAggregation,
+        aggr.QuantileAggregation,
+        aggr.SoftmaxAggregation,
+        aggr.StdAggregation,
+        aggr.SumAggregation,
+        aggr.VarAggregation,
     }
 )
 
@@ -104,12 +123,25 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterat
         yield _refuse(name, layer, "mode='graph' takes its statistics over all nodes", _REMEDY_NORM)
     elif isinstance(layer, MessagePassing):
         yield from _refused_conv(name, layer)
-    elif isinstance(layer, Aggregation) and not _is_inside_conv(module, name):
+    elif isinstance(layer, aggr.Aggregation):
+        yield from _refused_aggregation(module, name, layer)
+
+
+def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if not _is_inside_conv(module, name):
         yield _refuse(
             name,
             layer,
             "it pools over the whole graph",
             "Pool outside of the pipelined module, or train with num_chunks=1.",
+        )
+    elif type(layer) not in EXACT_AGGREGATIONS:
+        known = ", ".join(sorted(kind.__name__ for kind in EXACT_AGGREGATIONS))
+        yield _refuse(
+            name,
+            layer,
+            "it is not known to be exact on chunks",
+            f"Train with num_chunks=1, or use one of {known}.",
         )
 
 

@@ -1,0 +1,168 @@
+"""The oracle: chunked training with stale rows, on the whole graph, by plain autograd.
+
+It shares no code and no idea of execution with the package. There are no halos, no local node
+numbers, no buffers of gradients and no stages. Instead, for every chunk the *whole* model runs on
+the *whole* graph, and only the source rows of each message-passing call are exchanged for
+
+    row n of the call =  its row in this very pass            if n is in the chunk
+                         its row in the pass of n's chunk     if that chunk came earlier: fresh
+                         a constant from an earlier step      otherwise: stale
+
+Rows of the result that belong to other chunks are thrown away. One ``loss.backward()`` over the
+rows that were kept, put together in node order, is then the gradient of the function that was
+computed, with stale rows as constants.
+
+The rows are those given to ``propagate`` or ``edge_updater``: for GCNConv the transformed ones, for
+SAGEConv the raw ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+Key = tuple[str, str, int, str]
+"""(name of the conv, method, number of that call in one forward pass, argument)."""
+
+METHODS = {"propagate": ("message", "update"), "edge_updater": ("edge_update",)}
+"""The two methods through which nodes see each other, and where their arguments are read."""
+
+
+class StaleOracle:
+    """Compute what chunked training has to compute, and remember each call's source rows.
+
+    Args:
+        net: Any stack of PyG convs over an edge index, otherwise row by row.
+        partition: Chunk of each node, ``[num_nodes]``.
+        cross_chunk_grad_scale: Factor on gradients that flow into fresh rows of another chunk.
+    """
+
+    def __init__(
+        self, net: nn.Module, partition: Tensor, *, cross_chunk_grad_scale: float = 1.0
+    ) -> None:
+        self.net = net
+        self.partition = partition
+        self.cross_chunk_grad_scale = cross_chunk_grad_scale
+        self.live: dict[Key, Tensor] = {}
+        """For each call the source rows of the last forward pass, ``[num_nodes, ...]``."""
+        self.snapshot: dict[Key, Tensor] | None = None
+        """Where stale rows are read instead, if not None."""
+
+    def exact(self, *inputs: Tensor) -> Tensor:
+        """Run the whole graph as one chunk; every row of every call becomes fresh."""
+        return self._run(inputs, torch.zeros_like(self.partition), order=(0,))
+
+    def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
+        """Run the chunks in the given order; what later chunks still hold is read stale."""
+        assert sorted(order) == sorted(set(self.partition.tolist()))
+        return self._run(inputs, self.partition, order)
+
+    def renew_snapshot(self) -> None:
+        """Let later steps read the rows of the last forward pass, until renewed again."""
+        self.snapshot = dict(self.live)
+
+    def _run(self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int]) -> Tensor:
+        stale = self.live if self.snapshot is None else self.snapshot
+        one_pass = _Pass(stale, self.cross_chunk_grad_scale)
+        outputs = None
+        for chunk in order:
+            one_pass.enter(partition == chunk)
+            with _intercepted(self.net, one_pass.mix):
+                result = self.net(*inputs)
+            outputs = result if outputs is None else _where(one_pass.own, result, outputs)
+        assert outputs is not None
+        self.live = {key: rows.detach().clone() for key, rows in one_pass.fresh.items()}
+        return outputs
+
+
+class _Pass:
+    """The masks and rows of one forward pass over all chunks."""
+
+    def __init__(self, stale: dict[Key, Tensor], cross_chunk_grad_scale: float) -> None:
+        self.stale = stale
+        self.cross_chunk_grad_scale = cross_chunk_grad_scale
+        self.fresh: dict[Key, Tensor] = {}
+        self.own = self.earlier = torch.zeros(0, dtype=torch.bool)
+
+    def enter(self, own: Tensor) -> None:
+        """Go on to the chunk of the nodes ``own``, ``[num_nodes]``."""
+        self.earlier = torch.zeros_like(own) if not self.own.numel() else self.earlier | self.own
+        self.own = own
+
+    def mix(self, key: Key, rows: Tensor) -> Tensor:
+        """Return own rows from ``rows``, earlier chunks' as they were then, the rest stale."""
+        mixed = rows
+        if not bool((self.own | self.earlier).all()):
+            mixed = _where(self.own, rows, self.stale[key])  # a KeyError: read but never written
+        if key in self.fresh:
+            earlier = _scale_grad(self.fresh[key], self.cross_chunk_grad_scale)
+            mixed = _where(self.earlier, earlier, mixed)
+        known = self.fresh.get(key, rows)
+        self.fresh[key] = _where(self.own, rows, known)
+        return mixed
+
+
+def _where(nodes: Tensor, rows: Tensor, others: Tensor) -> Tensor:
+    """Return ``rows`` at ``nodes``, ``[num_nodes]``, and ``others`` elsewhere."""
+    return torch.where(nodes.view(-1, *[1] * (rows.dim() - 1)), rows, others)
+
+
+def _scale_grad(rows: Tensor, scale: float) -> Tensor:
+    if not rows.requires_grad:
+        return rows
+    rows = rows.clone()
+    rows.register_hook(lambda grad: grad * scale)
+    return rows
+
+
+@contextmanager
+def _intercepted(net: nn.Module, mix: Callable[[Key, Tensor], Tensor]) -> Iterator[None]:
+    """Send the source rows of every message-passing call through ``mix``, for one forward pass."""
+    convs = [(name, conv) for name, conv in net.named_modules() if isinstance(conv, MessagePassing)]
+    calls: Counter[tuple[str, str]] = Counter()
+    for name, conv in convs:
+        assert conv.flow == "source_to_target"
+        for method in METHODS:
+            setattr(conv, method, _wrapper(name, conv, method, mix, calls))
+    try:
+        yield
+    finally:
+        for _, conv in convs:
+            for method in METHODS:
+                delattr(conv, method)
+
+
+def _wrapper(
+    name: str,
+    conv: MessagePassing,
+    method: str,
+    mix: Callable[[Key, Tensor], Tensor],
+    calls: Counter[tuple[str, str]],
+) -> Callable[..., Any]:
+    original = getattr(conv, method)
+    read = [getattr(conv, reader) for reader in METHODS[method] if hasattr(conv, reader)]
+    sources = {
+        parameter.removesuffix("_j")
+        for function in read
+        for parameter in inspect.signature(function).parameters
+        if parameter.endswith("_j")
+    }
+
+    def call(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
+        number = calls[name, method]
+        calls[name, method] += 1
+        for argument in sorted(sources & kwargs.keys()):
+            value = kwargs[argument]
+            source, target = value if isinstance(value, tuple) else (value, value)
+            assert source.size(0) == source.size(conv.node_dim)
+            kwargs[argument] = (mix((name, method, number, argument), source), target)
+        return original(edge_index, size=size, **kwargs)
+
+    return call

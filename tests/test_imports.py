@@ -1,0 +1,80 @@
+"""P9: imports go one way along the line of modules, and heavy ones stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
+NAME = PACKAGE.name
+
+# What each part may import of ours; `types` and `errors` are open to all.
+SHARED = {"types", "errors"}
+PARTS = ("graph", "stages", "passing", "schedule", "history", "comm")
+ALLOWED: dict[str, set[str]] = {
+    **{part: set() for part in PARTS},
+    "types": set(),
+    "errors": set(),
+    "controls": set(),
+    "options": set(),
+    "models": set(),
+    "datamodule": set(),
+    "_compat": set(),
+    "engine": {*PARTS, "controls"},
+    "processes": {"comm", "options", "_compat"},
+    "strategy": {*PARTS, "engine", "controls", "options", "processes", "_compat"},
+    "callbacks": {"strategy", "controls", "history"},
+    "__init__": {"strategy", "callbacks", "datamodule"},
+}
+LIGHTNING = {"strategy", "processes", "_compat", "callbacks", "datamodule", "models"}
+DISTRIBUTED = {"comm", "processes"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_p9_imports_go_one_way(path: Path) -> None:
+    part = part_of(path)
+    for name in imports(path):
+        if not name.startswith(f"{NAME}."):
+            continue
+        target = name.split(".")[1]
+        if (PACKAGE / target).exists() or (PACKAGE / f"{target}.py").exists():
+            assert target in {part} | SHARED | ALLOWED[part], f"{part} imports {target}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_p9_heavy_imports_stay_in_their_place(path: Path) -> None:
+    part = part_of(path)
+    for name in imports(path):
+        root = name.split(".")[0]
+        if root in ("lightning", "pytorch_lightning"):
+            assert part in LIGHTNING, f"{part} imports {name}"
+        if name.startswith("torch.distributed"):
+            assert part in DISTRIBUTED, f"{part} imports {name}"
+        if root == "pymetis":
+            assert path.name == "partition.py"
+        if part == "schedule":
+            assert root not in ("torch", "torch_geometric", "numpy")
+        if part == "models":
+            assert root != NAME or path.name == "__init__.py", "models import nothing of ours"
