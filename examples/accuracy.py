@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import logging
 import os
 import statistics
 import tempfile
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,10 @@ import lightning as L
 import torch
 from graphs import load_graph
 from lightning.pytorch.callbacks import ModelCheckpoint
+from quiet import silence_lightning
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.models import GCNII, NodeClassifier
@@ -52,12 +52,15 @@ class Setting:
 class DeepClassifier(NodeClassifier):
     """A NodeClassifier whose convolutions decay more than its linear maps, as in the paper."""
 
-    def __init__(self, net: GCNII, num_classes: int, setting: Setting) -> None:
-        super().__init__(net, num_classes, setting.lr, setting.linear_decay)
-        self.conv_decay = setting.conv_decay
+    def __init__(
+        self, net: GCNII, num_classes: int, lr: float, weight_decay: float, conv_decay: float
+    ) -> None:
+        super().__init__(net, num_classes, lr, weight_decay)
+        self.conv_decay = conv_decay
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        convs, others = [], []
+        convs: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
             (convs if name.startswith("net.convs.") else others).append(parameter)
         groups = [
@@ -77,7 +80,9 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
         setting.num_layers,
         setting.dropout,
     )
-    module = DeepClassifier(net, datamodule.num_classes, setting)
+    module = DeepClassifier(
+        net, datamodule.num_classes, setting.lr, setting.linear_decay, setting.conv_decay
+    )
     with tempfile.TemporaryDirectory() as folder:
         best = ModelCheckpoint(folder, monitor="val_acc", mode="max", save_weights_only=True)
         callbacks: list[L.Callback] = [best]
@@ -138,13 +143,6 @@ def parse_options() -> argparse.Namespace:
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
     add("--output", type=Path, default=Path("outputs"), help="folder of accuracy.csv")
     return parser.parse_args()
-
-
-def silence_lightning() -> None:
-    """Leave the screen to the table."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
 
 
 def build_table(

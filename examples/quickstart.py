@@ -15,10 +15,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a process, in both runs
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ import lightning as L
 import torch
 from graphs import load_graph
 from lightning.pytorch.callbacks import ModelCheckpoint
+from quiet import silence_lightning
 from rich.console import Console
 from rich.table import Table
 from timeline import draw_timeline
@@ -95,42 +94,39 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def silence_lightning() -> None:
-    """Leave the screen to the progress bar and the table."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory.*not empty.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-
-
 def train_single_device(datamodule: FullGraphDataModule, options: argparse.Namespace) -> Result:
     """Train exactly, by the plain Trainer on one device."""
-    trainer = build_trainer("single", options, devices=1)
-    return run(trainer, datamodule, options, first_timed_epoch=NUM_UNTIMED_EPOCHS)
+    timer = EpochTimer()
+    trainer = build_trainer("single", options, [timer], devices=1)
+    test_acc = fit_and_test(trainer, datamodule, options)
+    return Result(test_acc, timer.median_s(NUM_UNTIMED_EPOCHS))
 
 
 def train_pipeline(
     datamodule: FullGraphDataModule, options: argparse.Namespace
 ) -> tuple[Result, bool]:
     """Train the same module in stages; say whether this process is the first of them."""
+    timer, step_stats = EpochTimer(), StepStats()
     trainer = build_trainer(
         "pipeline",
         options,
-        devices=options.stages,
-        strategy=GNNPipeStrategy(num_chunks=options.chunks),
-        callbacks=[
+        [
             StalenessWarmup(num_epochs=NUM_EXACT_EPOCHS),
             HistoryRefresh(every_n_epochs=23),
             StalenessMonitor(),
-            StepStats(),
+            timer,
+            step_stats,
         ],
+        devices=options.stages,
+        strategy=GNNPipeStrategy(num_chunks=options.chunks),
     )
-    first_timed_epoch = NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS
-    return run(trainer, datamodule, options, first_timed_epoch), trainer.is_global_zero
+    test_acc = fit_and_test(trainer, datamodule, options)
+    epoch_s = timer.median_s(NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS)
+    return Result(test_acc, epoch_s, step_stats.stats), trainer.is_global_zero
 
 
 def build_trainer(
-    name: str, options: argparse.Namespace, callbacks: list[L.Callback] | None = None, **kwargs: Any
+    name: str, options: argparse.Namespace, callbacks: list[L.Callback], **kwargs: Any
 ) -> L.Trainer:
     best = ModelCheckpoint(
         options.output / "checkpoints" / name,
@@ -141,7 +137,7 @@ def build_trainer(
     return L.Trainer(
         accelerator="cpu",
         max_epochs=options.epochs,
-        callbacks=[best, EpochTimer(), *(callbacks or [])],
+        callbacks=[best, *callbacks],
         logger=False,
         enable_model_summary=False,
         default_root_dir=options.output,
@@ -157,23 +153,14 @@ def build_module(datamodule: FullGraphDataModule, options: argparse.Namespace) -
     return NodeClassifier(net, num_classes)
 
 
-def run(
-    trainer: L.Trainer,
-    datamodule: FullGraphDataModule,
-    options: argparse.Namespace,
-    first_timed_epoch: int,
-) -> Result:
-    """Fit, then test the weights of the best validation accuracy."""
+def fit_and_test(
+    trainer: L.Trainer, datamodule: FullGraphDataModule, options: argparse.Namespace
+) -> float:
+    """Fit, then return the test accuracy of the weights of the best validation accuracy."""
     module = build_module(datamodule, options)
     trainer.fit(module, datamodule=datamodule)
     [metrics] = trainer.test(module, datamodule=datamodule, ckpt_path="best", verbose=False)
-    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, EpochTimer)]
-    collected = [one.stats for one in trainer.callbacks if isinstance(one, StepStats)]
-    return Result(
-        test_acc=metrics["test_acc"],
-        epoch_s=statistics.median(timer.epochs_s[first_timed_epoch:]),
-        stats=collected[0] if collected else None,
-    )
+    return metrics["test_acc"]
 
 
 class EpochTimer(L.Callback):
@@ -188,6 +175,10 @@ class EpochTimer(L.Callback):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.epochs_s.append(time.perf_counter() - self._start_s)
+
+    def median_s(self, first_epoch: int) -> float:
+        """Return the median over the epochs from ``first_epoch`` on."""
+        return statistics.median(self.epochs_s[first_epoch:])
 
 
 class StepStats(L.Callback):

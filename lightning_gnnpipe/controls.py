@@ -10,9 +10,11 @@ class Controls:
     """What the next training steps do.
 
     Attributes:
-        is_exact: Run the exact schedule: the whole graph as one chunk, no stale read. All histories are written.
+        is_exact: Run the exact schedule: the whole graph as one chunk, no stale read. All histories
+            are written.
         serves_snapshot: Stale reads come from a snapshot of the histories.
-        takes_snapshot: Renew the snapshot at the end of the step. An exact step renews it in any case.
+        takes_snapshot: Renew the snapshot at the end of the step. An exact step renews it in any
+            case.
         refreshes: Recompute all histories by an exact pass, dropout off, before the step.
         records_staleness: Record who reads whom stale, and how far rows drift.
     """

@@ -1,7 +1,7 @@
 """Processes and collectives as Lightning sees them: launching, ranks, barriers, reductions.
 
-Every rank sees the same batch, loss and logged values, so reductions of logged values are the identity; decisions
-(stop now? save now?) are taken by all ranks together.
+Every rank sees the same batch, loss and logged values, so reductions of logged values are the
+identity; decisions (stop now? save now?) are taken by all ranks together.
 """
 
 from __future__ import annotations

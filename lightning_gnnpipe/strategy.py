@@ -52,18 +52,21 @@ class GNNPipeStrategy(PipeProcesses):
 
     Args:
         num_stages: Stages, S; "auto" for one on each device.
-        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With 1 all steps are
-            exact and nothing overlaps.
-        partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer tensor
-            `[num_nodes]` with the chunk of each node.
+        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
+            1 all steps are exact and nothing overlaps.
+        partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
+            tensor `[num_nodes]` with the chunk of each node.
         shuffle_chunks: Draw a new order of the chunks in each epoch.
-        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient of the forward pass with
-            stale rows as constants. 2: the paper's compensation for what staleness cuts off.
-        pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all message passing.
-        balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or the number of
-            layers of each stage.
+        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient of the
+            forward pass with stale rows as constants. 2: the paper's compensation for what
+            staleness cuts off.
+        pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
+            message passing.
+        balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
+            the number of layers of each stage.
         timeout: Longest wait for another rank before the run ends.
-        start_method: How processes are started: "popen" (runs the script again), "spawn", "fork", "forkserver".
+        start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
+            "forkserver".
         process_group_backend: Of torch.distributed; None for the device's own.
         accelerator: Passed on to Lightning, as are the following.
         parallel_devices: See `lightning.pytorch.strategies.ParallelStrategy`.

@@ -19,9 +19,10 @@ class HistoryRefresh(Callback):
 
     Args:
         every_n_epochs: Epochs between renewals (the paper: 23).
-        how: "snapshot": stale reads come from a snapshot of the histories, renewed at the end of every n-th epoch and
-            of every exact one. "exact": before every n-th epoch all histories are recomputed by an exact forward
-            pass with dropout off, at the price of one forward pass without overlap.
+        how: "snapshot": stale reads come from a snapshot of the histories, renewed at the end of
+            every n-th epoch and of every exact one. "exact": before every n-th epoch all histories
+            are recomputed by an exact forward pass with dropout off, at the price of one forward
+            pass without overlap.
 
     Raises:
         ConfigError: If an argument cannot be right.

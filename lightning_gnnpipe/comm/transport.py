@@ -1,7 +1,8 @@
 """Messages between stages: sizes are known from the plan, waits are bounded, every byte is counted.
 
-Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited for at the end of a
-phase, so both run while the stage computes. A tensor that is being sent is kept alive until then.
+Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited
+for at the end of a phase, so both run while the stage computes. A tensor that is being sent is kept
+alive until then.
 """
 
 from __future__ import annotations

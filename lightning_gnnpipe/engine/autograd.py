@@ -1,7 +1,8 @@
 """The seam between the user's autograd graph and the pipeline's.
 
-The outputs of the pipelined forward are leaves of the pipeline and roots of nothing: when the user's loss reaches them
-in backward, the pipeline's own backward phase runs, and the gradients of the batch's tensors, if they have any, go on.
+The outputs of the pipelined forward are leaves of the pipeline and roots of nothing: when the
+user's loss reaches them in backward, the pipeline's own backward phase runs, and the gradients of
+the batch's tensors, if they have any, go on.
 """
 
 from __future__ import annotations

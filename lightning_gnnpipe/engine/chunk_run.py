@@ -31,7 +31,8 @@ def run_segments(
         values: The chunk's leaves and what crossed the cut before the first segment, by name.
         chunk: The chunk.
         context: Serves the layers' message passing; the layers must be intercepted with it.
-        seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the stream alone.
+        seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the
+            stream alone.
     """
     for segment in segments:
         inputs = [values[name] for name in segment.inputs]

@@ -15,7 +15,8 @@ def clip_by_total_norm(
 ) -> Tensor:
     """Scale the gradients of `parameters` so that their norm over all stages is at most `max_norm`.
 
-    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank. A collective call.
+    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank. A
+    collective call.
 
     Args:
         engine: The engine.

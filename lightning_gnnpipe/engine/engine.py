@@ -1,7 +1,7 @@
 """The pipeline engine: what the pipelined module's forward does under the strategy.
 
-forward, with gradients  ->  training pass: exact or pipelined schedule, histories written, backward to follow
-forward, without         ->  exact pass, histories untouched
+forward, with gradients  ->  training pass: exact or pipelined schedule, histories written, backward
+to follow forward, without         ->  exact pass, histories untouched
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class PipelineEngine:
 
         Raises:
             GraphError: If the graph is malformed, or ranks were given different batches.
-            UnsupportedError: If the module cannot be pipelined, or is called twice before a backward.
+            UnsupportedError: If the module cannot be pipelined, or is called twice before a
+                backward.
         """
         is_training = torch.is_grad_enabled() and self.options.is_fitting
         if is_training and self._has_pending:

@@ -136,7 +136,8 @@ def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -
     """Return K: as asked for, as the partition says, or 4 a stage.
 
     Raises:
-        ConfigError: If it is not between 1 and the number of nodes, or differs from the partition's.
+        ConfigError: If it is not between 1 and the number of nodes, or differs from the
+            partition's.
     """
     found = None
     if isinstance(options.partition, Tensor) and options.partition.numel():

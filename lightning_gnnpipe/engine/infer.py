@@ -16,7 +16,8 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
     """Return the outputs, each `[num_nodes, *]`, on every rank.
 
     Args:
-        parts: Of the one-chunk plan. A context with a store writes the histories, one without does not.
+        parts: Of the one-chunk plan. A context with a store writes the histories, one without does
+            not.
         model: The pipelined model.
     """
     axis = parts.transport.axis

@@ -1,7 +1,7 @@
 """The batch's tensors in plan order, cut by chunk without a copy.
 
-Node-level tensors are permuted once so that a chunk's rows are a slice; so are edge-level ones. The permuted copy is
-kept as long as the user's batch holds the same tensor.
+Node-level tensors are permuted once so that a chunk's rows are a slice; so are edge-level ones. The
+permuted copy is kept as long as the user's batch holds the same tensor.
 """
 
 from __future__ import annotations

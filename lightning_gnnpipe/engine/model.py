@@ -1,7 +1,7 @@
 """The user's module as a pipeline: traced once for each mode, cut, dealt out to stages, other stages' weights emptied.
 
-The cut is decided at the first call, when the arguments are known. Until then every rank holds all parameters, so
-checkpoints load and optimizers are built as on one device.
+The cut is decided at the first call, when the arguments are known. Until then every rank holds all
+parameters, so checkpoints load and optimizers are built as on one device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class PipelinedModel:
         module: The user's module; its `forward` must be its own.
         transport: The ranks.
         balance: How layers are dealt out.
-        check: Called with each new trace while all parameters are here; raises if it is not right on chunks.
+        check: Called with each new trace while all parameters are here; raises if it is not right
+            on chunks.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class PipelinedModel:
         Args:
             call: The arguments.
             inputs: Their kinds.
-            measure: Returns the cost of each layer; called on rank 0, once, for `balance="measured"`.
-            also_train: At the first call, trace the training mode as well, since parameters may be used there only.
+            measure: Returns the cost of each layer; called on rank 0, once, for
+                `balance="measured"`.
+            also_train: At the first call, trace the training mode as well, since parameters may be
+                used there only.
         """
         key = self._key(call)
         if key not in self._modes:

@@ -1,8 +1,8 @@
 """Trying the model out before training: is it right on chunks, and what does each layer cost?
 
-The self-check runs the traced layers on a small sample of the user's graph, whole and then in chunks whose halos were
-just filled, with dropout switched off: both must equal the plain module. The cost pass times each layer, forward and
-backward, on one chunk.
+The self-check runs the traced layers on a small sample of the user's graph, whole and then in
+chunks whose halos were just filled, with dropout switched off: both must equal the plain module.
+The cost pass times each layer, forward and backward, on one chunk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
     """Refuse a module whose layers, run on chunks of a small graph, do not give what the module gives.
 
     Raises:
-        UnsupportedError: With the layer where the difference begins, or the error that a layer raised.
+        UnsupportedError: With the layer where the difference begins, or the error that a layer
+            raised.
     """
     sample = draw_sample(call, inputs)
     small = Call(sample.leaves, call.names, call.template, None)

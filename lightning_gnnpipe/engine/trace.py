@@ -26,9 +26,10 @@ class PipelineStats:
         num_stages: Stages, S.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step ran the exact schedule.
-        bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output` are those of
-            the formula 2 (S-1) N D b + (S-1) N C b.
-        bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not compute.
+        bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
+            are those of the formula 2 (S-1) N D b + (S-1) N C b.
+        bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
+            compute.
         events: Compute actions (F, B), sorted by start.
     """
 

@@ -1,7 +1,7 @@
 """One training pass: forward now, backward when the user's loss asks for it.
 
-The histories around it, in order: refresh (if a callback asked for it), restore the snapshot, forward (push, pull),
-take a snapshot, backward (gradient buffers), clear the gradient buffers.
+The histories around it, in order: refresh (if a callback asked for it), restore the snapshot,
+forward (push, pull), take a snapshot, backward (gradient buffers), clear the gradient buffers.
 """
 
 from __future__ import annotations

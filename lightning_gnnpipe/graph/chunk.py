@@ -1,7 +1,7 @@
 """What a graph is cut into: chunks of nodes, each with all edges that end in it.
 
-Nodes are put into chunk-contiguous order; a node's place in it is its *position*. A chunk numbers its own nodes
-first, then its halo, the sources of its edges that lie outside:
+Nodes are put into chunk-contiguous order; a node's place in it is its *position*. A chunk numbers
+its own nodes first, then its halo, the sources of its edges that lie outside:
 
     positions     0 1 2 3 | 4 5 6 | 7 8          chunk 1 = positions 4, 5, 6, halo = 1, 8
     chunk 1       local 0 1 2 = positions 4 5 6,  local 3 4 = positions 1 8
@@ -28,7 +28,8 @@ class Chunk:
         halo_counts: Halo rows in each of `halo_chunks`.
         edge_start: First slot of its edges in the plan's order.
         edge_end: Slot after the last.
-        edge_index: `[2, num_edges]` local numbers of sources and targets; targets are below `num_nodes`.
+        edge_index: `[2, num_edges]` local numbers of sources and targets; targets are below
+            `num_nodes`.
     """
 
     index: int
@@ -104,9 +105,7 @@ class ChunkPlan:
     @property
     def halo_counts(self) -> dict[int, dict[int, int]]:
         """For each chunk the halo rows in each of the other chunks that it reads."""
-        return {
-            c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks
-        }
+        return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
 
     def chunk_of_position(self) -> Tensor:
         """Return `[num_nodes]` the chunk that each position lies in."""

@@ -1,7 +1,7 @@
 """Dealing nodes out to chunks so that chunks weigh the same and few edges are cut.
 
-The weight of a node is the work it causes: its row and its in-edges. METIS balances it well on most graphs, not on
-skewed ones; what it leaves out of balance is moved (see `balance.py`).
+The weight of a node is the work it causes: its row and its in-edges. METIS balances it well on most
+graphs, not on skewed ones; what it leaves out of balance is moved (see `balance.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def partition_nodes(
         edge_index: `[2, num_edges]`, directed or not.
         num_nodes: Nodes, N.
         num_chunks: Chunks, K.
-        method: "metis", "random", "contiguous" (ranges of node numbers), or the answer itself. Chunks of the first
-            two weigh at most 5 % more than the mean wherever the weights of single nodes allow it.
+        method: "metis", "random", "contiguous" (ranges of node numbers), or the answer itself.
+            Chunks of the first two weigh at most 5 % more than the mean wherever the weights of
+            single nodes allow it.
         seed: Seed of "metis" and "random".
 
     Raises:

@@ -24,7 +24,8 @@ def build_chunk_plan(
     """Cut a graph into chunks.
 
     Args:
-        edge_index: `[2, num_edges]` sources and targets; multi-edges and self-loops are kept as they are.
+        edge_index: `[2, num_edges]` sources and targets; multi-edges and self-loops are kept as
+            they are.
         num_nodes: Nodes, N.
         num_chunks: Chunks, K, at most N.
         partition: A method, or `[num_nodes]` the chunk of each node.

@@ -19,7 +19,8 @@ class Staleness:
         rows: Halo rows that were read.
         stale_rows: Those of them that an earlier step had written.
         age_sum: Sum of the ages, in steps, of the stale rows.
-        drift_sq: Squared Frobenius norm of fresh minus stale values over all rows that were rewritten.
+        drift_sq: Squared Frobenius norm of fresh minus stale values over all rows that were
+            rewritten.
         norm_sq: Squared Frobenius norm of the fresh values.
         stale_pairs: (reader, source) chunks of the stale reads, in the order read.
     """

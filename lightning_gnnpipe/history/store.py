@@ -1,7 +1,8 @@
 """The histories and gradient buffers of one stage: push, pull, and the age of every row.
 
-Rows are kept in the plan's chunk-contiguous order, so a chunk's own rows are one slice. A chunk writes all its rows
-at once, so one number a chunk tells the age of its rows. A row that was never written is never read.
+Rows are kept in the plan's chunk-contiguous order, so a chunk's own rows are one slice. A chunk
+writes all its rows at once, so one number a chunk tells the age of its rows. A row that was never
+written is never read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class HistoryStore:
     Args:
         num_nodes: Rows of each history, N.
         num_chunks: Chunks of the plan, K.
-        cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
+        cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's
+            technique 3 is 2).
     """
 
     def __init__(

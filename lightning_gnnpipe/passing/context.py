@@ -1,8 +1,8 @@
 """What an intercepted layer knows while it runs: its chunk, and where the rows of other chunks come from.
 
-In goes a tensor with one row for each node of the chunk; out comes the same tensor widened by the chunk's halo
-rows. The context keys every such read by (segment, layer, call, argument), so that a layer that passes messages
-several times in one forward pass has a history for each time.
+In goes a tensor with one row for each node of the chunk; out comes the same tensor widened by the
+chunk's halo rows. The context keys every such read by (segment, layer, call, argument), so that a
+layer that passes messages several times in one forward pass has a history for each time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class MessageContext:
     """The chunk and the segment that are running now, and the store behind them.
 
     Args:
-        store: Histories, or None where the whole graph is one chunk and nothing is to be remembered (inference).
+        store: Histories, or None where the whole graph is one chunk and nothing is to be remembered
+            (inference).
         whole: The whole graph as one chunk; global normalisation is computed on it.
     """
 
@@ -95,7 +96,8 @@ class MessageContext:
     def widen(self, layer: str, call: int, argument: str, rows: Tensor) -> Tensor:
         """Return `[num_nodes + num_halo, *]`: the chunk's rows, then its halo rows.
 
-        A tensor that is widened twice in one segment (attention weights, then messages) is widened once.
+        A tensor that is widened twice in one segment (attention weights, then messages) is widened
+        once.
 
         Raises:
             UnsupportedError: If `rows` does not have one row a node of the chunk.

@@ -1,8 +1,9 @@
 """Interception of `MessagePassing.propagate` and `edge_updater` on the instances of a model.
 
-A layer runs on the rows of one chunk with a local `edge_index`; only what its messages read on the source side
-(`name_j` in PyG's signature) must also hold the halo rows. The wrapped methods live in the instance's `__dict__` for
-the time of a pass and are gone afterwards: the user's module is not changed.
+A layer runs on the rows of one chunk with a local `edge_index`; only what its messages read on the
+source side (`name_j` in PyG's signature) must also hold the halo rows. The wrapped methods live in
+the instance's `__dict__` for the time of a pass and are gone afterwards: the user's module is not
+changed.
 """
 
 from __future__ import annotations

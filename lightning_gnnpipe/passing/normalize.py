@@ -1,9 +1,9 @@
 """Normalisation by degree, right on a chunk.
 
-`gcn_norm` and `degree` look at all edges of a node, but a halo node's edges lie in another chunk. Layers that call
-them in their own methods get versions that know the halo: without edge weights the degrees are those of the whole
-graph, computed once; with edge weights (which may be learned) the chunk's own degrees are pushed and the halo's are
-pulled, like any other node-level value.
+`gcn_norm` and `degree` look at all edges of a node, but a halo node's edges lie in another chunk.
+Layers that call them in their own methods get versions that know the halo: without edge weights the
+degrees are those of the whole graph, computed once; with edge weights (which may be learned) the
+chunk's own degrees are pushed and the halo's are pulled, like any other node-level value.
 """
 
 from __future__ import annotations

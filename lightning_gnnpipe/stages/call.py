@@ -3,7 +3,8 @@
     forward(x, edge_index, edge_attr=None)   ->  leaves x, edge_index            and a template
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
 
-Whatever is not a tensor stays in the template as it is, so that tracing sees real values for options.
+Whatever is not a tensor stays in the template as it is, so that tracing sees real values for
+options.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Parameters of other stages as husks: the same `nn.Parameter` objects without data.
 
-Names, order and optimizer ids stay those of the user's module on every rank; the memory is spent only where a stage
-needs it. A husk keeps its number of dimensions, so that code which groups parameters by `p.ndim` decides the same
-on all ranks. Buffers are kept everywhere: they are small, and the owner's values count.
+Names, order and optimizer ids stay those of the user's module on every rank; the memory is spent
+only where a stage needs it. A husk keeps its number of dimensions, so that code which groups
+parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are small,
+and the owner's values count.
 """
 
 from __future__ import annotations

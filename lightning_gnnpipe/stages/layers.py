@@ -1,10 +1,12 @@
 """Cutting a traced graph into layers: segments with one message-passing call each.
 
-    leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin  output
+    leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin
+    output
                       (never here)            ^ cut                     ^ cut
 
-Between two message-passing calls the cut is put where the fewest bytes a node are alive. Whatever is alive there
-crosses it (h; GCNII's x_0; JumpingKnowledge's list), so the cut can become the border of two stages.
+Between two message-passing calls the cut is put where the fewest bytes a node are alive. Whatever
+is alive there crosses it (h; GCNII's x_0; JumpingKnowledge's list), so the cut can become the
+border of two stages.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class Stage:
         index: Its number, from 0.
         segments: Its layers.
         received: Names of the values that come from the previous stage.
-        sent: Names of the values that go to the next stage; on the last stage, of the model's outputs.
+        sent: Names of the values that go to the next stage; on the last stage, of the model's
+            outputs.
         values: What is known of every value.
     """
 

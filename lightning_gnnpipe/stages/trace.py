@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.utils
 from torch import fx, nn
@@ -14,13 +17,14 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 
 _ROOT = "module"
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 
 def trace(module: nn.Module, call: Call) -> fx.Graph:
     """Return the graph of `module.forward` for the tensors of `call`.
 
-    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves; modules are named below `module`. What depends on
-    `self.training` or on options that are not tensors is baked in.
+    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves; modules are named below `module`.
+    What depends on `self.training` or on options that are not tensors is baked in.
 
     Raises:
         UnsupportedError: If the forward cannot be traced; says why and what to do.
@@ -28,7 +32,8 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
     root = _Caller(module, call)
     tracer = _Tracer(module)
     try:
-        graph = tracer.trace(root)
+        with _traceable_factories():
+            graph = tracer.trace(root)
     except Exception as error:
         raise UnsupportedError(
             explain(
@@ -40,6 +45,34 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
             )
         ) from error
     return graph
+
+
+@contextmanager
+def _traceable_factories() -> Iterator[None]:
+    """Let `torch.zeros(x.size(0), ...)` and the like take traced sizes, which torch's do not."""
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, _traceable(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate((args, kwargs), lambda a: found.append(a) if _is_proxy(a) else None)
+        if not found:
+            return original(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", original, args, kwargs)
+
+    return create
+
+
+def _is_proxy(value: object) -> bool:
+    return isinstance(value, fx.Proxy)
 
 
 def root_of(module: nn.Module) -> nn.Module:

@@ -94,7 +94,8 @@ def empty_halo() -> GraphCase:
 def chunk_without_edges() -> GraphCase:
     #   0 -> 2 | 1 -> 3 <- 2 -> 4 -> 2        chunk 0 = {0, 1}: only sources, no edge ends there;
     #                                         chunk 2 = {5}: no edge at all
-    return _case("chunk_without_edges", [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)], [0, 0, 1, 1, 1, 2])
+    edges = [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)]
+    return _case("chunk_without_edges", edges, [0, 0, 1, 1, 1, 2])
 
 
 def communities(num_chunks: int, num_nodes: int = 24) -> GraphCase:
@@ -104,8 +105,8 @@ def communities(num_chunks: int, num_nodes: int = 24) -> GraphCase:
 
         n - n+1,    n -> 7n + 3,    n -> 5n + 11     (modulo num_nodes)
 
-    Chunks are interleaved, ``n * n mod num_chunks`` moved up where that leaves one empty, so that
-    nearly every chunk reads rows of nearly every other.
+    The first nodes go to one chunk each, the others to chunk ``n * n mod num_chunks``: no chunk is
+    empty, and nearly every chunk reads rows of nearly every other.
     """
     chords = [(n, (7 * n + 3) % num_nodes) for n in range(num_nodes)]
     chords += [(n, (5 * n + 11) % num_nodes) for n in range(num_nodes)]

@@ -1,0 +1,58 @@
+"""What every test has to leave as it was: the environment, processes, process groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)  # two cores, and tests that fork
+
+GRACE_S = 3.0
+"""How long a child may take to end after the test that started it."""
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Restore ``os.environ``; fail on child processes and process groups that are still there."""
+    environment = dict(os.environ)
+    before = {child.pid for child in _children()}
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    leaks = [*_end_leaked_processes(before), *_end_leaked_group()]
+    if leaks:
+        pytest.fail(f"The test left behind: {', '.join(leaks)}", pytrace=False)
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _end_leaked_processes(before: set[int]) -> list[str]:
+    new = [child for child in _children() if child.pid not in before]
+    _, alive = psutil.wait_procs(new, timeout=GRACE_S if new else 0)
+    leaks = []
+    for child in alive:
+        try:
+            command = " ".join(child.cmdline())
+            if "resource_tracker" in command:  # Python's own, one for the whole session
+                continue
+            leaks.append(f"process {child.pid} ({command or child.status()})")
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=0.1)
+    return leaks
+
+
+def _end_leaked_group() -> list[str]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    leak = f"a torch.distributed group of {dist.get_world_size()} rank(s)"
+    dist.destroy_process_group()
+    return [leak]

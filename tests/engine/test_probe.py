@@ -1,0 +1,120 @@
+"""The self-check: what no table lists is tried on a small graph and refused if it differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch_geometric.utils import degree, softmax
+
+from lightning_gnnpipe.engine.probe import check_on_chunks
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages import (
+    classify,
+    cut_layers,
+    draw_sample,
+    learn_values,
+    take_apart,
+    trace,
+)
+
+N, D = 30, 4
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
+        self.dropout = nn.Dropout(0.5)
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.dropout(x).relu()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.between(self.convs[0](x, edge_index), edge_index)
+        return self.convs[1](x, edge_index)
+
+
+class MixesRows(Base):
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x - x.mean(dim=0, keepdim=True)
+
+
+class CountsSources(Base):
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x * degree(edge_index[0], x.size(0)).unsqueeze(-1)
+
+
+class CountsTargets(Base):
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x * degree(edge_index[1], x.size(0)).unsqueeze(-1)
+
+
+class GathersByHand(Base):
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        messages = x[edge_index[0]]
+        return torch.zeros_like(x).index_add(0, edge_index[1], messages)
+
+
+class AttendsByHand(Base):
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        weight = softmax(x[edge_index[1]], edge_index[1], num_nodes=x.size(0))
+        return torch.zeros_like(x).index_add(0, edge_index[1], weight * x[edge_index[1]])
+
+
+class PowerIterates(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = spectral_norm(nn.Linear(D, D))
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.lin(x)
+
+
+def check(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, N, (2, 80), generator=generator)
+    call = take_apart(module, (torch.randn(N, D, generator=generator), edges), {})
+    inputs = classify(call)
+    graph = trace(module, call)
+    layers = cut_layers(graph, module, learn_values(graph, module, draw_sample(call, inputs)))
+    check_on_chunks(module, layers, call, inputs)
+
+
+@pytest.mark.parametrize("kind", [Base, CountsTargets, AttendsByHand])
+@pytest.mark.parametrize("training", [True, False])
+def test_p4_what_is_right_on_chunks_passes(kind: type[Base], training: bool) -> None:
+    state = torch.get_rng_state()
+    check(kind().train(training))
+    module = kind()
+    weights = [p.clone() for p in module.parameters()]
+    check(module)
+    assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
+    assert state is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (MixesRows, "a difference of .* begins at"),
+        (CountsSources, "run on a chunk|a difference of"),
+        (GathersByHand, "run on a chunk of the graph .*IndexError"),
+        (PowerIterates, "leave the buffers .* changed"),
+    ],
+)
+def test_p4_what_is_wrong_on_chunks_is_refused(kind: type[Base], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        check(kind())
+
+
+def test_the_check_disturbs_nothing() -> None:
+    module = PowerIterates()
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedError):
+        check(module)
+    assert torch.equal(state, torch.get_rng_state())
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, buffers[name])

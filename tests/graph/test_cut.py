@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lightning_gnnpipe.graph import edge_cut_frac, replicas_per_node
+from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
+
+
+def test_the_drawn_graph_cuts_four_of_seven_edges() -> None:
+    # Cut: 0->1, 1->2, 2->3, 3->0. Kept: 0->2 twice and the loop 3->3.
+    assert edge_cut_frac(DRAWN_EDGES, DRAWN_ASSIGNMENT) == 4 / 7
+    # Chunk 0 reads 3 and 1, chunk 1 reads 0 and 2.
+    assert replicas_per_node(DRAWN_EDGES, 5, DRAWN_ASSIGNMENT) == 4 / 5
+
+
+def test_without_edges_nothing_is_cut() -> None:
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    assert edge_cut_frac(empty, DRAWN_ASSIGNMENT) == 0.0
+    assert replicas_per_node(empty, 5, DRAWN_ASSIGNMENT) == 0.0
+
+
+@given(cut_multigraphs())
+@settings(max_examples=100, deadline=None)
+def test_replicas_count_each_remote_source_once_a_shard(graph: tuple[Tensor, int, Tensor]) -> None:
+    edge_index, num_nodes, assignment = graph
+    owner = assignment.tolist()
+    pairs = {(owner[t], s) for s, t in edge_index.t().tolist() if owner[t] != owner[s]}
+    assert replicas_per_node(edge_index, num_nodes, assignment) == len(pairs) / num_nodes

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lightning_gnnpipe.graph import graph_fingerprint, tensor_fingerprint
+from tests.graph.strategies import multigraphs, power_law
+
+
+@given(multigraphs())
+@settings(max_examples=100, deadline=None)
+def test_any_changed_edge_changes_the_graphs_fingerprint(graph: tuple[Tensor, int]) -> None:
+    edge_index, num_nodes = graph
+    before = graph_fingerprint(edge_index, num_nodes)
+    assert graph_fingerprint(edge_index.clone(), num_nodes) == before
+    assert graph_fingerprint(edge_index, num_nodes + 1) != before
+    for row, column in itertools.product(range(2), range(edge_index.size(1))):
+        changed = edge_index.clone()
+        changed[row, column] += 1
+        assert graph_fingerprint(changed, num_nodes) != before
+
+
+@given(multigraphs())
+@settings(max_examples=50, deadline=None)
+def test_any_swap_of_unequal_edges_changes_it(graph: tuple[Tensor, int]) -> None:
+    edge_index, num_nodes = graph
+    before = graph_fingerprint(edge_index, num_nodes)
+    for i, j in itertools.combinations(range(edge_index.size(1)), 2):
+        order = torch.arange(edge_index.size(1))
+        order[i], order[j] = j, i
+        swapped = edge_index[:, order]
+        assert (graph_fingerprint(swapped, num_nodes) == before) == swapped.equal(edge_index)
+
+
+def test_large_graphs_differ_by_direction_end_and_length() -> None:
+    edges = power_law(1000, 200_000)
+    last = edges.clone()
+    last[0, -1] ^= 1
+    others = [edges.flip(0), edges.flip(1), edges[:, :-1], edges.roll(65536, 1), last]
+    numbers = {graph_fingerprint(other, 1000) for other in [edges, *others]}
+    assert len(numbers) == 6
+
+
+def test_layout_and_width_of_the_same_edges_do_not_matter() -> None:
+    edges = power_law(100, 500)
+    number = graph_fingerprint(edges, 100)
+    assert graph_fingerprint(edges.int(), 100) == number
+    assert graph_fingerprint(edges.t().contiguous().t(), 100) == number
+
+
+def test_fingerprints_fit_a_tensor_of_int64() -> None:
+    numbers = [graph_fingerprint(power_law(50, 90, seed), 50) for seed in range(40)]
+    numbers += [tensor_fingerprint(torch.full((3,), float(seed))) for seed in range(40)]
+    assert torch.tensor(numbers).tolist() == numbers
+    assert len(set(numbers)) == 80
+
+
+def test_every_mask_of_ten_nodes_has_its_own_fingerprint() -> None:
+    masks = list(itertools.product([False, True], repeat=10))
+    assert len({tensor_fingerprint(torch.tensor(mask)) for mask in masks}) == len(masks)
+
+
+def test_every_labelling_of_five_nodes_has_its_own_fingerprint() -> None:
+    labels = list(itertools.product(range(4), repeat=5))
+    assert len({tensor_fingerprint(torch.tensor(label)) for label in labels}) == len(labels)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_a_changed_sign_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 9).to(dtype)
+    for place in range(8):
+        changed = tensor.clone()
+        changed[place] *= -1
+        assert tensor_fingerprint(changed) != tensor_fingerprint(tensor)
+
+
+def test_nan_and_infinity_are_told_apart_by_bits() -> None:
+    values = [torch.tensor([v]) for v in (0.0, -0.0, float("nan"), float("inf"))]
+    assert len({tensor_fingerprint(value) for value in values}) == 4
+    assert tensor_fingerprint(values[2]) == tensor_fingerprint(values[2].clone())
+
+
+def test_shape_and_dtype_count() -> None:
+    zeros = [torch.zeros(shape) for shape in ((6,), (2, 3), (3, 2), (1, 6), (0,), (0, 1), ())]
+    zeros += [torch.zeros(6, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.bool)]
+    assert len({tensor_fingerprint(tensor) for tensor in zeros}) == len(zeros)
+
+
+def test_a_transposed_view_is_read_in_its_own_order() -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    assert tensor_fingerprint(tensor.t()) == tensor_fingerprint(tensor.t().contiguous())
+
+
+def test_a_large_tensor_is_sampled_from_first_to_last() -> None:
+    tensor = torch.zeros(100_000)
+    number = tensor_fingerprint(tensor, max_elements=16)
+    for place in (0, -1):
+        changed = tensor.clone()
+        changed[place] = 1
+        assert tensor_fingerprint(changed, max_elements=16) != number

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
+from lightning_gnnpipe.graph.balance import rebalance
+from lightning_gnnpipe.types import PartitionMethod
+from tests.graph.strategies import DRAWN_EDGES, chunk_weights, multigraphs, power_law
+
+METHODS: tuple[PartitionMethod, ...] = get_args(PartitionMethod)
+NO_LINKS = torch.empty(2, 0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(graph=multigraphs(), share=st.floats(0, 1))
+@settings(max_examples=150, deadline=None)
+def test_no_chunk_is_empty(method: PartitionMethod, graph: tuple[Tensor, int], share: float) -> None:
+    edge_index, num_nodes = graph
+    num_chunks = 1 + round(share * (num_nodes - 1))
+    parts = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=0)
+    assert parts.shape == (num_nodes,) and parts.dtype == torch.int64
+    assert sorted(set(parts.tolist())) == list(range(num_chunks))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 19, 20])
+def test_a_graph_without_edges_is_dealt_out_evenly(
+    method: PartitionMethod, num_chunks: int
+) -> None:
+    parts = partition_nodes(NO_LINKS, 20, num_chunks=num_chunks, method=method, seed=0)
+    sizes = torch.bincount(parts, minlength=num_chunks)
+    assert int(sizes.max()) == -(-20 // num_chunks)
+    assert int(sizes.min()) >= 1
+
+
+@pytest.mark.parametrize("method", ["metis", "random"])
+@pytest.mark.parametrize("num_chunks", [2, 8, 16, 32])
+def test_chunks_of_a_power_law_graph_weigh_at_most_5_percent_over_the_mean(
+    method: PartitionMethod, num_chunks: int
+) -> None:
+    edge_index = power_law(20_000, 100_000)
+    weights = 1 + torch.bincount(edge_index[1], minlength=20_000)
+    assert int(weights.max()) < 1.05 * float(weights.sum()) / num_chunks
+    parts = partition_nodes(edge_index, 20_000, num_chunks=num_chunks, method=method, seed=0)
+    loads = chunk_weights(edge_index, parts, num_chunks)
+    assert float(loads.max()) <= 1.05 * float(loads.mean())
+
+
+def test_a_hub_heavier_than_the_mean_does_not_unbalance_the_others() -> None:
+    # 999 leaves -> node 0, and a ring over all: node 0 alone weighs a third of everything.
+    leaves, ring = torch.arange(1, 1000), torch.arange(1000)
+    star = torch.stack([leaves, torch.zeros_like(leaves)])
+    edge_index = torch.cat([star, torch.stack([ring, ring.roll(1)])], dim=1)
+    parts = partition_nodes(edge_index, 1000, num_chunks=8, method="metis", seed=0)
+    loads = chunk_weights(edge_index, parts, 8)
+    assert float(loads.max()) == 1001  # The hub's own weight: no partition does better.
+
+
+def test_nodes_of_middling_weight_are_packed_within_the_bound() -> None:
+    # Weights 6 6 6 6 | 4 4 4 4 in two chunks: swapping is needed, moving one node is not enough.
+    weights = torch.tensor([6, 6, 6, 6, 4, 4, 4, 4])
+    parts = rebalance(torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), weights, NO_LINKS, 2)
+    assert torch.bincount(parts, weights.double()).tolist() == [20.0, 20.0]
+
+
+def test_rebalancing_leaves_a_balanced_partition_alone() -> None:
+    parts = torch.tensor([0, 1, 0, 1])
+    assert rebalance(parts, torch.ones(4).long(), NO_LINKS, 2).equal(parts)
+
+
+def test_rebalancing_moves_the_nodes_that_cut_least() -> None:
+    # Two chains, 0 - 1 - ... - 59 in chunk 0 and 60 - ... - 99 in chunk 1, joined by 59 - 60: the
+    # cheapest way to move about ten nodes is to move the cut along the chain.
+    chain = torch.stack([torch.arange(99), torch.arange(1, 100)])
+    links = torch.cat([chain, chain.flip(0)], dim=1)
+    parts = (torch.arange(100) >= 60).long()
+    balanced = rebalance(parts, torch.ones(100).long(), links, 2)
+    assert int(torch.bincount(balanced).max()) <= 52
+    assert edge_cut_frac(chain, balanced) <= 4 / 99
+
+
+def test_metis_keeps_two_cliques_whole() -> None:
+    # Nodes 0-9 and 10-19 are cliques, joined by the one edge 0 -> 10.
+    block = torch.combinations(torch.arange(10)).t()
+    edge_index = torch.cat([block, block + 10, torch.tensor([[0], [10]])], dim=1)
+    both = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    parts = partition_nodes(both, 20, num_chunks=2, method="metis", seed=0)
+    assert edge_cut_frac(edge_index, parts) == 1 / 91
+
+
+def test_contiguous_chunks_are_ranges_of_node_numbers() -> None:
+    edge_index = power_law(1000, 5000)
+    parts = partition_nodes(edge_index, 1000, num_chunks=5, method="contiguous", seed=0)
+    assert parts.equal(parts.sort().values)
+    assert parts.unique().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_partition(method: PartitionMethod) -> None:
+    edge_index = power_law(2000, 10_000)
+    first, again = (
+        partition_nodes(edge_index, 2000, num_chunks=8, method=method, seed=3) for _ in range(2)
+    )
+    assert first.equal(again)
+
+
+def test_another_seed_gives_another_random_partition() -> None:
+    first, other = (
+        partition_nodes(DRAWN_EDGES, 500, num_chunks=4, method="random", seed=seed)
+        for seed in (0, 1)
+    )
+    assert not first.equal(other)
+
+
+def test_a_given_partition_is_taken_as_it_is() -> None:
+    given_parts = torch.tensor([1, 1, 0, 1, 1], dtype=torch.int32)
+    parts = partition_nodes(DRAWN_EDGES, 5, num_chunks=2, method=given_parts, seed=0)
+    assert parts.dtype == torch.int64 and parts.tolist() == given_parts.tolist()
+
+
+@given(
+    weights=st.lists(st.integers(1, 9), min_size=60, max_size=200),
+    num_chunks=st.integers(2, 4),
+    seed=st.integers(0, 99),
+)
+@example(weights=[9] * 61, num_chunks=3, seed=0)
+@settings(max_examples=150, deadline=None)
+def test_light_nodes_are_always_brought_within_the_bound(
+    weights: list[int], num_chunks: int, seed: int
+) -> None:
+    weight = torch.tensor(weights)
+    mean = float(weight.sum()) / num_chunks
+    generator = torch.Generator().manual_seed(seed)
+    skew = torch.rand(len(weights), generator=generator) ** 4
+    parts = rebalance((skew * num_chunks).long(), weight, NO_LINKS, num_chunks)
+    bound = 1.05 * mean if int(weight.max()) <= 0.05 * mean else mean + int(weight.max())
+    assert float(torch.bincount(parts, weight.double()).max()) <= bound

@@ -1,0 +1,165 @@
+"""Train through the public API, as a user does, and return what each step did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from tests.helpers.modules import ReferenceModule
+from tests.helpers.record import Named, Step, StepRecorder, load_ranks, merge_ranks
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What ``trainer.fit`` did, over all ranks."""
+
+    steps: list[Step]
+    """Merged: gradients and weights of all parameters, whichever rank holds them."""
+    held_by_rank: list[set[str]]
+    """Names of the parameters that each rank holds."""
+    state_dict: Named
+    """Of the module, in the process that called ``fit``, after it."""
+    trainer: L.Trainer
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.stack([step.loss for step in self.steps])
+
+
+def run_fit(
+    module: ReferenceModule,
+    data: Data,
+    *,
+    num_stages: int,
+    num_chunks: int,
+    partition: Tensor | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    max_epochs: int,
+    tmp_path: Path,
+    seed: int = SEED,
+    batches_per_epoch: int = 1,
+    trainer_kwargs: dict[str, Any] | None = None,
+    strategy_kwargs: dict[str, Any] | None = None,
+) -> FitResult:
+    """Train under ``GNNPipeStrategy`` on the CPU; more than one stage are forked processes.
+
+    Args:
+        batches_per_epoch: How often an epoch yields the graph, for accumulating gradients.
+    """
+    from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+
+    class Repeated(FullGraphDataModule):
+        def train_dataloader(self) -> Any:
+            return RepeatedGraph(self.data, batches_per_epoch)
+
+    strategy = GNNPipeStrategy(
+        num_stages=num_stages,
+        num_chunks=num_chunks,
+        partition=partition,
+        start_method="fork",
+        **(strategy_kwargs or {}),
+    )
+    datamodule = (FullGraphDataModule if batches_per_epoch == 1 else Repeated)(data)
+    folder = _empty_folder(tmp_path, f"stages_{num_stages}")
+    with _one_thread():
+        L.seed_everything(seed, verbose=False)
+        trainer = L.Trainer(
+            devices=num_stages,
+            strategy=strategy,
+            callbacks=[*callbacks, StepRecorder(folder)],
+            max_epochs=max_epochs,
+            **_quiet(tmp_path, trainer_kwargs),
+        )
+        trainer.fit(module, datamodule=datamodule)
+    return _result(trainer, module, folder, num_stages)
+
+
+def run_plain(
+    module: ReferenceModule,
+    data: Data,
+    *,
+    max_epochs: int,
+    tmp_path: Path,
+    seed: int = SEED,
+    batches_per_epoch: int = 1,
+    trainer_kwargs: dict[str, Any] | None = None,
+) -> FitResult:
+    """Train under plain Lightning, on one device, with nothing of this package."""
+    folder = _empty_folder(tmp_path, "plain")
+    with _one_thread():
+        L.seed_everything(seed, verbose=False)
+        trainer = L.Trainer(
+            devices=1,
+            callbacks=[StepRecorder(folder)],
+            max_epochs=max_epochs,
+            **_quiet(tmp_path, trainer_kwargs),
+        )
+        trainer.fit(module, RepeatedGraph(data, batches_per_epoch), RepeatedGraph(data, 1))
+    return _result(trainer, module, folder, 1)
+
+
+class RepeatedGraph(Iterable[Data]):
+    """Yield the same graph some times an epoch."""
+
+    def __init__(self, data: Data, num_batches: int) -> None:
+        self.data = data
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Data]:
+        return iter([self.data] * self.num_batches)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+
+def _quiet(tmp_path: Path, trainer_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "default_root_dir": tmp_path,
+        **(trainer_kwargs or {}),
+    }
+
+
+def _empty_folder(tmp_path: Path, name: str) -> Path:
+    number = len(list(tmp_path.glob(f"{name}_fit_*")))
+    folder = tmp_path / f"{name}_fit_{number}"
+    folder.mkdir()
+    return folder
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _result(
+    trainer: L.Trainer, module: ReferenceModule, folder: Path, num_ranks: int
+) -> FitResult:
+    ranks = load_ranks(folder, num_ranks)
+    return FitResult(
+        steps=merge_ranks(ranks),
+        held_by_rank=[set(steps[-1].weights) for steps in ranks],
+        state_dict={name: value.detach().clone() for name, value in module.state_dict().items()},
+        trainer=trainer,
+    )

@@ -1,0 +1,162 @@
+"""Five plain PyG models of at least three layers, and a LightningModule around any of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+from tests.helpers.graphs import NUM_CLASSES, NUM_EDGE_FEATURES, NUM_FEATURES
+
+WIDTH = 6
+
+
+class GCN(nn.Module):
+    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        widths = [NUM_FEATURES, *[WIDTH] * (num_layers - 1), NUM_CLASSES]
+        self.convs = nn.ModuleList(gnn.GCNConv(*pair) for pair in pairwise(widths))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs[:-1]:
+            x = F.relu(conv(x, edge_index))
+            x = F.dropout(x, self.dropout, training=self.training)
+        return self.convs[-1](x, edge_index)
+
+
+class GCNII(nn.Module):
+    """Every layer reads ``x_0``, the output of the first."""
+
+    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lin_in = nn.Linear(NUM_FEATURES, WIDTH)
+        self.convs = nn.ModuleList(
+            gnn.GCN2Conv(WIDTH, alpha=0.2, theta=0.5, layer=layer + 1)
+            for layer in range(num_layers)
+        )
+        self.lin_out = nn.Linear(WIDTH, NUM_CLASSES)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x_0 = F.relu(self.lin_in(x))
+        for conv in self.convs:
+            x = F.dropout(x, self.dropout, training=self.training)
+            x = F.relu(conv(x, x_0, edge_index))
+        return self.lin_out(x)
+
+
+class EdgeNet(nn.Module):
+    """Three convs that read edge features, each in a residual block."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lin_in = nn.Linear(NUM_FEATURES, WIDTH)
+        self.convs = nn.ModuleList(
+            [
+                gnn.TransformerConv(
+                    WIDTH, WIDTH // 2, heads=2, beta=True, edge_dim=NUM_EDGE_FEATURES
+                ),
+                gnn.GINEConv(nn.Linear(WIDTH, WIDTH), train_eps=True, edge_dim=NUM_EDGE_FEATURES),
+                gnn.GENConv(WIDTH, WIDTH, learn_t=True, edge_dim=NUM_EDGE_FEATURES, norm=None),
+            ]
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.convs)
+        self.lin_out = nn.Linear(WIDTH, NUM_CLASSES)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        x = self.lin_in(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            h = F.dropout(F.relu(norm(x)), self.dropout, training=self.training)
+            x = x + conv(h, edge_index, edge_attr)
+        return self.lin_out(x)
+
+
+def _sage(dropout: float) -> nn.Module:
+    return gnn.models.GraphSAGE(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, dropout=dropout)
+
+
+def _gat_with_jumps(dropout: float) -> nn.Module:
+    return gnn.models.GAT(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, dropout=dropout, jk="cat", heads=2)
+
+
+NETS = {
+    "gcn": lambda dropout: GCN(dropout=dropout),
+    "sage": _sage,
+    "gcnii": lambda dropout: GCNII(dropout=dropout),
+    "gat_jk": _gat_with_jumps,
+    "edge": EdgeNet,
+}
+"""What each promise is tested with: linear aggregation, two inputs a conv, x_0 and a list of all
+layers that cross the cuts, attention (``edge_updater``), edge features and residuals."""
+
+OPTIMIZERS = {
+    "sgd": lambda params, **options: torch.optim.SGD(params, **options),
+    "momentum": lambda params, **options: torch.optim.SGD(params, momentum=0.9, **options),
+    "adam": lambda params, **options: torch.optim.Adam(params, **options),
+}
+
+
+class ReferenceModule(L.LightningModule):
+    """Node classification, written for one device as any user would.
+
+    Args:
+        name: Key of ``NETS``.
+        optimizer: Key of ``OPTIMIZERS``.
+        seed: Seed of the initial weights; the same seed gives the same weights.
+    """
+
+    def __init__(
+        self,
+        name: str = "gcn",
+        *,
+        optimizer: str = "momentum",
+        lr: float = 0.1,
+        weight_decay: float = 0.0,
+        dropout: float = 0.0,
+        seed: int = 1,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = NETS[name](dropout).double()
+            for parameter in self.net.parameters():  # no zeros, which could hide an error
+                parameter.data += 0.1 * torch.rand_like(parameter)
+        self.inputs = ("x", "edge_index", "edge_attr") if name == "edge" else ("x", "edge_index")
+        self.optimizer = optimizer
+        self.options = {"lr": lr, "weight_decay": weight_decay}
+        self.outputs: Tensor | None = None
+
+    def net_inputs(self, data: Data) -> list[Tensor]:
+        return [data[name] for name in self.inputs]
+
+    def loss(self, outputs: Tensor, data: Data) -> Tensor:
+        return F.cross_entropy(outputs[data.train_mask], data.y[data.train_mask])
+
+    def forward(self, data: Data) -> Tensor:
+        return self.net(*self.net_inputs(data))
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        outputs = self(data)
+        self.outputs = outputs.detach().clone()
+        loss = self.loss(outputs, data)
+        self.log("train_loss", loss, batch_size=1)
+        return loss
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        outputs = self(data)
+        self.log("val_loss", F.cross_entropy(outputs[data.val_mask], data.y[data.val_mask]),
+                 batch_size=1)
+
+    def predict_step(self, data: Data, batch_idx: int) -> Tensor:
+        return self(data)
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters(), **self.options)

@@ -1,0 +1,124 @@
+"""What a training step did: recorded on each rank, merged over ranks, compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Step:
+    """One training step; parameters go by their name in the user's module."""
+
+    outputs: Tensor
+    loss: Tensor
+    gradients: Named
+    """Before clipping; empty where gradients were accumulated only."""
+    weights: Named
+    """After the optimizer's step."""
+    metrics: Named = field(default_factory=dict)
+
+
+class StepRecorder(L.Callback):
+    """Write the steps of this rank to ``folder/rank<r>.pt``: processes share nothing else.
+
+    A parameter without elements belongs to another rank and is left out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[Step] = []
+        self.gradients: Named = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        self.gradients = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in module.named_parameters()
+            if parameter.numel() and parameter.grad is not None
+        }
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any
+    ) -> None:
+        weights = {
+            name: parameter.detach().clone()
+            for name, parameter in module.named_parameters()
+            if parameter.numel()
+        }
+        self.steps.append(
+            Step(
+                outputs=module.outputs,
+                loss=outputs["loss"].detach().clone(),
+                gradients=self.gradients,
+                weights=weights,
+                metrics={"train_loss": trainer.callback_metrics["train_loss"].clone()},
+            )
+        )
+        self.gradients = {}
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        if self.steps:
+            self.steps[-1].metrics["val_loss"] = trainer.callback_metrics["val_loss"].clone()
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        torch.save(self.steps, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def load_ranks(folder: Path, num_ranks: int) -> list[list[Step]]:
+    """Return the steps that each rank wrote."""
+    return [
+        torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)
+    ]
+
+
+def merge_ranks(ranks: list[list[Step]]) -> list[Step]:
+    """Put the parameters of all ranks together; what several ranks hold must agree."""
+    assert len({len(steps) for steps in ranks}) == 1, "ranks made different numbers of steps"
+    return [_merge(steps) for steps in zip(*ranks, strict=True)]
+
+
+def _merge(steps: tuple[Step, ...]) -> Step:
+    merged = Step(steps[0].outputs, steps[0].loss, {}, {}, steps[0].metrics)
+    for rank, step in enumerate(steps):
+        where = f"rank {rank} against the ranks before it"
+        _assert_close(step.outputs, merged.outputs, f"outputs, {where}", tolerance=1e-14)
+        _assert_close(step.loss, merged.loss, f"loss, {where}", tolerance=1e-14)
+        for name, metric in step.metrics.items():
+            _assert_close(metric, merged.metrics[name], f"{name}, {where}", tolerance=1e-14)
+        for kind in ("gradients", "weights"):
+            known = getattr(merged, kind)
+            for name, value in getattr(step, kind).items():
+                if name in known:
+                    _assert_close(value, known[name], f"{kind} of {name}, {where}", 1e-14)
+                known[name] = value
+    return merged
+
+
+def assert_steps_equal(actual: list[Step], expected: list[Step], tolerance: float = 1e-10) -> None:
+    """Compare all that was recorded; a parameter without a gradient counts as one of zeros."""
+    assert len(actual) == len(expected)
+    for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        at = f"in step {number}"
+        _assert_close(left.outputs, right.outputs, f"outputs {at}", tolerance)
+        _assert_close(left.loss, right.loss, f"loss {at}", tolerance)
+        assert left.weights.keys() == right.weights.keys()
+        for name in right.weights:
+            zeros = torch.zeros_like(right.weights[name])
+            gradients = (left.gradients.get(name, zeros), right.gradients.get(name, zeros))
+            _assert_close(*gradients, f"gradient of {name} {at}", tolerance)
+            _assert_close(left.weights[name], right.weights[name], f"{name} {at}", tolerance)
+        for name in left.metrics.keys() & right.metrics.keys():
+            _assert_close(left.metrics[name], right.metrics[name], f"{name} {at}", tolerance)
+
+
+def _assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )

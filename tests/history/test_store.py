@@ -1,0 +1,84 @@
+"""Histories: push, pull, ages, gradient buffers, snapshots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
+from lightning_gnnpipe.history import HistoryStore, StalenessRecorder
+
+# Chunk 0 = nodes 0, 1; chunk 1 = nodes 2, 3, 4. Edges 0 -> 2, 4 -> 1, 3 -> 1.
+EDGES = torch.tensor([[0, 4, 3], [2, 1, 1]])
+ASSIGNMENT = torch.tensor([0, 0, 1, 1, 1])
+
+
+@pytest.fixture
+def plan() -> ChunkPlan:
+    return plan_from_assignment(EDGES, 5, ASSIGNMENT)
+
+
+def test_pull_gives_what_was_pushed_last(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2)
+    first, second = plan.chunks
+    whole = torch.arange(5.0).view(5, 1)
+    store.push("h", plan.whole.chunks[0], whole)
+    out = torch.empty(2, 1)
+    store.pull("h", first, out)
+    assert out.flatten().tolist() == [3, 4]
+    store.step = 1
+    store.push("h", second, torch.tensor([[12.0], [13.0], [14.0]]))
+    store.pull("h", first, out)
+    assert out.flatten().tolist() == [13, 14]
+
+
+def test_an_unwritten_row_is_never_read(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2)
+    store.push("h", plan.chunks[0], torch.zeros(2, 1))
+    with pytest.raises(AssertionError, match="unwritten"):
+        store.pull("h", plan.chunks[0], torch.empty(2, 1))
+
+
+def test_gradients_wait_for_their_rows_and_are_scaled(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2, cross_chunk_grad_scale=2.0)
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    assert store.pull_grad("h", plan.chunks[1]) is None
+    store.push_grad("h", plan.chunks[0], torch.tensor([[1.0], [5.0]]))
+    grad = store.pull_grad("h", plan.chunks[1])
+    assert grad is not None and grad.flatten().tolist() == [0, 2, 10]
+    store.clear_grads()
+    assert store.pull_grad("h", plan.chunks[1]) is None
+
+
+def test_ages_and_drift_are_recorded(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2)
+    store.push("h", plan.whole.chunks[0], torch.ones(5, 1))
+    store.step, store.recorder = 3, StalenessRecorder()
+    store.push("h", plan.chunks[0], torch.full((2, 1), 2.0))
+    store.pull("h", plan.chunks[0], torch.empty(2, 1))
+    store.push("h", plan.chunks[1], torch.ones(3, 1))
+    store.pull("h", plan.chunks[1], torch.empty(1, 1))
+    found = store.recorder.by_key["h"]
+    assert (found.rows, found.stale_rows, found.age_sum) == (3, 2, 6)
+    assert found.stale_pairs == [(0, 1)]
+    assert found.drift == pytest.approx((2 / (8 + 3)) ** 0.5)
+
+
+def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2)
+    whole = plan.whole.chunks[0]
+    store.push("h", whole, torch.zeros(5, 1))
+    store.freeze()
+    store.step = 1
+    store.push("h", whole, torch.ones(5, 1))
+    store.restore()
+    assert store.rows("h").sum() == 0
+    store.push("h", whole, torch.ones(5, 1))
+    store.freeze()
+    store.push("h", whole, torch.zeros(5, 1))
+    store.restore()
+    assert store.rows("h").sum() == 5
+    store.release_snapshot()
+    store.push("h", whole, torch.zeros(5, 1))
+    store.restore()
+    assert store.rows("h").sum() == 0

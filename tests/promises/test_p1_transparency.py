@@ -1,0 +1,109 @@
+"""P1: without staleness, training on any number of stages equals plain PyG on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.launch import FitResult, run_fit, run_plain
+from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.record import assert_steps_equal
+
+NUM_STEPS = 5
+
+# name: (options of the module, options of the trainer, how often an epoch yields the graph)
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "momentum": ({"optimizer": "momentum"}, {}, 1),
+    "adam": ({"optimizer": "adam", "lr": 0.01}, {}, 1),
+    "decay": ({"optimizer": "adam", "lr": 0.01, "weight_decay": 0.05}, {}, 1),
+    "clip": ({}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, 1),
+    "accumulate": ({}, {"accumulate_grad_batches": 2}, 2),
+    "all": (
+        {"optimizer": "momentum", "weight_decay": 0.05},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "limit_val_batches": 1.0},
+        2,
+    ),
+}
+
+
+def fit_both(
+    name: str, setting: str, case: GraphCase, num_stages: int, tmp_path: Path
+) -> tuple[FitResult, FitResult]:
+    from lightning_gnnpipe import StalenessWarmup
+
+    module_options, trainer_options, batches_per_epoch = SETTINGS[setting]
+    shared: dict[str, Any] = {
+        "max_epochs": NUM_STEPS,
+        "tmp_path": tmp_path,
+        "batches_per_epoch": batches_per_epoch,
+        "trainer_kwargs": trainer_options,
+    }
+    plain = run_plain(ReferenceModule(name, **module_options), case.data, **shared)
+    piped = run_fit(
+        ReferenceModule(name, **module_options),
+        case.data,
+        num_stages=num_stages,
+        num_chunks=case.num_chunks,
+        partition=case.partition,
+        callbacks=[StalenessWarmup(num_epochs=NUM_STEPS)],
+        **shared,
+    )
+    return piped, plain
+
+
+def assert_transparent(piped: FitResult, plain: FitResult) -> None:
+    assert_steps_equal(piped.steps, plain.steps)
+    assert piped.state_dict.keys() == plain.state_dict.keys()
+    for name, value in plain.state_dict.items():
+        torch.testing.assert_close(piped.state_dict[name], value, rtol=1e-10, atol=1e-10)
+    for name in ("train_loss", "val_loss"):
+        metrics = (piped.trainer.callback_metrics, plain.trainer.callback_metrics)
+        assert (name in metrics[0]) == (name in metrics[1])
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_stage_equals_plain_lightning(name: str, setting: str, tmp_path: Path) -> None:
+    assert_transparent(*fit_both(name, setting, communities(5), 1, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gcn", "edge"])
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_path: Path) -> None:
+    assert_transparent(*fit_both(name, "momentum", case, 1, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "num_stages"),
+    [
+        # every model and every setting on two stages and on three
+        ("gcn", "clip", 2),
+        ("sage", "all", 2),
+        ("gcnii", "adam", 2),
+        ("gat_jk", "decay", 2),
+        ("edge", "accumulate", 2),
+        ("gcnii", "momentum", 2),
+        ("gcn", "accumulate", 3),
+        ("sage", "momentum", 3),
+        ("gcnii", "clip", 3),
+        ("gat_jk", "all", 3),
+        ("edge", "adam", 3),
+        ("gcn", "decay", 3),
+    ],
+)
+def test_stages_equal_plain_lightning(
+    name: str, setting: str, num_stages: int, tmp_path: Path
+) -> None:
+    piped, plain = fit_both(name, setting, communities(5), num_stages, tmp_path)
+    assert_transparent(piped, plain)
+
+    # and no rank did the whole work: what it holds is its stage's
+    names = set(plain.steps[0].weights)
+    assert set().union(*piped.held_by_rank) == names
+    for held in piped.held_by_rank:
+        assert held
+        assert held < names

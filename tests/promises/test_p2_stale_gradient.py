@@ -1,0 +1,151 @@
+"""P2: chunked training equals the single-graph oracle: outputs, gradients, weights, each epoch."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.launch import SEED, run_fit
+from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.record import assert_steps_equal
+from tests.helpers.training import Refresh, train_with_oracle
+
+NUM_EPOCHS = 4
+
+RULES = {
+    "live": Refresh(),
+    "warmup": Refresh(num_exact_epochs=2),
+    "snapshot": Refresh(every_n_epochs=2),
+    "exact": Refresh(every_n_epochs=2, how="exact"),
+    "warmup_snapshot": Refresh(num_exact_epochs=2, every_n_epochs=3),
+    "warmup_exact": Refresh(num_exact_epochs=2, every_n_epochs=3, how="exact"),
+}
+
+
+def callbacks(rule: str) -> list[Any]:
+    """Return the public callbacks that switch a rule on."""
+    from lightning_gnnpipe import HistoryRefresh, StalenessWarmup
+
+    refresh, chosen = RULES[rule], []
+    if refresh.num_exact_epochs > 1:
+        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
+    if refresh.every_n_epochs:
+        chosen.append(HistoryRefresh(every_n_epochs=refresh.every_n_epochs, how=refresh.how))
+    return chosen
+
+
+def assert_equals_oracle(
+    case: GraphCase,
+    tmp_path: Path,
+    *,
+    name: str = "gcn",
+    num_stages: int = 1,
+    shuffle: bool = True,
+    rule: str = "live",
+    scale: float = 1.0,
+    optimizer: str = "momentum",
+) -> None:
+    from lightning_gnnpipe.graph import chunk_order
+
+    options: dict[str, Any] = {
+        "optimizer": optimizer,
+        "lr": 0.01 if optimizer == "adam" else 0.1,
+        "weight_decay": 0.01,
+    }
+    oracle = ReferenceModule(name, **options)
+    expected = train_with_oracle(
+        oracle,
+        case.data,
+        case.partition,
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, shuffle=shuffle),
+        refresh=RULES[rule],
+        num_epochs=NUM_EPOCHS,
+        cross_chunk_grad_scale=scale,
+    )
+    fit = run_fit(
+        ReferenceModule(name, **options),
+        case.data,
+        num_stages=num_stages,
+        num_chunks=case.num_chunks,
+        partition=case.partition,
+        callbacks=callbacks(rule),
+        max_epochs=NUM_EPOCHS,
+        tmp_path=tmp_path,
+        strategy_kwargs={"shuffle_chunks": shuffle, "cross_chunk_grad_scale": scale},
+    )
+    assert_steps_equal(fit.steps, expected)
+    for key, value in oracle.state_dict().items():
+        torch.testing.assert_close(fit.state_dict[key], value, rtol=1e-10, atol=1e-10)
+
+
+# The product of all options on one stage; the models take turns.
+OPTIONS = list(product([1, 2, 5, 16], [False, True], RULES, [1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "shuffle", "rule", "scale", "name"),
+    [(*options, list(NETS)[turn % len(NETS)]) for turn, options in enumerate(OPTIONS)],
+)
+def test_one_stage_equals_oracle(
+    num_chunks: int, shuffle: bool, rule: str, scale: float, name: str, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(num_chunks), tmp_path, name=name, shuffle=shuffle, rule=rule, scale=scale
+    )
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "edge"])
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(case, tmp_path, name=name, scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_chunks", "shuffle", "rule", "scale", "optimizer"),
+    [
+        # every value of every option on two stages and on three
+        ("gcn", 2, 5, True, "live", 1.0, "momentum"),
+        ("sage", 2, 16, False, "snapshot", 2.0, "sgd"),
+        ("gcnii", 2, 2, True, "exact", 2.0, "adam"),
+        ("gat_jk", 2, 5, True, "warmup_snapshot", 1.0, "momentum"),
+        ("edge", 2, 16, True, "warmup", 2.0, "sgd"),
+        ("gcn", 2, 1, False, "warmup_exact", 1.0, "adam"),
+        ("gcnii", 3, 5, True, "live", 2.0, "momentum"),
+        ("gcn", 3, 16, True, "snapshot", 1.0, "adam"),
+        ("sage", 3, 2, False, "warmup", 1.0, "momentum"),
+        ("gat_jk", 3, 16, True, "exact", 2.0, "sgd"),
+        ("edge", 3, 5, False, "warmup_exact", 2.0, "momentum"),
+        ("gcnii", 3, 1, True, "warmup_snapshot", 1.0, "sgd"),
+    ],
+)
+def test_stages_equal_oracle(
+    name: str,
+    num_stages: int,
+    num_chunks: int,
+    shuffle: bool,
+    rule: str,
+    scale: float,
+    optimizer: str,
+    tmp_path: Path,
+) -> None:
+    assert_equals_oracle(
+        communities(num_chunks),
+        tmp_path,
+        name=name,
+        num_stages=num_stages,
+        shuffle=shuffle,
+        rule=rule,
+        scale=scale,
+        optimizer=optimizer,
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in all_cases() if case.num_chunks == 3][:4],
+                         ids=lambda case: case.name)
+def test_two_stages_equal_oracle_on(case: GraphCase, tmp_path: Path) -> None:
+    assert_equals_oracle(case, tmp_path, name="edge", num_stages=2)

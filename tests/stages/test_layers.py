@@ -1,0 +1,287 @@
+"""Cutting traced models into layers: where the cuts lie, what crosses them, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.utils import degree
+
+from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
+from lightning_gnnpipe.stages import (
+    Kind,
+    Layers,
+    check_counts,
+    classify,
+    cut_layers,
+    draw_sample,
+    find_pipelined,
+    find_users,
+    learn_values,
+    solve_balance,
+    split_layers,
+    take_apart,
+    trace,
+)
+
+N, D = 9, 4
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0, 2, 0, 2]])
+
+
+def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
+    call = take_apart(module, args, kwargs)
+    graph = trace(module, call)
+    return cut_layers(graph, module, learn_values(graph, module, draw_sample(call, classify(call))))
+
+
+def run_layers(layers: Layers, leaves: list[Tensor]) -> object:
+    values = {f"leaf_{i}": leaf for i, leaf in enumerate(leaves)}
+    for segment in layers.segments:
+        outputs = segment.module(*(values[name] for name in segment.inputs))
+        values |= dict(zip(segment.outputs, outputs, strict=True))
+    return layers.rebuild_output([values[name] for name in layers.outputs])
+
+
+class Residual(nn.Module):
+    """x -> x + conv(relu(norm(x))): the cheap cut is behind the sum, where one tensor is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(D, 6), nn.Linear(6, 2)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.convs = nn.ModuleList(gnn.SAGEConv(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = x + conv(norm(x).relu(), edge_index)
+        return self.decode(x)
+
+
+class FirstStays(nn.Module):
+    """GCNII's pattern: x_0 is read by every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(D, D)
+        self.convs = nn.ModuleList(gnn.GCN2Conv(D, 0.1, 0.5, i + 1) for i in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x_0 = self.encode(x)
+        for conv in self.convs:
+            x = conv(F.dropout(x, 0.5, self.training), x_0, edge_index).relu()
+        return x
+
+
+class EdgeStream(nn.Module):
+    """Edge features that layers update cross the cuts with one row an edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GINEConv(nn.Linear(D, D), edge_dim=3) for _ in range(2))
+        self.update = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Tensor]:
+        x = self.convs[0](x, edge_index, edge_attr)
+        edge_attr = self.update(edge_attr).relu()
+        return {"out": self.convs[1](x, edge_index, edge_attr), "hidden": x}
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GraphConv(D, D) for _ in range(3))
+        self.act = nn.ReLU(inplace=True)
+        self.scales = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        scales = self.scales.softmax(0)
+        for i, conv in enumerate(self.convs):
+            x = self.act(conv(x, edge_index)) * scales[i]
+            x += 1.0
+        return x
+
+
+class TakesData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
+
+    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
+        x, edge_index = data.x, data.edge_index
+        assert data.edge_weight is None and "x" in data
+        first = self.convs[0](x, edge_index)
+        ones = torch.ones(data.num_nodes, 1, dtype=x.dtype)
+        return first, self.convs[1](first + ones, edge_index)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
+    "residual": (Residual, "x", 3),
+    "first-stays": (FirstStays, "x", 3),
+    "edge-stream": (EdgeStream, "attr", 2),
+    "in-place": (InPlace, "x", 3),
+    "data": (TakesData, "data", 2),
+    "basic-gnn": (lambda: gnn.GCN(D, 5, 4, 3, jk="lstm"), "x", 4),
+    "gat": (lambda: gnn.GAT(D, 6, 3, heads=2, norm="LayerNorm", norm_kwargs={"mode": "node"}), "x", 3),
+    "sequential": (
+        lambda: gnn.Sequential(
+            "x, edge_index",
+            [(gnn.GCNConv(D, 5), "x, edge_index -> x"), nn.ReLU(), (gnn.GCNConv(5, 3), "x, edge_index -> x")],
+        ),
+        "x",
+        2,
+    ),
+    "deep-gcn": (
+        lambda: gnn.Sequential(
+            "x, edge_index",
+            [
+                (gnn.DeepGCNLayer(gnn.GENConv(D, D, norm="layer"), nn.LayerNorm(D), nn.ReLU(inplace=True)), "x, edge_index -> x")
+                for _ in range(3)
+            ],
+        ),
+        "x",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_in_a_row_equal_the_module(name: str, training: bool) -> None:
+    torch.manual_seed(0)
+    make, kind, num_layers = MODELS[name]
+    module = make().train(training)
+    x, attr = torch.randn(N, D), torch.randn(EDGES.size(1), 3)
+    data = Data(x=x, edge_index=EDGES)
+    args = {"x": (x, EDGES), "attr": (x, EDGES, attr), "data": (data,)}[kind]
+    layers = layers_of(module, *args)
+    assert len(layers.segments) == num_layers
+    leaves = [*take_apart(module, args, {}).leaves]
+    torch.manual_seed(1)
+    expected = module(*args)
+    torch.manual_seed(1)
+    found = run_layers(layers, leaves)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_cut_lies_where_the_fewest_bytes_cross() -> None:
+    layers = layers_of(Residual(), torch.randn(N, D), EDGES)
+    assert [len(names) for names in layers.crossing] == [0, 1, 1]
+    assert all("add" in name for names in layers.crossing[1:] for name in names)
+
+
+def test_whatever_is_alive_crosses() -> None:
+    layers = layers_of(FirstStays(), torch.randn(N, D), EDGES)
+    assert [len(names) for names in layers.crossing] == [0, 2, 2]
+    layers = layers_of(gnn.GCN(D, 5, 4, 3, jk="cat"), torch.randn(N, D), EDGES)
+    assert [len(names) for names in layers.crossing] == [0, 1, 2, 3]
+
+
+def test_edge_level_values_cross_with_one_row_an_edge() -> None:
+    layers = layers_of(EdgeStream(), torch.randn(N, D), EDGES, torch.randn(EDGES.size(1), 3))
+    kinds = {layers.values[name].kind for name in layers.crossing[1]}
+    assert kinds <= {Kind.NODE, Kind.EDGE} and Kind.NODE in kinds
+
+
+def test_tied_weights_belong_to_several_stages() -> None:
+    conv = gnn.GCNConv(D, D)
+    module = gnn.Sequential("x, edge_index", [(conv, "x, edge_index -> x")] * 3)
+    stages = split_layers(layers_of(module, torch.randn(N, D), EDGES), (1, 1, 1))
+    users = find_users(stages, module)
+    assert set(map(frozenset, users.values())) == {frozenset({0, 1, 2})}
+
+
+def test_a_module_that_cannot_be_traced_says_what_to_do() -> None:
+    class Branches(TakesData):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.convs[0](x, edge_index) if x.sum() > 0 else x
+
+    with pytest.raises(UnsupportedError, match=r"traceable by torch.fx .*control flow"):
+        layers_of(Branches(), torch.randn(N, D), EDGES)
+
+
+def test_graph_level_outputs_are_refused() -> None:
+    class Pools(TakesData):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.convs[0](x, edge_index).mean(0)
+
+    with pytest.raises(UnsupportedError, match="one row a node"):
+        layers_of(Pools(), torch.randn(N, D), EDGES)
+
+
+def test_inputs_are_told_apart() -> None:
+    module = EdgeStream()
+    call = take_apart(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(11, 3)})
+    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
+    call = take_apart(module, (torch.randn(11, D), EDGES), {"edge_attr": torch.randn(11, 3)})
+    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
+    call = take_apart(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
+    with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
+        classify(call)
+    with pytest.raises(UnsupportedError, match="sparse adjacency"):
+        take_apart(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
+
+
+def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None:
+    root = nn.Module()
+    root.encode = nn.Linear(D, D)
+    root.net = Residual()
+    assert find_pipelined(root, None) == ("net", root.net)
+    root.head = gnn.GCNConv(D, D)
+    assert find_pipelined(root, None) == ("", root)
+    assert find_pipelined(root, "net") == ("net", root.net)
+    with pytest.raises(ConfigError, match="'pipelined_module' to name a submodule"):
+        find_pipelined(root, "nets")
+    with pytest.raises(UnsupportedError, match="message-passing layers"):
+        find_pipelined(nn.Linear(2, 2), None)
+
+
+def test_balance() -> None:
+    assert solve_balance([1, 1, 1, 1], 2) == (2, 2)
+    assert solve_balance([5, 1, 1, 1], 2) == (1, 3)
+    assert solve_balance([1, 1, 1, 9], 3) == (1, 2, 1)
+    assert check_counts([1, 2], 3, 2) == (1, 2)
+    with pytest.raises(ConfigError, match="3 stages and 2 layers"):
+        solve_balance([1, 1], 3)
+    with pytest.raises(ConfigError, match="'balance' to deal 3 layers"):
+        check_counts([2, 2], 3, 2)
+
+
+def brute_force(costs: list[float], num_stages: int) -> float:
+    if num_stages == 1:
+        return sum(costs)
+    return min(
+        max(sum(costs[:i]), brute_force(costs[i:], num_stages - 1))
+        for i in range(1, len(costs) - num_stages + 2)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balance_equals_brute_force(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_layers = int(torch.randint(1, 9, (), generator=generator))
+    num_stages = int(torch.randint(1, num_layers + 1, (), generator=generator))
+    costs = torch.rand(num_layers, generator=generator).tolist()
+    counts, start, slowest = solve_balance(costs, num_stages), 0, 0.0
+    for count in counts:
+        slowest, start = max(slowest, sum(costs[start : start + count])), start + count
+    assert slowest == pytest.approx(brute_force(costs, num_stages))
+
+
+class CountsSources(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index) * degree(edge_index[0], x.size(0)).unsqueeze(-1)
+
+
+def test_functions_of_pyg_are_leaves_of_the_trace() -> None:
+    graph = trace(CountsSources(), take_apart(CountsSources(), (torch.randn(N, D), EDGES), {}))
+    assert any(node.target is degree for node in graph.nodes)

@@ -1,0 +1,238 @@
+"""What works in a plain Trainer works here: logging, metrics, callbacks, schedulers, checkpoints, loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils.data import DataLoader
+from torch_geometric.loader import DataLoader as PyGDataLoader
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe.errors import ConfigError
+from tests.helpers.realistic import Realistic, realistic_graph
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_trainer(num_stages: int, epochs: int, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+    """Return a Trainer; 0 stages is plain Lightning, otherwise all epochs are exact."""
+    strategy: Any = "auto"
+    if num_stages:
+        strategy = GNNPipeStrategy(num_chunks=4, start_method="fork")
+        callbacks = (*callbacks, StalenessWarmup(num_epochs=1000))
+    has_checkpoints = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=max(num_stages, 1),
+        strategy=strategy,
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=has_checkpoints,
+        **{"logger": False, **kwargs},
+    )
+
+
+def make_module(**kwargs: Any) -> Realistic:
+    L.seed_everything(1, verbose=False)
+    return Realistic(**kwargs)
+
+
+def datamodule() -> FullGraphDataModule:
+    return FullGraphDataModule(realistic_graph())
+
+
+def weights(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
+    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("module_args", "trainer_args"),
+    [
+        ({"scheduler": "plateau"}, {"gradient_clip_val": 0.1}),
+        ({"scheduler": "step"}, {"accumulate_grad_batches": 2}),
+        ({"is_manual": True}, {}),
+    ],
+)
+def test_fit_equals_plain_lightning(
+    num_stages: int, module_args: dict[str, Any], trainer_args: dict[str, Any]
+) -> None:
+    """Weights outside of the net, tied weights, metrics, schedulers, clipping, manual optimization."""
+    plain, ours = make_module(**module_args), make_module(**module_args)
+    expected = make_trainer(0, 5, **trainer_args)
+    expected.fit(plain, datamodule=datamodule())
+    found = make_trainer(num_stages, 5, **trainer_args)
+    found.fit(ours, datamodule=datamodule())
+    assert_same(ours, plain)
+    assert found.callback_metrics.keys() == expected.callback_metrics.keys()
+    for name, value in expected.callback_metrics.items():
+        torch.testing.assert_close(found.callback_metrics[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3), (2, 0), (0, 2)])
+def test_p6_a_checkpoint_goes_on_under_any_number_of_stages(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    plain = make_module(scheduler="step")
+    make_trainer(0, 6).fit(plain, datamodule=datamodule())
+    saver = ModelCheckpoint(tmp_path, save_last=True, monitor="val_loss")
+    make_trainer(first, 3, saver).fit(make_module(scheduler="step"), datamodule=datamodule())
+    resumed = make_module(scheduler="step")
+    with torch.no_grad():
+        for p in resumed.parameters():
+            p.zero_()
+    make_trainer(second, 6).fit(
+        resumed, datamodule=datamodule(), ckpt_path=str(tmp_path / "last.ckpt")
+    )
+    assert_same(resumed, plain)
+
+
+def test_p6_a_checkpoint_is_a_stock_one(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, save_last=True, monitor="val_loss")
+    ours = make_module()
+    make_trainer(2, 3, saver).fit(ours, datamodule=datamodule())
+    stock = ModelCheckpoint(tmp_path / "plain", save_last=True, monitor="val_loss")
+    make_trainer(0, 3, stock).fit(make_module(), datamodule=datamodule())
+    found = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    expected = torch.load(tmp_path / "plain" / "last.ckpt", weights_only=True)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=1e-10)
+    ours_state, plain_state = found["optimizer_states"][0], expected["optimizer_states"][0]
+    torch.testing.assert_close(ours_state["state"], plain_state["state"], rtol=0, atol=1e-10)
+    assert ours_state["param_groups"] == plain_state["param_groups"]
+    loaded = Realistic.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert_same(loaded, ours)
+
+
+def test_callbacks_and_loggers_agree_with_plain_lightning(tmp_path: Path) -> None:
+    def fit(num_stages: int) -> tuple[int, str, list[str], int]:
+        folder = tmp_path / str(num_stages)
+        stop = EarlyStopping("val_loss", patience=1, min_delta=0.05)
+        best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}-{val_loss:.6f}")
+        trainer = make_trainer(
+            num_stages,
+            20,
+            stop,
+            best,
+            logger=[CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tb")],
+            log_every_n_steps=1,
+        )
+        trainer.fit(make_module(), datamodule=datamodule())
+        lines = (folder / "csv/version_0/metrics.csv").read_text().splitlines()
+        events = len(list((folder / "tb").rglob("events*")))
+        return len(lines), Path(best.best_model_path).name, sorted(lines[0].split(",")), events
+
+    assert fit(2) == fit(0)
+
+
+def test_all_loops_equal_plain_lightning(tmp_path: Path) -> None:
+    plain, ours = make_module(), make_module()
+    trainer = make_trainer(0, 2)
+    trainer.fit(plain, datamodule=datamodule())
+    expected = trainer.validate(plain, datamodule=datamodule(), verbose=False)
+    expected += trainer.test(plain, datamodule=datamodule(), verbose=False)
+    predicted = trainer.predict(plain, datamodule=datamodule())
+    trainer = make_trainer(1, 2)
+    trainer.fit(ours, datamodule=datamodule())
+    found = trainer.validate(ours, datamodule=datamodule(), verbose=False)
+    found += trainer.test(ours, datamodule=datamodule(), verbose=False)
+    for ours_one, plain_one in zip(found, expected, strict=True):
+        assert ours_one == pytest.approx(plain_one, abs=1e-6)
+    torch.testing.assert_close(trainer.predict(ours, datamodule=datamodule()), predicted)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(ours, datamodule=datamodule())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+
+
+def test_test_and_validate_run_on_two_stages() -> None:
+    plain = make_module()
+    [expected] = make_trainer(0, 1).test(plain, datamodule=datamodule(), verbose=False)
+    [found] = make_trainer(2, 1).test(make_module(), datamodule=datamodule(), verbose=False)
+    assert found == pytest.approx(expected, abs=1e-6)
+    [expected] = make_trainer(0, 1).validate(plain, datamodule=datamodule(), verbose=False)
+    [found] = make_trainer(2, 1).validate(make_module(), datamodule=datamodule(), verbose=False)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ordinary_loaders_work(num_stages: int) -> None:
+    plain = make_module()
+    make_trainer(0, 3).fit(plain, datamodule=datamodule())
+    data = realistic_graph()
+    ours = make_module()
+    make_trainer(num_stages, 3).fit(ours, DataLoader([data], collate_fn=lambda items: items[0]))
+    assert_same(ours, plain)
+    ours = make_module()
+    make_trainer(num_stages, 3).fit(ours, PyGDataLoader([data]), PyGDataLoader([data]))
+    assert_same(ours, plain)
+
+
+def test_a_fit_without_a_seed_agrees_on_all_ranks() -> None:
+    torch.manual_seed(7)
+    module = Realistic()
+    trainer = make_trainer(2, 2, num_sanity_val_steps=0)
+    trainer.fit(module, datamodule=datamodule())
+    assert torch.isfinite(weights(module)).all()
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = make_module()
+    names = [name for name, _ in module.named_parameters()]
+    before = set(module.net.__dict__)
+    make_trainer(1, 1).fit(module, datamodule=datamodule())
+    assert [name for name, _ in module.named_parameters()] == names
+    assert set(module.net.__dict__) == before
+
+
+def test_the_strategy_is_registered() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="gnnpipe", logger=False)
+    assert isinstance(trainer.strategy, GNNPipeStrategy)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="gnnpipe_fork", logger=False)
+    assert trainer.strategy.options.start_method == "fork"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_chunks": 0}, r"'num_chunks' to be between 1 and the number of nodes.*got 0"),
+        ({"num_stages": -1}, "'num_stages' to be between 1"),
+        ({"partition": "meetis"}, "'partition' to be one of metis, random, contiguous"),
+        ({"balance": "fair"}, "'balance' to be one of"),
+        ({"start_method": "thread"}, "'start_method' to be one of"),
+        ({"cross_chunk_grad_scale": -1.0}, "'cross_chunk_grad_scale' to be at least 0"),
+        ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
+    ],
+)
+def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GNNPipeStrategy(**options)
+
+
+def test_callbacks_check_their_arguments_and_the_strategy() -> None:
+    with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
+        StalenessWarmup(-1)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, callbacks=[StalenessWarmup(1)], logger=False,
+        enable_checkpointing=False, max_epochs=1, enable_progress_bar=False,
+    )
+    with pytest.raises(ConfigError, match="StalenessWarmup to be used with GNNPipeStrategy"):
+        trainer.fit(make_module(), datamodule=datamodule())
