@@ -49,12 +49,12 @@ def load_graph(name: str, root: str | None = None) -> Data | Dataset:
     if name.lower().startswith("ogbn-"):
         folder = name.lower().replace("-", "_")
         return load_ogb_node_dataset(
-            name.lower(), str(_writable_root("PygNodePropPredDataset", folder, root))
+            name.lower(), str(link_raw_files("PygNodePropPredDataset", folder, root))
         )
     for family, (build, members) in FAMILIES.items():
         for member in members:
             if name.lower() == member.lower():
-                return build(root=str(_writable_root(family, member, root)), name=member)
+                return build(root=str(link_raw_files(family, member, root)), name=member)
     known = ", ".join(member for _, members in FAMILIES.values() for member in members)
     raise ValueError(f"Expected a data set among digits, {known}, ogbn-* (got {name!r}).")
 
@@ -80,8 +80,11 @@ def cache_dir() -> Path:
     return Path(base) / "lightning_gnnpipe"
 
 
-def _writable_root(family: str, member: str, root: str | None) -> Path:
-    """Return a folder in the cache that holds links to the raw files of a data set, if any."""
+def link_raw_files(family: str, member: str, root: str | None) -> Path:
+    """Return the writable root of a PyG class, in which a data set's raw files are now links.
+
+    Without ``root`` nothing is linked: PyG downloads there what it does not find.
+    """
     target = cache_dir() / family
     if root is None:
         return target

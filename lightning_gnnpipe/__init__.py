@@ -1,4 +1,4 @@
-"""Deep graph neural networks on the whole graph, their layers pipelined over devices, under PyTorch Lightning."""
+"""Deep GNNs on the whole graph, their layers pipelined over devices, under PyTorch Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private names of Lightning that a strategy outside of Lightning must use, all in one place."""
+"""The private names of Lightning that a strategy outside of it must use, all in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few switches that callbacks may flip; the engine reads them at the start of the next training step."""
+"""The few switches that callbacks may flip; the engine reads them when a training step starts."""
 
 from __future__ import annotations
 

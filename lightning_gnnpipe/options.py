@@ -64,7 +64,8 @@ class StrategyOptions:
             _refuse(
                 f"'num_stages' to be the number of processes, {world_size}",
                 self.num_stages,
-                f"Use Trainer(devices={self.num_stages}), or num_stages='auto' for one stage a process.",
+                f"Use Trainer(devices={self.num_stages}), or num_stages='auto' for one stage a "
+                "process.",
             )
         return world_size
 

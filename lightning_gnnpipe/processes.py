@@ -6,18 +6,29 @@ identity; decisions (stop now? save now?) are taken by all ranks together.
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch import Tensor
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.comm import Meter, PipeAxis, Transport
+from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
+from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.options import StrategyOptions
+
+log = logging.getLogger(__name__)
+
+_LEAST_START_TIMEOUT = timedelta(minutes=2)
+_GRACE_S = 4.0
 
 
 class PipeProcesses(ParallelStrategy):
@@ -99,9 +110,10 @@ class PipeProcesses(ParallelStrategy):
         if num_stages > 1:
             assert self.cluster_environment is not None
             backend = self._process_group_backend or _compat.default_backend(self.root_device)
-            _compat.init_dist_connection(
-                self.cluster_environment, backend, timeout=self.options.timeout
-            )
+            # Processes start at their own pace: the first meeting may take longer than a message.
+            timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
+            _compat.init_dist_connection(self.cluster_environment, backend, timeout=timeout)
+            set_group_timeout(self.options.timeout)
             self.options.resolve_num_stages(dist.get_world_size())
         axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout)
         self._transport = Transport(axis, Meter())
@@ -133,3 +145,23 @@ class PipeProcesses(ParallelStrategy):
     ) -> Tensor:
         """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
         return super().all_gather(tensor, group, sync_grads) if self._has_peers else tensor
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
+        super().on_exception(exception)
+        if not self._has_peers:
+            return
+        if not isinstance(exception, PeerError | KeyboardInterrupt):
+            log.error("Rank %d failed: %r", self.global_rank, exception)
+        if isinstance(self._launcher, _compat.SubprocessScriptLauncher):
+            _end(self._launcher.procs)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Give `processes` a moment to end by themselves, with their own errors, then kill the rest."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()

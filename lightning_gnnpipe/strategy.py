@@ -1,4 +1,4 @@
-"""The Lightning strategy: Lightning's hooks on one side, the engine on the other, no algorithm here."""
+"""The Lightning strategy: Lightning's hooks on one side, the engine on the other, no algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_gnnpipe.engine import (
     full_state_dict,
     merge_optimizer_states,
 )
-from lightning_gnnpipe.errors import ConfigError, PeerError, UnsupportedError, explain
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
@@ -46,7 +46,9 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveragin
 
 
 class GNNPipeStrategy(PipeProcesses):
-    """Trains a GNN on the whole graph, its layers in stages on several devices, chunks of the graph in flight.
+    """Trains a GNN on the whole graph, its layers in stages on several devices.
+
+    Chunks of the graph are in flight between the stages.
 
     Source: GNNPipe (arXiv 2308.10087).
 
@@ -144,11 +146,11 @@ class GNNPipeStrategy(PipeProcesses):
         return self._engine
 
     def collect_stats(self) -> PipelineStats:
-        """Return bytes, bubble share and timeline of the last training step; call it on every rank."""
+        """Return bytes, bubble share and timeline of the last training step; call on every rank."""
         return self.engine.collect_stats()
 
     def collect_staleness(self) -> dict[int, Staleness]:
-        """Return who read whom stale in the last training step, by layer; call it on every rank."""
+        """Return who read whom stale in the last training step, by layer; call on every rank."""
         return self.engine.collect_staleness()
 
     # Setting up and taking down
@@ -263,7 +265,8 @@ class GNNPipeStrategy(PipeProcesses):
         if engine.num_training_passes == passes:
             raise UnsupportedError(
                 explain(
-                    expected=f"training_step to call the pipelined module '{self._prefix or 'self'}'",
+                    expected="training_step to call the pipelined module "
+                    f"'{self._prefix or 'self'}'",
                     found="no call of it",
                     remedy="Call its forward, or name the module you call by "
                     "GNNPipeStrategy(pipelined_module=...).",
@@ -316,11 +319,6 @@ class GNNPipeStrategy(PipeProcesses):
     def _is_interrupted(self) -> bool:
         assert self.lightning_module is not None
         return self.lightning_module.trainer.interrupted
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._has_peers and not isinstance(exception, PeerError | KeyboardInterrupt):
-            log.error("Rank %d failed first: %r", self.global_rank, exception)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.lightning_module is not None

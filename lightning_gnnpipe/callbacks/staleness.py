@@ -12,9 +12,9 @@ class StalenessMonitor(Callback):
     """Logs how stale the reads of an epoch were.
 
     Keys: `history/stale_frac` (share of halo rows that an earlier epoch had written),
-    `history/age_epochs` (their mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale -
-    H_fresh| / |H_fresh| over the rows that the epoch rewrote, dropout included). Measuring the
-    drift costs one more read of every history.
+    `history/age_epochs` (their mean age), `history/drift` and `history/drift/layer_<i>`
+    (|H_stale - H_fresh| / |H_fresh| over the rows that the epoch rewrote, dropout included).
+    Measuring the drift costs one more read of every history.
 
     Example:
         >>> from lightning_gnnpipe import StalenessMonitor

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.comm.collect import share_tensors
-from lightning_gnnpipe.comm.mesh import PipeAxis
+from lightning_gnnpipe.comm.mesh import PipeAxis, set_group_timeout
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.transport import Transport
 
-__all__ = ["Meter", "PipeAxis", "Transport", "share_tensors"]
+__all__ = ["Meter", "PipeAxis", "Transport", "set_group_timeout", "share_tensors"]

@@ -11,7 +11,10 @@ TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad"
 
 
 class Meter:
-    """Bytes received since the last reset, by kind. `control` is everything that is not payload of a step."""
+    """Bytes received since the last reset, by kind.
+
+    `control` is everything that is not payload of a step.
+    """
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()

@@ -34,13 +34,13 @@ class Progress:
 
 
 class BatchFingerprints:
-    """Fingerprints of batches; a tensor that was not written to since the last time is not read again."""
+    """Fingerprints of batches; a tensor that was not written to since is not read again."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, int, int]] = {}
 
     def of(self, batch: Any) -> int:
-        """Return a 63-bit number that depends on the shapes, dtypes and contents of the batch's tensors."""
+        """Return a 63-bit number of the shapes, dtypes and contents of the batch's tensors."""
         known, total = {}, 0
         for tensor in _tensors(batch):
             version = version_of(tensor)
@@ -78,8 +78,8 @@ def agree(transport: Transport, progress: Progress, is_training: bool) -> None:
             explain(
                 expected="the same batch on every rank",
                 found="batches that differ",
-                remedy="Call lightning.seed_everything(...) before random splits and transforms, and use the same "
-                "data set everywhere; the strategy cuts the graph itself.",
+                remedy="Call lightning.seed_everything(...) before random splits and transforms, "
+                "and use the same data set everywhere; the strategy cuts the graph itself.",
             )
         )
     losses = [struct.unpack("<d", struct.pack("<q", rank[2]))[0] for rank in ranks]
@@ -88,8 +88,9 @@ def agree(transport: Transport, progress: Progress, is_training: bool) -> None:
             explain(
                 expected="the same loss on every rank",
                 found=", ".join(f"{loss:.6g}" for loss in losses),
-                remedy="On each rank the parameters of other stages are empty: use the optimizer's weight_decay in "
-                "place of a penalty on self.parameters(), and seed random numbers in training_step.",
+                remedy="On each rank the parameters of other stages are empty: use the optimizer's "
+                "weight_decay in place of a penalty on self.parameters(), and seed random numbers "
+                "in training_step.",
             )
         )
 

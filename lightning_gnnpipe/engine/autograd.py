@@ -8,7 +8,7 @@ the batch's tensors, if they have any, go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,4 +41,4 @@ def join(backward: Backward, outputs: Sequence[Tensor], leaves: Sequence[Tensor]
         leaves: Tensors of the batch whose gradients are wanted.
     """
     anchor = torch.zeros((), requires_grad=True)
-    return list(_Seam.apply(backward, outputs, anchor, *leaves))
+    return list(cast(Any, _Seam).apply(backward, outputs, anchor, *leaves))

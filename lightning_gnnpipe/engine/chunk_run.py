@@ -1,4 +1,7 @@
-"""Running segments over one chunk, with random numbers that do not depend on how layers are dealt out to stages."""
+"""Running segments over one chunk.
+
+Their random numbers do not depend on how layers are dealt out to stages.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def _seed(seed: int, inputs: Sequence[Tensor]) -> None:
 
 
 def _split_mix(x: int) -> int:
-    """One step of SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"."""
+    """One step of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators".
+    """
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,7 +1,8 @@
 """The pipeline engine: what the pipelined module's forward does under the strategy.
 
-forward, with gradients  ->  training pass: exact or pipelined schedule, histories written, backward
-to follow forward, without         ->  exact pass, histories untouched
+    forward, with gradients  ->  training pass: exact or pipelined schedule, histories written,
+                                 backward to follow
+    forward, without         ->  exact pass, histories untouched
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class PipelineEngine:
                 explain(
                     expected="one pipelined forward before each backward",
                     found="a second one in the same step",
-                    remedy="Call the module once in training_step, or the second time under torch.no_grad().",
+                    remedy="Call the module once in training_step, or the second time under "
+                    "torch.no_grad().",
                 )
             )
         agree(self.transport, self.progress, is_training)
@@ -101,7 +103,7 @@ class PipelineEngine:
         self._has_pending = False
 
     def counted_parameters(self, root: nn.Module) -> set[int]:
-        """Return the ids of the parameters of `root` that count on this rank, so that each counts once."""
+        """Return the ids of the parameters of `root` that count on this rank; each counts once."""
         named = dict(self.model.module.named_parameters())
         pipelined = {id(named[name]) for name in self.model.pipelined if name in named}
         owned = {id(named[name]) for name in self.model.owned if name in named}
@@ -116,7 +118,7 @@ class PipelineEngine:
         return merge_stats(gathered, axis.num_stages, last.num_chunks, last.is_exact)
 
     def collect_staleness(self) -> dict[int, Staleness]:
-        """Return the staleness of the last training step by layer, over all ranks; a collective call."""
+        """Return the staleness of the last training step by layer, over all ranks; collective."""
         merged: dict[int, Staleness] = {}
         for one in self.transport.all_gather_objects(self._last_record().staleness):
             merged |= one

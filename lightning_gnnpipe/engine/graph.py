@@ -75,7 +75,7 @@ class GraphCache:
         self._trained: PlannedGraph | None = None
 
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph cut into chunks; a change of graph drops the histories of the last one."""
+        """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(inputs))
         if self._trained is not graph:
             if self._trained is not None:
@@ -84,7 +84,7 @@ class GraphCache:
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph for exact passes alone: as cut for training, or else without a partition."""
+        """Return the graph for exact passes: as cut for training, or else without a partition."""
         if (fingerprint, True) in self._graphs:
             return self._graphs[fingerprint, True]
         return self._get((fingerprint, False), lambda: self._uncut(inputs))

@@ -1,6 +1,6 @@
-"""The user's module as a pipeline: traced once for each mode, cut, dealt out to stages, other stages' weights emptied.
+"""The user's module as a pipeline: traced once for each mode, cut, dealt out to stages.
 
-The cut is decided at the first call, when the arguments are known. Until then every rank holds all
+The weights of other stages are emptied. The cut is decided at the first call, when the arguments are known. Until then every rank holds all
 parameters, so checkpoints load and optimizers are built as on one device.
 """
 
@@ -84,7 +84,7 @@ class PipelinedModel:
 
     @property
     def owned(self) -> set[str]:
-        """Names of the parameters that count as this stage's: of tied ones the first stage is the owner."""
+        """Names of the parameters that count as this stage's; the first stage owns tied ones."""
         stage = self._transport.axis.stage
         return {name for name, users in self._users.items() if min(users) == stage}
 
@@ -94,7 +94,7 @@ class PipelinedModel:
         return set(self._users)
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
-        """Return the stages for the module's present mode and these arguments, traced if they are new.
+        """Return the stages for the module's present mode and these arguments, traced if new.
 
         Args:
             call: The arguments.
@@ -136,7 +136,7 @@ class PipelinedModel:
         self._counts, self._users, self._shapes = None, {}, {}
 
     def reduce_tied_grads(self, run_backward: Callable[[], None]) -> None:
-        """Run a backward pass and sum the gradients it adds to parameters that several stages use."""
+        """Run a backward pass; sum the gradients it adds to parameters that several stages use."""
         parameters = dict(self.module.named_parameters())
         tied = {
             name: users
@@ -229,7 +229,7 @@ class PipelinedModel:
 
 @contextmanager
 def switched(module: nn.Module, training: bool) -> Iterator[None]:
-    """Have `module` in training or evaluation mode within the block, then as each part of it was."""
+    """Put `module` into training or evaluation mode for the block, then as each part of it was."""
     flags = [(m, m.training) for m in module.modules()]
     module.train(training)
     try:

@@ -54,7 +54,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> None:
-    """Refuse a module whose layers, run on chunks of a small graph, do not give what the module gives.
+    """Refuse a module whose layers, on chunks of a small graph, do not give what it gives.
 
     Raises:
         UnsupportedError: With the layer where the difference begins, or the error that a layer
@@ -124,8 +124,9 @@ class _Checker:
 
 
 _REMEDY = (
-    "Something outside of message passing looks at more than one row, or at the neighbours of a node: normalise and "
-    "pool outside of the pipelined module, pass degrees in as a node-level tensor, or train with num_chunks=1."
+    "Something outside of message passing looks at more than one row, or at the neighbours of a "
+    "node: normalise and pool outside of the pipelined module, pass degrees in as a node-level "
+    "tensor, or train with num_chunks=1."
 )
 
 
@@ -138,7 +139,8 @@ def _compare(layers: Layers, found: Mapping[str, Tensor], expected: Mapping[str,
             difference = float((ours - theirs).abs().max())
             raise UnsupportedError(
                 explain(
-                    expected="the model to give the same on chunks of a small graph as on the whole",
+                    expected="the model to give the same on chunks of a small graph as on the "
+                    "whole",
                     found=f"a difference of {difference:.2g} that begins at '{name}'",
                     remedy=_REMEDY,
                 )
@@ -153,8 +155,8 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
             explain(
                 expected="a forward pass to leave the buffers of the pipelined module as they are",
                 found=f"{', '.join(changed)} changed",
-                remedy="Such a layer (a running statistic, a power iteration) would be updated once a chunk; "
-                "replace it, or train with num_chunks=1.",
+                remedy="Such a layer (a running statistic, a power iteration) would be updated once a "
+                "chunk; replace it, or train with num_chunks=1.",
             )
         )
 
@@ -185,7 +187,7 @@ class _ZeroHalo:
 def measure_layers(
     module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
 ) -> list[float]:
-    """Return the seconds that each layer takes, forward and backward, on one chunk of middle size."""
+    """Return the seconds that each layer takes, forward and backward, on a middle-sized chunk."""
     chunk = sorted(plan.chunks, key=lambda c: c.num_nodes + c.num_edges)[plan.num_chunks // 2]
     context = MessageContext(_ZeroHalo(), plan.whole.chunks[0])
     leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}

@@ -11,7 +11,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 
 
 def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict[str, Tensor]:
-    """Return the state dict of `root` with the weights of all stages, on every rank; a collective call.
+    """Return the state dict of `root` with the weights of all stages, on every rank; collective.
 
     Args:
         root: The LightningModule.
@@ -31,7 +31,7 @@ def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict
 
 
 def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with the states of all stages, on every rank; a collective call.
+    """Return an optimizer's state dict with the states of all stages, on every rank; collective.
 
     Parameters are numbered alike everywhere, and each rank has state for its own alone.
     """

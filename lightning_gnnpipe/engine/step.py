@@ -84,7 +84,10 @@ class Step:
         }
 
     def forward(self, actions: Sequence[Action]) -> list[Tensor]:
-        """Run the forward phase; return the outputs, each `[num_nodes, *]` in the user's node order, on every rank."""
+        """Run the forward phase; return the outputs on every rank.
+
+        Each is `[num_nodes, *]`, in the user's node order.
+        """
         self._run(actions)
         for output in self.outputs:
             self._parts.transport.broadcast(output, self._axis.num_stages - 1, "output")
@@ -101,7 +104,11 @@ class Step:
         self._parts.transport.flush()
 
     def _forward(self, chunk: Chunk) -> None:
-        """Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward needs."""
+        """Compute one chunk on this stage.
+
+        Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
+        needs.
+        """
         parts = self._parts
         received = self._wait_forward(chunk)
         with self.recorder.record(f"{self._axis.stage}F{chunk.index}"):
@@ -118,7 +125,11 @@ class Step:
                     del self._chunks[chunk.index]
 
     def _backward(self, chunk: Chunk) -> None:
-        """Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the parameters."""
+        """Take the gradients of one chunk back through this stage.
+
+        Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
+        parameters.
+        """
         parts = self._parts
         state = self._chunks[chunk.index]
         grads = self._wait_backward(chunk)

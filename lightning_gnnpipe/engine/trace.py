@@ -1,4 +1,4 @@
-"""What happened when: the measured timeline of one training step, and the shares that follow from it."""
+"""What happened when: the measured timeline of one training step, and shares taken from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One action of one rank. Times are microseconds since the step's first action on any rank of the host."""
+    """One action of one rank.
+
+    Times are microseconds since the step's first action on any rank of the host.
+    """
 
     rank: int
     action: str
@@ -83,7 +86,10 @@ def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
 
 
 def _bubble_frac(events: Sequence[TraceEvent], num_stages: int) -> float:
-    """Return 1 - busy / (S span), where span is that of the forward phase plus that of the backward phase."""
+    """Return 1 - busy / (S span).
+
+    The span is that of the forward phase plus that of the backward phase.
+    """
     span = 0.0
     for is_backward in (False, True):
         phase = [e for e in events if ("B" in e.action) == is_backward]

@@ -9,9 +9,9 @@ _TOLERANCE = 0.05
 
 
 def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: int) -> Tensor:
-    """Return `assignment` with no empty chunk and none more than 5 % above the mean weight, where that can be.
+    """Return `assignment` with no empty chunk and none more than 5 % above the mean weight.
 
-    Repeatedly takes nodes from the heaviest chunk to the lightest, those first that have more links
+    Single nodes may weigh too much for that; then it comes as close as it can. Repeatedly takes nodes from the heaviest chunk to the lightest, those first that have more links
     there and fewer here. Deterministic; each round makes the heaviest chunk lighter.
 
     Args:
@@ -44,7 +44,7 @@ def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: in
 def _choose(
     assignment: Tensor, weights: Tensor, links: Tensor, pair: tuple[int, int], budget: float
 ) -> Tensor:
-    """Return nodes of the heavy chunk that together weigh at most `budget`, the best to move first."""
+    """Return nodes of the heavy chunk that weigh at most `budget` together, the best first."""
     heavy, light = pair
     nodes = (assignment == heavy).nonzero().flatten()
     is_from = assignment[links[0]] == heavy

@@ -11,7 +11,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def graph_fingerprint(edge_index: Tensor, num_nodes: int) -> int:
-    """Return a 63-bit number that depends on every edge, on the order of the edges and on `num_nodes`.
+    """Return a 63-bit number that depends on every edge, the order of the edges and `num_nodes`.
 
     Args:
         edge_index: `[2, num_edges]` integers.

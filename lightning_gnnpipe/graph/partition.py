@@ -73,7 +73,7 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
     source, target = edge_index.long()
     is_proper = source != target
     source, target = source[is_proper], target[is_proper]
-    keys = torch.cat([source * num_nodes + target, target * num_nodes + source]).unique()
+    keys = torch.unique(torch.cat([source * num_nodes + target, target * num_nodes + source]))
     return torch.stack(
         [torch.div(keys, max(num_nodes, 1), rounding_mode="floor"), keys % max(num_nodes, 1)]
     )

@@ -1,4 +1,4 @@
-"""Building a plan: nodes into chunk-contiguous order, edges to the chunk they end in, halos, local numbers."""
+"""Building a plan: chunk-contiguous nodes, edges in the chunk they end in, halos, local numbers."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def _cut(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
     for index, (end, edge_end) in enumerate(zip(ends.tolist(), edge_ends.tolist(), strict=True)):
         source, target = edges[:, edge_start:edge_end]
         is_outside = (source < start) | (source >= end)
-        halo, place = source[is_outside].unique(return_inverse=True)
+        halo, place = torch.unique(source[is_outside], return_inverse=True)
         local = source - start
         local[is_outside] = place + (end - start)
-        owners, counts = torch.searchsorted(ends, halo, right=True).unique(return_counts=True)
+        owners, counts = torch.unique(
+            torch.searchsorted(ends, halo, right=True), return_counts=True
+        )
         yield Chunk(
             index,
             start,

@@ -40,7 +40,8 @@ def check_graph(edge_index: Tensor, num_nodes: int) -> None:
             explain(
                 expected=f"'edge_index' to name nodes from 0 to {num_nodes - 1}",
                 found=f"node {low if low < 0 else high}",
-                remedy=f"The node features have {num_nodes} rows: add the missing rows, or correct the edges.",
+                remedy=f"The node features have {num_nodes} rows: add the missing rows, or correct "
+                "the edges.",
             )
         )
 

@@ -1,4 +1,4 @@
-"""What staleness costs, in numbers: who read whom stale, how old the rows were, how far they had drifted."""
+"""What staleness costs, in numbers: who read whom stale, how old rows were, how far they drifted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StalenessRecorder:
         self.by_key: dict[Hashable, Staleness] = {}
 
     def record_reads(self, key: Hashable, chunk: ChunkView, ages: Sequence[int]) -> None:
-        """Note that `chunk` read its halo rows; `ages` are in steps, one a chunk of `chunk.halo_chunks`."""
+        """Note that `chunk` read its halo; `ages`, in steps, are those of its `halo_chunks`."""
         entry = self.by_key.setdefault(key, Staleness())
         for source, count, age in zip(chunk.halo_chunks, chunk.halo_counts, ages, strict=True):
             entry.rows += count

@@ -90,7 +90,7 @@ class HistoryStore:
         entry.grad.index_add_(0, chunk.halo, grad)
 
     def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
-        """Return what other chunks have added for the chunk's rows, scaled, or None if nobody has."""
+        """Return what other chunks have added for the chunk's rows, scaled; None if nobody has."""
         entry = self._entries[key]
         if entry.grad is None or not entry.has_grad:
             return None

@@ -1,4 +1,4 @@
-"""How an unmodified PyG layer runs on one chunk: message passing is intercepted, everything else is row-wise."""
+"""How an unmodified PyG layer runs on one chunk: message passing intercepted, the rest row-wise."""
 
 from __future__ import annotations
 

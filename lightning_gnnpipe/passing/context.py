@@ -1,4 +1,4 @@
-"""What an intercepted layer knows while it runs: its chunk, and where the rows of other chunks come from.
+"""What an intercepted layer knows while it runs: its chunk, and where other chunks' rows are.
 
 In goes a tensor with one row for each node of the chunk; out comes the same tensor widened by the
 chunk's halo rows. The context keys every such read by (segment, layer, call, argument), so that a
@@ -109,20 +109,26 @@ class MessageContext:
         if rows.dim() == 0 or rows.size(0) != scope.chunk.num_nodes:
             raise UnsupportedError(
                 explain(
-                    expected=f"argument '{argument}' of layer '{layer}' to have one row a node in dimension 0",
+                    expected=f"argument '{argument}' of layer '{layer}' to have one row a node in "
+                    "dimension 0",
                     found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
-                    remedy="Bipartite inputs and static graphs with a batch dimension are not pipelined.",
+                    remedy="Bipartite inputs and static graphs with a batch dimension are not "
+                    "pipelined.",
                 )
             )
         if self.store is None:
             wide = rows
         else:
             key = CallKey(scope.segment, layer, call, argument)
-            wide = PushPull.apply(rows, self.store, key, scope.chunk)
+            wide = cast(Any, PushPull).apply(rows, self.store, key, scope.chunk)
         scope.widened[memo] = (rows, wide)
         return wide
 
     def widen_constant(self, per_position: Tensor) -> Tensor:
-        """Return the rows of `per_position`, `[num_nodes_of_graph, *]`, of the chunk's nodes, then of its halo."""
+        """Return the rows of the chunk's nodes, then those of its halo.
+
+        Args:
+            per_position: `[num_nodes_of_graph, *]`.
+        """
         chunk = self.chunk
         return torch.cat([per_position[chunk.start : chunk.end], per_position[chunk.halo]])

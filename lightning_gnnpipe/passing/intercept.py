@@ -28,7 +28,7 @@ def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
 
 @contextmanager
 def intercept(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Let `convs` pass messages on the chunk that `context` says is running, within the `with` block."""
+    """Let `convs` pass messages on the chunk that `context` says is running, within the block."""
     with ExitStack() as stack:
         stack.enter_context(without_caches(convs))
         stack.enter_context(localized(convs, context))
@@ -43,7 +43,10 @@ def intercept(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
 
 @contextmanager
 def without_caches(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
-    """Switch the layers' own caches off: they would hold the edges of whichever chunk, or sample, ran first."""
+    """Switch the layers' own caches off.
+
+    They would hold the edges of whichever chunk, or sample, ran first.
+    """
     with ExitStack() as stack:
         for conv in convs.values():
             if getattr(conv, "cached", False):

@@ -71,7 +71,10 @@ class _LocalNorm:
         flow: str = "source_to_target",
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return local edges (self-loops included) and their weights, as PyG's function does for the whole graph."""
+        """Return local edges, self-loops included, and their weights.
+
+        They are those that PyG's function gives for the whole graph.
+        """
         fill = 2.0 if improved else 1.0
         chunk = self.context.chunk
         if edge_weight is not None:
@@ -112,7 +115,7 @@ class _LocalDegree:
     def __call__(
         self, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return `[num_nodes + num_halo]` degrees of the nodes that `index`, the edges' targets, names."""
+        """Return `[num_nodes + num_halo]` degrees of the nodes; `index` is the edges' targets."""
         chunk = self.context.chunk
         if self.context.is_passing:
             return degree(index, num_nodes, dtype)
@@ -121,7 +124,8 @@ class _LocalDegree:
                 explain(
                     expected="a layer to count the edges that end in a node",
                     found="degree() of the edges' sources",
-                    remedy="Pass the degrees in as a node-level tensor, or train with num_chunks=1.",
+                    remedy="Pass the degrees in as a node-level tensor, or train with "
+                    "num_chunks=1.",
                 )
             )
         own = degree(index, chunk.num_nodes, dtype)
@@ -146,7 +150,10 @@ def _unweighted(
     add_self_loops: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return edges of weight 1; PyG gives the loops it adds to them weight 1 as well, whatever `fill` is."""
+    """Return edges of weight 1.
+
+    PyG gives the loops it adds to them weight 1 as well, whatever `fill` is.
+    """
     edges = edge_index
     if add_self_loops:
         edges, _ = add_remaining_self_loops(edge_index, None, fill, num_nodes)

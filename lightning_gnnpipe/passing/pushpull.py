@@ -1,10 +1,11 @@
 """The one autograd function through which chunks see each other.
 
 Forward: the chunk's rows are written to the history (push) and its halo rows are read from it
-(pull). Backward, run over the chunks in reverse order: the halo rows' gradient is added to the
-gradient buffer, and what later chunks added for this chunk's rows flows on. A row read stale was
-consumed before its gradient arrives: the gradient stays behind in the buffer and is cleared, so a
-stale row is a constant.
+(pull).
+Backward, run over the chunks in reverse order: the halo rows' gradient is added to the gradient
+buffer, and what later chunks added for this chunk's rows flows on. A row read stale was consumed
+before its gradient arrives: the gradient stays behind in the buffer and is cleared, so a stale row
+is a constant.
 
 Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the stale forward function.
 """

@@ -48,8 +48,8 @@ EXACT_CONVS: frozenset[type] = frozenset(
     }
 )
 
-# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others that
-# pad to the largest neighbourhood of the graph.
+# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others
+# that pad to the largest neighbourhood of the graph.
 EXACT_AGGREGATIONS: frozenset[type] = frozenset(
     {
         aggr.DegreeScalerAggregation,
@@ -84,8 +84,8 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
 )
 
 _REMEDY_NORM = (
-    "Use a norm that works row by row, such as torch.nn.LayerNorm or torch_geometric.nn.LayerNorm(mode='node'), "
-    "or train with num_chunks=1."
+    "Use a norm that works row by row, such as torch.nn.LayerNorm or "
+    "torch_geometric.nn.LayerNorm(mode='node'), or train with num_chunks=1."
 )
 
 
@@ -168,7 +168,8 @@ def _refused_conv(name: str, conv: MessagePassing) -> Iterator[str]:
             name,
             conv,
             "it is not known to be exact on chunks",
-            f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of your own.",
+            f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of "
+            "your own.",
         )
 
 

@@ -9,7 +9,7 @@ from lightning_gnnpipe.errors import ConfigError, explain
 
 
 def solve_balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage gets so that the largest sum of costs is as small as can be.
+    """Return how many layers each stage gets for the largest sum of costs to be the least.
 
     Dynamic programming over (stages, layers); among equals the earlier stages get fewer layers.
 
@@ -50,7 +50,8 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
             explain(
-                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one at least to each",
+                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one at "
+                "least to each",
                 found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
                 remedy="Correct the counts, or use balance='measured'.",
             )

@@ -1,4 +1,4 @@
-"""The arguments of one call of the pipelined module, taken apart into tensors and put together again.
+"""The arguments of one call of the pipelined module, taken apart and put together again.
 
     forward(x, edge_index, edge_attr=None)   ->  leaves x, edge_index            and a template
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
@@ -36,7 +36,10 @@ class _Record:
 
 
 class DataView:
-    """Stands for a PyG `Data` while a module is traced or run on a chunk: its attributes, and `num_nodes`."""
+    """Stands for a PyG `Data` while a module is traced or run on a chunk.
+
+    It has the attributes, and `num_nodes`.
+    """
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self.__dict__.update(attributes)
@@ -66,7 +69,7 @@ class Call:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must be equal for a traced graph to be used again: names and the values of options."""
+        """What must be equal for a traced graph to be used again: names and values of options."""
         return self.names, repr(self.template)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -147,8 +150,10 @@ def _parameter_names(forward: Callable[..., Any], count: int) -> list[str]:
 def _not_supported(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
         explain(
-            expected=f"argument '{name}' of the pipelined module to be dense, with 'edge_index' of shape [2, num_edges]",
+            expected=f"argument '{name}' of the pipelined module to be dense, with 'edge_index' of "
+            "shape [2, num_edges]",
             found=found,
-            remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; drop T.ToSparseTensor().",
+            remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; drop "
+            "T.ToSparseTensor().",
         )
     )

@@ -1,4 +1,7 @@
-"""Finding the module to pipeline: the smallest one that holds all message passing and has a forward of its own."""
+"""Finding the module to pipeline.
+
+It is the smallest one that holds all message passing and has a forward of its own.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,7 @@ def _check_passing(module: nn.Module) -> None:
             explain(
                 expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
                 found=f"none in {type(module).__name__}",
-                remedy="Build the layers in __init__; models without message passing need no pipeline over a graph.",
+                remedy="Build the layers in __init__; models without message passing need no pipeline "
+                "over a graph.",
             )
         )

@@ -17,7 +17,7 @@ Shape = tuple[torch.Size, torch.dtype]
 
 
 def make_husks(module: nn.Module, users: Mapping[str, set[int]], stage: int) -> dict[str, Shape]:
-    """Empty the parameters of `module` that only other stages use and return their shapes, by name."""
+    """Empty the parameters of `module` that only other stages use; return their shapes by name."""
     shapes: dict[str, Shape] = {}
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 or stage in users.get(name, {stage}):

@@ -1,4 +1,7 @@
-"""Which tensors of a batch belong to nodes, which to edges: they are cut by chunk; the others are passed whole."""
+"""Which tensors of a batch belong to nodes, which to edges.
+
+They are cut by chunk; the others are passed whole.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,8 @@ def _find_edge_index(call: Call) -> int:
     if not found:
         raise GraphError(
             explain(
-                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the pipelined module",
+                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the pipelined "
+                "module",
                 found=", ".join(call.names) or "no tensor",
                 remedy="Pass the graph as 'edge_index' to its forward.",
             )
@@ -115,7 +119,8 @@ def _count_nodes(call: Call, edge_slot: int, num_edges: int) -> int:
         explain(
             expected="a tensor with one row a node among the arguments of the pipelined module",
             found=", ".join(call.names),
-            remedy="Pass node features; learned embeddings can be looked up with a node-level index.",
+            remedy="Pass node features; learned embeddings can be looked up with a node-level "
+            "index.",
         )
     )
 
@@ -125,7 +130,8 @@ def _check_features(call: Call, num_nodes: int) -> None:
         if name.rsplit(".", 1)[-1] == "x" and leaf.size(0) != num_nodes:
             raise GraphError(
                 explain(
-                    expected=f"'{name}' to have one row for each of the {num_nodes} nodes of the graph",
+                    expected=f"'{name}' to have one row for each of the {num_nodes} nodes of the "
+                    "graph",
                     found=f"{leaf.size(0)} rows",
                     remedy="Add the missing rows, or correct 'num_nodes'.",
                 )

@@ -1,8 +1,7 @@
 """Cutting a traced graph into layers: segments with one message-passing call each.
 
-    leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin
-    output
-                      (never here)            ^ cut                     ^ cut
+  leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin  output
+                    (never here)            ^ cut                     ^ cut
 
 Between two message-passing calls the cut is put where the fewest bytes a node are alive. Whatever
 is alive there crosses it (h; GCNII's x_0; JumpingKnowledge's list), so the cut can become the
@@ -96,7 +95,7 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     calls = [
         i
         for i, node in enumerate(nodes)
-        if node.op == "call_module" and isinstance(root.get_submodule(node.target), MessagePassing)
+        if node.op == "call_module" and isinstance(root.get_submodule(str(node.target)), MessagePassing)
     ]
     if not calls:
         raise UnsupportedError(
@@ -118,8 +117,8 @@ def _check_outputs(output: fx.Node, values: dict[str, Value]) -> tuple[str, ...]
                 explain(
                     expected="every output of the pipelined module to have one row a node",
                     found=f"'{name}'" + (f" with rows of {values[name]}" if name in values else ""),
-                    remedy="Pool, or compute edge-level and graph-level results, in training_step, or name a smaller "
-                    "module by GNNPipeStrategy(pipelined_module=...).",
+                    remedy="Pool, or compute edge-level and graph-level results, in training_step, "
+                    "or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
                 )
             )
     if not found:
@@ -134,7 +133,10 @@ def _check_outputs(output: fx.Node, values: dict[str, Value]) -> tuple[str, ...]
 
 
 def _find_repeatable(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
-    """Values that a later segment can compute again from the batch: sizes, weights of layers, changed edges."""
+    """Values that a later segment can compute again from the batch.
+
+    They are sizes, weights of layers and changed edges.
+    """
     repeatable: set[fx.Node] = set()
     for node in nodes:
         is_cheap = node.op in ("get_attr", "call_function", "call_method")
@@ -178,7 +180,7 @@ class _Cutter:
     def starts(self, calls: Sequence[int]) -> list[int]:
         """First position of each segment."""
         starts = [0]
-        for call, following in zip(calls, calls[1:], strict=False):
+        for call, following in pairwise(calls):
             costs = {
                 place: cost
                 for place in range(call + 1, following + 1)
@@ -201,7 +203,7 @@ class _Cutter:
     def segment(
         self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
     ) -> Segment:
-        """Build the segment of the positions `span` that computes, or passes on, the values `needed`."""
+        """Build the segment of positions `span` that computes, or passes on, the values `needed`."""
         body = list(self.nodes[span[0] : span[1]])
         builder = _Builder(self.repeatable)
         for node in body:

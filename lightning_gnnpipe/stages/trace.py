@@ -1,11 +1,14 @@
-"""Tracing of the user's forward by torch.fx, with message passing and all modules without it as leaves."""
+"""Tracing of the user's forward by torch.fx.
+
+Message-passing layers and all modules that hold none are leaves.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_geometric.nn.conv.gcn_conv
@@ -39,9 +42,9 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
                 found=f"{type(error).__name__}: {error}",
-                remedy="Write it without control flow on the values or shapes of tensors and without calls of "
-                "self.log, move such code into training_step or into a submodule without message passing, or "
-                "name a smaller module by GNNPipeStrategy(pipelined_module=...).",
+                remedy="Write it without control flow on the values or shapes of tensors and without "
+                "calls of self.log, move such code into training_step or into a submodule without "
+                "message passing, or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
             )
         ) from error
     return graph
@@ -63,16 +66,18 @@ def _traceable_factories() -> Iterator[None]:
 def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         found: list[fx.Proxy] = []
-        fx.node.map_aggregate((args, kwargs), lambda a: found.append(a) if _is_proxy(a) else None)
+
+        def keep(value: Any) -> Any:
+            if isinstance(value, fx.Proxy):
+                found.append(value)
+            return value
+
+        fx.node.map_aggregate((args, kwargs), keep)
         if not found:
             return original(*args, **kwargs)
         return found[0].tracer.create_proxy("call_function", original, args, kwargs)
 
     return create
-
-
-def _is_proxy(value: object) -> bool:
-    return isinstance(value, fx.Proxy)
 
 
 def root_of(module: nn.Module) -> nn.Module:
@@ -120,7 +125,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        call: Call = self.root._call  # type: ignore[assignment, union-attr]
+        call = cast(_Caller, self.root)._call
         leaves = [
             self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
         ]

@@ -1,6 +1,6 @@
-"""What each value of a traced graph is: learned by running it once on a small sample of the user's graph.
+"""What each value of a traced graph is.
 
-The sample has fewer nodes than edges or the other way round, never as many, so that the first
+It is learned by running it once on a small sample of the user's graph. The sample has fewer nodes than edges or the other way round, never as many, so that the first
 dimension of every value tells whether it has one row a node or one row an edge.
 """
 
@@ -23,7 +23,10 @@ _SAMPLE_EDGES = 48
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph: what its rows are, the shape of a row, its dtype, whether gradients flow through it."""
+    """A tensor of the graph.
+
+    What its rows are, the shape of a row, its dtype, whether gradients flow through it.
+    """
 
     kind: Kind
     row_shape: tuple[int, ...]
@@ -51,9 +54,9 @@ def draw_sample(call: Call, inputs: Inputs) -> Sample:
     edge_index = inputs.edge_index
     num_edges = min(_SAMPLE_EDGES, edge_index.size(1))
     spaced = torch.linspace(0, max(edge_index.size(1) - 1, 0), num_edges)
-    edges = spaced.long().unique().to(edge_index.device)
+    edges = torch.unique(spaced.long()).to(edge_index.device)
     extra = torch.arange(min(3, inputs.num_nodes), device=edge_index.device)
-    nodes = torch.cat([edge_index[:, edges].flatten(), extra]).unique()
+    nodes = torch.unique(torch.cat([edge_index[:, edges].flatten(), extra]))
     if nodes.numel() == edges.numel():
         edges = edges[:-1]
     renumber = torch.full((inputs.num_nodes,), -1, device=edge_index.device)

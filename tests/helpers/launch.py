@@ -54,6 +54,7 @@ def run_fit(
     """Train under ``GNNPipeStrategy`` on the CPU; more than one stage are forked processes.
 
     Args:
+        partition: Chunk of each node; None leaves the choice to the strategy.
         batches_per_epoch: How often an epoch yields the graph, for accumulating gradients.
     """
     from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
@@ -62,12 +63,11 @@ def run_fit(
         def train_dataloader(self) -> Any:
             return RepeatedGraph(self.data, batches_per_epoch)
 
+    options = dict(strategy_kwargs or {})
+    if partition is not None:
+        options["partition"] = partition
     strategy = GNNPipeStrategy(
-        num_stages=num_stages,
-        num_chunks=num_chunks,
-        partition=partition,
-        start_method="fork",
-        **(strategy_kwargs or {}),
+        num_stages=num_stages, num_chunks=num_chunks, start_method="fork", **options
     )
     datamodule = (FullGraphDataModule if batches_per_epoch == 1 else Repeated)(data)
     folder = _empty_folder(tmp_path, f"stages_{num_stages}")
@@ -153,9 +153,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _result(
-    trainer: L.Trainer, module: ReferenceModule, folder: Path, num_ranks: int
-) -> FitResult:
+def _result(trainer: L.Trainer, module: ReferenceModule, folder: Path, num_ranks: int) -> FitResult:
     ranks = load_ranks(folder, num_ranks)
     return FitResult(
         steps=merge_ranks(ranks),

@@ -152,8 +152,9 @@ class ReferenceModule(L.LightningModule):
 
     def validation_step(self, data: Data, batch_idx: int) -> None:
         outputs = self(data)
-        self.log("val_loss", F.cross_entropy(outputs[data.val_mask], data.y[data.val_mask]),
-                 batch_size=1)
+        self.log(
+            "val_loss", F.cross_entropy(outputs[data.val_mask], data.y[data.val_mask]), batch_size=1
+        )
 
     def predict_step(self, data: Data, batch_idx: int) -> Tensor:
         return self(data)

@@ -44,9 +44,7 @@ class StepRecorder(L.Callback):
             if parameter.numel() and parameter.grad is not None
         }
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
         weights = {
             name: parameter.detach().clone()
             for name, parameter in module.named_parameters()
@@ -73,9 +71,7 @@ class StepRecorder(L.Callback):
 
 def load_ranks(folder: Path, num_ranks: int) -> list[list[Step]]:
     """Return the steps that each rank wrote."""
-    return [
-        torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)
-    ]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 def merge_ranks(ranks: list[list[Step]]) -> list[Step]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
@@ -107,3 +108,29 @@ def test_stages_equal_plain_lightning(
     for held in piped.held_by_rank:
         assert held
         assert held < names
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("gcn", 1), ("edge", 1), ("gat_jk", 2)])
+def test_evaluation_has_no_stale_rows(name: str, num_stages: int, tmp_path: Path) -> None:
+    """Validation and prediction of a model trained in chunks equal plain PyG with its weights."""
+    case, module, plain = communities(5), ReferenceModule(name), ReferenceModule(name)
+    fit = run_fit(
+        module,
+        case.data,
+        num_stages=num_stages,
+        num_chunks=case.num_chunks,
+        partition=case.partition,
+        max_epochs=NUM_STEPS,
+        tmp_path=tmp_path,
+        trainer_kwargs={"limit_val_batches": 1.0},
+    )
+    for step in fit.steps:
+        plain.load_state_dict({**plain.state_dict(), **step.weights})
+        with torch.no_grad():
+            outputs = plain.eval()(case.data)
+        expected = F.cross_entropy(outputs[case.data.val_mask], case.data.y[case.data.val_mask])
+        torch.testing.assert_close(step.metrics["val_loss"], expected, rtol=1e-10, atol=1e-10)
+
+    plain.load_state_dict(fit.state_dict)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(case.data), plain.eval()(case.data))

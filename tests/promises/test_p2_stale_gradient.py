@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ RULES = {
     "warmup": Refresh(num_exact_epochs=2),
     "snapshot": Refresh(every_n_epochs=2),
     "exact": Refresh(every_n_epochs=2, how="exact"),
-    "warmup_snapshot": Refresh(num_exact_epochs=2, every_n_epochs=3),
+    "warmup_snapshot": Refresh(num_exact_epochs=2, every_n_epochs=4),
     "warmup_exact": Refresh(num_exact_epochs=2, every_n_epochs=3, how="exact"),
 }
+
+
+OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
 
 
 def callbacks(rule: str) -> list[Any]:
@@ -52,11 +55,9 @@ def assert_equals_oracle(
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
-    options: dict[str, Any] = {
-        "optimizer": optimizer,
-        "lr": 0.01 if optimizer == "adam" else 0.1,
-        "weight_decay": 0.01,
-    }
+    options: dict[str, Any] = {**OPTIMIZER, "optimizer": optimizer}
+    if optimizer == "adam":
+        options["lr"] = 0.01
     oracle = ReferenceModule(name, **options)
     expected = train_with_oracle(
         oracle,
@@ -145,7 +146,29 @@ def test_stages_equal_oracle(
     )
 
 
-@pytest.mark.parametrize("case", [case for case in all_cases() if case.num_chunks == 3][:4],
-                         ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in all_cases() if case.num_chunks == 3][:4], ids=lambda case: case.name
+)
 def test_two_stages_equal_oracle_on(case: GraphCase, tmp_path: Path) -> None:
     assert_equals_oracle(case, tmp_path, name="edge", num_stages=2)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_option_changes_the_result(name: str) -> None:
+    """Otherwise, an option that does nothing would pass the tests above."""
+    case = communities(5)
+    losses = {}
+    for rule, scale, order in product(RULES, [1.0, 2.0], [(0, 1, 2, 3, 4), (3, 1, 0, 4, 2)]):
+        steps = train_with_oracle(
+            ReferenceModule(name, **OPTIMIZER),
+            case.data,
+            case.partition,
+            orders=lambda epoch, order=order: order,
+            refresh=RULES[rule],
+            num_epochs=NUM_EPOCHS,
+            cross_chunk_grad_scale=scale,
+        )
+        losses[rule, scale, order] = float(steps[-1].loss)
+    ranked = sorted(losses.values())
+    gaps = [after - before for before, after in pairwise(ranked)]
+    assert min(gaps) > 1e-8, losses

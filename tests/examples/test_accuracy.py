@@ -1,0 +1,53 @@
+"""The accuracy example: its runs differ in the schedule only, and its table says by how much."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from accuracy import DeepClassifier, Setting, build_table, train_once
+from rich.console import Console
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule
+from lightning_gnnpipe.models import GCNII
+
+SMALL = dict(num_epochs=6, num_exact_epochs=2, num_layers=2, hidden_channels=8)
+
+
+@pytest.fixture
+def datamodule() -> FullGraphDataModule:
+    """Two cliques of twenty nodes, one class each, with the class among the features."""
+    clique = torch.combinations(torch.arange(20)).t()
+    edges = torch.cat([clique, clique + 20], dim=1)
+    y = torch.arange(2).repeat_interleave(20)
+    x = torch.nn.functional.one_hot(y, 4).float()
+    return FullGraphDataModule(Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y))
+
+
+@pytest.mark.parametrize("num_chunks", [None, 4])
+def test_a_run_learns_and_repeats_itself(datamodule, num_chunks):
+    setting = Setting(**SMALL, num_chunks=num_chunks)
+    first = train_once(datamodule, setting, seed=1)
+    assert first > 0.5
+    assert train_once(datamodule, setting, seed=1) == first
+
+
+def test_every_parameter_is_optimized_once_and_convolutions_decay_more():
+    module = DeepClassifier(GCNII(4, 8, 2, 3), 2, lr=0.01, weight_decay=0.1, conv_decay=0.2)
+    convs, others = module.configure_optimizers().param_groups
+    assert (convs["weight_decay"], others["weight_decay"]) == (0.2, 0.1)
+    assert len(convs["params"]) == 3
+    optimized = {id(parameter) for group in (convs, others) for parameter in group["params"]}
+    assert optimized == {id(parameter) for parameter in module.parameters()}
+
+
+def test_table_shows_mean_spread_and_difference():
+    options = argparse.Namespace(datasets=["Cora"], seeds=[0, 1], epochs=5)
+    table = build_table({("Cora", "exact"): [0.8, 0.9], ("Cora", "pipeline"): [0.9, 0.9]}, options)
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table)
+    assert "85.0 ± 7.1 │ 90.0 ± 0.0 │" in captured.get()
+    assert "+5.0" in captured.get()

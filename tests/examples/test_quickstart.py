@@ -1,0 +1,61 @@
+"""The quickstart, run as a user runs it: two processes, a table, a picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
+
+
+def run_quickstart(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def row(table: str, label: str) -> list[str]:
+    """Return the cells of the table's row that starts with ``label``."""
+    [line] = [line for line in table.splitlines() if re.match(rf"│ +{re.escape(label)}", line)]
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_path):
+    done = run_quickstart("--layers=6", "--hidden=16", "--epochs=30", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    for accuracy in row(done.stdout, "test accuracy"):
+        assert float(accuracy.rstrip("%")) > 80
+    assert all(float(seconds) > 0 for seconds in row(done.stdout, "seconds an epoch"))
+    measured, formula = (
+        row(done.stdout, f"bytes an epoch, {how}") for how in ("measured", "formula")
+    )
+    assert measured == formula == ["0", f"{2 * 1797 * 2 * 16 * 4 + 1797 * 10 * 4:,}"]
+    assert row(done.stdout, "graph parallel, 2 METIS parts")[1] != "0"
+    assert row(done.stdout, "(S - 1) / (K + S - 1)")[1] == "11.1%"
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def parse(monkeypatch, *options: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *options])
+    return importlib.import_module("quickstart").parse_options()
+
+
+def test_chunks_default_to_four_a_stage(monkeypatch):
+    assert parse(monkeypatch, "--stages=3").chunks == 12
+    assert parse(monkeypatch, "--stages=3", "--chunks=5").chunks == 5
+
+
+def test_too_few_epochs_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "--epochs=12")
+    assert "--epochs must be at least 13: the first 10 are exact" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""P5: the bytes that are measured are those of the formula, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.schedule import pipeline_bytes
+
+N, E, D, C = 37, 120, 8, 3
+FLOAT = 4
+
+
+class EdgeNet(nn.Module):
+    """Updates edge features between layers: they cross the cut with one row an edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(2, 5)
+        self.convs = nn.ModuleList(
+            [gnn.GINEConv(nn.Linear(4, D), edge_dim=5), gnn.GINEConv(nn.Linear(D, C), edge_dim=5)]
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        edge_attr = self.encode(edge_attr)
+        x = self.convs[0](x, edge_index, edge_attr).relu()
+        return self.convs[1](x, edge_index, edge_attr)
+
+
+class EdgeClassifier(NodeClassifier):
+    def forward(self, data: Data) -> Tensor:
+        return self.net(data.x, data.edge_index, data.edge_attr)
+
+
+class BytesRecorder(L.Callback):
+    """Writes the bytes of every training step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        stats = trainer.strategy.collect_stats()
+        self.steps.append(stats.bytes_by_kind)
+        if trainer.is_global_zero:
+            torch.save(self.steps, self.folder / "bytes.pt")
+
+
+def graph() -> Data:
+    generator = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(N, 4, generator=generator),
+        edge_index=torch.randint(0, N, (2, E), generator=generator),
+        edge_attr=torch.randn(E, 2, generator=generator),
+        y=torch.randint(0, C, (N,), generator=generator),
+    )
+
+
+def measure(folder: Path, module: L.LightningModule, num_stages: int, num_chunks: int) -> Any:
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=GNNPipeStrategy(num_chunks=num_chunks, start_method="fork"),
+        max_epochs=3,
+        callbacks=[BytesRecorder(folder)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    return torch.load(folder / "bytes.pt")
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 4), (2, 1), (2, 5), (3, 7)])
+def test_p5_bytes_equal_the_formula(num_stages: int, num_chunks: int, tmp_path: Path) -> None:
+    """GCNII: two tensors cross each cut, X and X_0; the first step is exact, the others are not."""
+    module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
+    steps = measure(tmp_path, module, num_stages, num_chunks)
+    assert len(steps) == 3
+    crossing = 2 * (num_stages - 1) * N * (2 * D) * FLOAT
+    outputs = (num_stages - 1) * N * C * FLOAT
+    for step in steps:
+        assert step.get("forward", 0) == step.get("backward", 0) == crossing // 2
+        assert step.get("output", 0) == outputs
+        assert not step.keys() - {"forward", "backward", "output", "control"}
+    assert crossing + outputs == pipeline_bytes(
+        num_stages=num_stages,
+        num_nodes=N,
+        row_bytes=[2 * D * FLOAT] * (num_stages - 1),
+        output_row_bytes=C * FLOAT,
+    )
+
+
+def test_p5_edge_features_count_by_edge(tmp_path: Path) -> None:
+    [*_, step] = measure(tmp_path, EdgeClassifier(EdgeNet(), C), 2, 4)
+    assert step["forward"] == step["backward"] == (N * D + E * 5) * FLOAT
+    assert step["output"] == N * C * FLOAT

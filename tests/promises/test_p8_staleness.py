@@ -1,0 +1,106 @@
+"""P8: the simulator's list of stale reads is what the engine read; the monitor reports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import (
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    HistoryRefresh,
+    StalenessMonitor,
+    StalenessWarmup,
+)
+from lightning_gnnpipe.graph import ChunkPlan, chunk_order, plan_from_assignment
+from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
+from lightning_gnnpipe.schedule import stale_frac, stale_reads
+
+N, K, SEED = 40, 5, 11
+ASSIGNMENT = torch.arange(N) * K // N
+
+
+class StaleRecorder(L.Callback):
+    """Writes, for every training step, the stale reads of each layer and the logged share and age."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[dict[str, Any]] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        layers = trainer.strategy.collect_staleness()
+        pairs = {layer: sorted(one.stale_pairs) for layer, one in layers.items()}
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.steps.append({"pairs": pairs, "logged": logged})
+        if trainer.is_global_zero:
+            torch.save(self.steps, self.folder / "stale.pt")
+
+
+def graph() -> Data:
+    """A ring with a few long chords: not every chunk reads every other."""
+    source = torch.arange(N)
+    edges = torch.stack([source, (source + 1) % N])
+    chords = torch.tensor([[0, 3, 20, 33], [17, 39, 9, 2]])
+    generator = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(N, 4, generator=generator),
+        edge_index=torch.cat([edges, chords], dim=1),
+        y=torch.randint(0, 3, (N,), generator=generator),
+    )
+
+
+def plan() -> ChunkPlan:
+    return plan_from_assignment(graph().edge_index, N, ASSIGNMENT)
+
+
+def run(folder: Path, num_stages: int, *callbacks: L.Callback) -> list[dict[str, Any]]:
+    L.seed_everything(SEED, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=GNNPipeStrategy(partition=ASSIGNMENT, start_method="fork"),
+        max_epochs=6,
+        callbacks=[*callbacks, StalenessMonitor(), StaleRecorder(folder)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = NodeClassifier(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.0), 3)
+    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    steps: list[dict[str, Any]] = torch.load(folder / "stale.pt")
+    return steps
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) -> None:
+    cut = plan()
+    counts = [[cut.halo_counts[c].get(d, 0) for d in range(K)] for c in range(K)]
+    steps = run(tmp_path, num_stages, StalenessWarmup(num_epochs=2))
+    seen = set()
+    for epoch, step in enumerate(steps):
+        order = chunk_order(K, epoch=epoch, seed=SEED, shuffle=True)
+        expected = [] if epoch < 2 else sorted(map(tuple, stale_reads(order, cut.sources)))
+        share = 0.0 if epoch < 2 else stale_frac(order, counts)
+        assert [step["pairs"].get(layer, []) for layer in range(3)] == [expected] * 3
+        assert step["logged"]["history/stale_frac"] == pytest.approx(share)
+        assert step["logged"]["history/age_epochs"] == (1.0 if expected else 0.0)
+        seen.add(tuple(expected))
+    assert len(seen) > 2, "the order of the chunks was not shuffled"
+
+
+def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
+    """Renewed after epochs 0 (exact), 2 and 5: ages 1, 2, 1, 2, 3."""
+    steps = run(tmp_path, 1, HistoryRefresh(every_n_epochs=3))
+    assert [step["logged"]["history/age_epochs"] for step in steps] == [0, 1, 2, 1, 2, 3]
+
+
+def test_drift_is_positive_once_weights_move(tmp_path: Path) -> None:
+    steps = run(tmp_path, 1)
+    assert steps[-1]["logged"]["history/drift"] > 0
+    assert steps[-1]["logged"]["history/drift/layer_2"] > 0
