@@ -11,13 +11,12 @@ import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch import Tensor
 
 from lightning_gnnpipe import _compat
@@ -100,7 +99,7 @@ class PipeProcesses(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
         super().setup_environment()

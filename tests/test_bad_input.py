@@ -56,7 +56,7 @@ class Module(L.LightningModule):
 
 
 class Witness(L.Trainer):
-    """Writes the error that each rank ends with, and lets no rank end the others before they have."""
+    """Writes the error of each rank, and lets no rank end the others before they have one."""
 
     folder: Path
 
@@ -100,7 +100,7 @@ def fit(folder: Path, module: Module, data: Any, **options: Any) -> list[str]:
     )
     trainer.folder = folder
     loader = data if isinstance(data, DataLoader) else DataLoader([data], collate_fn=first)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - of the process launcher; its text is below
+    with pytest.raises(Exception):  # noqa: B017 - of the process launcher; its text is below
         trainer.fit(module, loader)
     return [path.read_text() for path in sorted(folder.glob("rank*.txt"))]
 
@@ -122,15 +122,35 @@ def with_lbfgs() -> Module:
 
 
 CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], str]] = {
-    "features": (Module, lambda: graph(x=torch.randn(10, 4)), {}, "name nodes from 0 to 9.*got node 11"),
-    "out-of-range": (Module, lambda: graph(edge_index=torch.tensor([[0, 99], [1, 2]])), {}, "node 99"),
+    "features": (
+        Module,
+        lambda: graph(x=torch.randn(10, 4)),
+        {},
+        "name nodes from 0 to 9.*got node 11",
+    ),
+    "out-of-range": (
+        Module,
+        lambda: graph(edge_index=torch.tensor([[0, 99], [1, 2]])),
+        {},
+        "node 99",
+    ),
     "negative": (Module, lambda: graph(edge_index=torch.tensor([[0, -1], [1, 2]])), {}, "node -1"),
     "float": (Module, lambda: graph(edge_index=torch.rand(2, 5)), {}, "hold integers.*float32"),
     "too-many-chunks": (Module, graph, {"num_chunks": 13}, "between 1 and the number of nodes, 12"),
     "no-message-passing": (lambda: Module(nn.Linear(4, 4)), graph, {}, "message-passing layers"),
     "untraceable": (lambda: Module(Branches()), graph, {}, "traceable by torch.fx.*name a smaller"),
-    "two-forwards": (lambda: Module(calls=2), graph, {}, "one pipelined forward before each backward"),
-    "no-forward": (lambda: Module(calls=0), graph, {}, "training_step to call the pipelined module"),
+    "two-forwards": (
+        lambda: Module(calls=2),
+        graph,
+        {},
+        "one pipelined forward before each backward",
+    ),
+    "no-forward": (
+        lambda: Module(calls=0),
+        graph,
+        {},
+        "training_step to call the pipelined module",
+    ),
     "lbfgs": (with_lbfgs, graph, {}, "LBFGS"),
     "batch-norm": (
         lambda: Module(Net(gnn.SAGEConv(4, 4), gnn.GENConv(4, 4))),
@@ -138,7 +158,12 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         {},
         "BatchNorm.*statistics are taken over all nodes",
     ),
-    "unknown-conv": (lambda: Module(Net(gnn.ChebConv(4, 4, 2))), graph, {}, "'convs.0', a ChebConv"),
+    "unknown-conv": (
+        lambda: Module(Net(gnn.ChebConv(4, 4, 2))),
+        graph,
+        {},
+        "'convs.0', a ChebConv",
+    ),
     "few-layers": (lambda: Module(Net(gnn.SAGEConv(4, 4))), graph, {}, "2 stages and 1 layers"),
     "batch-differs": (
         Module,
@@ -147,8 +172,18 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         "the same batch on every rank",
     ),
     "penalty": (lambda: Module(penalty=1.0), graph, {}, "the same loss on every rank"),
-    "partition": (Module, graph, {"num_chunks": "auto", "partition": torch.zeros(5, dtype=torch.long)}, "shape \\[12\\]"),
-    "wrong-name": (Module, graph, {"pipelined_module": "gnn"}, "'pipelined_module' to name a submodule"),
+    "partition": (
+        Module,
+        graph,
+        {"num_chunks": "auto", "partition": torch.zeros(5, dtype=torch.long)},
+        "shape \\[12\\]",
+    ),
+    "wrong-name": (
+        Module,
+        graph,
+        {"pipelined_module": "gnn"},
+        "'pipelined_module' to name a submodule",
+    ),
 }
 
 

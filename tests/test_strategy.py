@@ -1,4 +1,4 @@
-"""What works in a plain Trainer works here: logging, metrics, callbacks, schedulers, checkpoints, loops."""
+"""What works in a plain Trainer works here: metrics, callbacks, schedulers, checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
 def test_fit_equals_plain_lightning(
     num_stages: int, module_args: dict[str, Any], trainer_args: dict[str, Any]
 ) -> None:
-    """Weights outside of the net, tied weights, metrics, schedulers, clipping, manual optimization."""
+    """Weights outside of the net, tied ones, metrics, schedulers, clipping, manual steps."""
     plain, ours = make_module(**module_args), make_module(**module_args)
     expected = make_trainer(0, 5, **trainer_args)
     expected.fit(plain, datamodule=datamodule())
@@ -231,8 +231,13 @@ def test_callbacks_check_their_arguments_and_the_strategy() -> None:
     with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
         StalenessWarmup(-1)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, callbacks=[StalenessWarmup(1)], logger=False,
-        enable_checkpointing=False, max_epochs=1, enable_progress_bar=False,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[StalenessWarmup(1)],
+        logger=False,
+        enable_checkpointing=False,
+        max_epochs=1,
+        enable_progress_bar=False,
     )
     with pytest.raises(ConfigError, match="StalenessWarmup to be used with GNNPipeStrategy"):
         trainer.fit(make_module(), datamodule=datamodule())

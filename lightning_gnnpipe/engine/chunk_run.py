@@ -5,7 +5,7 @@ Their random numbers do not depend on how layers are dealt out to stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ def run_segments(
     chunk: ChunkView,
     context: MessageContext,
     seed_of: SeedOf | None = None,
+    keep: Collection[str] | None = None,
 ) -> None:
     """Run `segments` on `values` over `chunk`; what they compute is added to `values`.
 
@@ -36,7 +37,10 @@ def run_segments(
         context: Serves the layers' message passing; the layers must be intercepted with it.
         seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the
             stream alone.
+        keep: Names of the values that are needed afterwards; the others are dropped after their
+            last use. None keeps all.
     """
+    last_use = {name: segment.index for segment in segments for name in segment.inputs}
     for segment in segments:
         inputs = [values[name] for name in segment.inputs]
         if segment.has_inplace:
@@ -46,6 +50,11 @@ def run_segments(
         context.enter(chunk, segment.index)
         outputs = segment.module(*inputs)
         values.update(zip(segment.outputs, outputs, strict=True))
+        if keep is not None:
+            for name in [
+                n for n in values if n not in keep and last_use.get(n, -1) <= segment.index
+            ]:
+                del values[name]
     context.leave()
 
 

@@ -1,8 +1,8 @@
 """The pipeline engine: what the pipelined module's forward does under the strategy.
 
-    forward, with gradients  ->  training pass: exact or pipelined schedule, histories written,
-                                 backward to follow
-    forward, without         ->  exact pass, histories untouched
+forward, with gradients  ->  training pass: exact or pipelined schedule, histories written,
+                             backward to follow
+forward, without         ->  exact pass, histories untouched
 """
 
 from __future__ import annotations

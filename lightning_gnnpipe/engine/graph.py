@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Inputs
 from lightning_gnnpipe.types import Partition
+
+log = logging.getLogger(__name__)
 
 _NUM_KEPT = 4
 _CHUNKS_PER_STAGE = 4
@@ -73,6 +76,7 @@ class GraphCache:
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
+        self._has_warned = False
 
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
@@ -80,6 +84,7 @@ class GraphCache:
         if self._trained is not graph:
             if self._trained is not None:
                 self._trained.drop_histories()
+                self._warn_of_change()
             self._trained = graph
         return graph
 
@@ -96,6 +101,14 @@ class GraphCache:
     def _num_chunks(self, inputs: Inputs) -> int:
         num_stages = self._transport.axis.num_stages
         return resolve_num_chunks(self._options, num_stages, inputs.num_nodes)
+
+    def _warn_of_change(self) -> None:
+        if not self._has_warned:
+            log.warning(
+                "The graph changed between training steps: from pipelined steps to an exact step "
+                "for each change, since histories belong to one graph."
+            )
+        self._has_warned = True
 
     def _get(self, key: tuple[int, bool], make: Callable[[], PlannedGraph]) -> PlannedGraph:
         if key not in self._graphs:

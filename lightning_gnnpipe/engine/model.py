@@ -1,7 +1,8 @@
 """The user's module as a pipeline: traced once for each mode, cut, dealt out to stages.
 
-The weights of other stages are emptied. The cut is decided at the first call, when the arguments are known. Until then every rank holds all
-parameters, so checkpoints load and optimizers are built as on one device.
+The weights of other stages are emptied. The cut is decided at the first call, when the arguments
+are known. Until then every rank holds all parameters, so checkpoints load and optimizers are built
+as on one device.
 """
 
 from __future__ import annotations
@@ -162,7 +163,13 @@ class PipelinedModel:
         flags = tuple(m.training for m in self.module.modules())
         frozen = tuple(p.requires_grad for p in self.module.parameters())
         leaves = tuple((leaf.requires_grad, leaf.dtype, leaf.shape[1:]) for leaf in call.leaves)
-        return flags, frozen, leaves, call.signature, torch.is_autocast_enabled("cpu")
+        return (
+            flags,
+            frozen,
+            leaves,
+            call.signature,
+            torch.is_autocast_enabled(self._transport.axis.device.type),
+        )
 
     def _trace(self, call: Call, inputs: Inputs) -> None:
         key = self._key(call)

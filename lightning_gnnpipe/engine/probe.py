@@ -67,7 +67,7 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
     with undisturbed(module), torch.no_grad(), _NoDropout():
         args, kwargs = small.rebuild(small.leaves)
         with without_caches(find_convs(module)):
-            expected = _flatten(module(*args, **kwargs))
+            expected = _flatten(module.forward(*args, **kwargs))
         _check_buffers(module, before)
         assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)
         plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
@@ -155,8 +155,8 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
             explain(
                 expected="a forward pass to leave the buffers of the pipelined module as they are",
                 found=f"{', '.join(changed)} changed",
-                remedy="Such a layer (a running statistic, a power iteration) would be updated once a "
-                "chunk; replace it, or train with num_chunks=1.",
+                remedy="Such a layer (a running statistic, a power iteration) would be updated once "
+                "a chunk; replace it, or train with num_chunks=1.",
             )
         )
 

@@ -63,6 +63,7 @@ class Step:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._axis = parts.transport.axis
+        self._leaves = parts.stage.leaves
         self._chunks: dict[int, _ChunkState] = {}
         self._output_grads: Sequence[Tensor] = ()
         self.recorder = Recorder(self._axis.stage)
@@ -112,9 +113,16 @@ class Step:
         parts = self._parts
         received = self._wait_forward(chunk)
         with self.recorder.record(f"{self._axis.stage}F{chunk.index}"):
-            leaves = parts.inputs.slice(chunk, parts.stage.leaves)
+            leaves = parts.inputs.slice(chunk, self._leaves)
             values = {**leaves, **dict(zip(parts.stage.received, received, strict=True))}
-            run_segments(parts.stage.segments, values, chunk, parts.context, parts.seed_of)
+            run_segments(
+                parts.stage.segments,
+                values,
+                chunk,
+                parts.context,
+                parts.seed_of,
+                parts.stage.sent,
+            )
             sent = [values[name] for name in parts.stage.sent]
             self._chunks[chunk.index] = _ChunkState(received, leaves, sent)
             if self._axis.is_last:

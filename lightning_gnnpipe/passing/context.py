@@ -8,7 +8,7 @@ layer that passes messages several times in one forward pass has a history for e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor

@@ -50,8 +50,8 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
             explain(
-                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one at "
-                "least to each",
+                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one "
+                "at least to each",
                 found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
                 remedy="Correct the counts, or use balance='measured'.",
             )

@@ -35,6 +35,10 @@ class _Record:
     attributes: dict[str, Any]
 
 
+# What PyG's `Data` gives as None where it is not set.
+_OPTIONAL = ("x", "edge_index", "edge_weight", "edge_attr", "y", "pos", "batch", "time", "ptr")
+
+
 class DataView:
     """Stands for a PyG `Data` while a module is traced or run on a chunk.
 
@@ -45,11 +49,15 @@ class DataView:
         self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         if name == "num_nodes":
-            return self.__dict__["x"].size(0)
-        return None
+            return self.x.size(0)
+        if name == "num_edges":
+            return self.edge_index.size(1)
+        if name in ("num_features", "num_node_features"):
+            return self.x.size(-1)
+        if name in _OPTIONAL:
+            return None
+        raise AttributeError(f"the graph has no '{name}'")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -153,7 +161,7 @@ def _not_supported(name: str, found: str) -> UnsupportedError:
             expected=f"argument '{name}' of the pipelined module to be dense, with 'edge_index' of "
             "shape [2, num_edges]",
             found=found,
-            remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; drop "
-            "T.ToSparseTensor().",
+            remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; "
+            "drop T.ToSparseTensor().",
         )
     )

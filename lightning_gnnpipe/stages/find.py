@@ -68,7 +68,7 @@ def _check_passing(module: nn.Module) -> None:
             explain(
                 expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
                 found=f"none in {type(module).__name__}",
-                remedy="Build the layers in __init__; models without message passing need no pipeline "
-                "over a graph.",
+                remedy="Build the layers in __init__; models without message passing need no "
+                "pipeline over a graph.",
             )
         )

@@ -14,8 +14,6 @@ from torch import Tensor
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 
-_FLOATS_OR_INTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
-
 
 class Kind(Enum):
     """What the first dimension of a tensor counts."""
@@ -88,8 +86,8 @@ def _find_edge_index(call: Call) -> int:
     if not found:
         raise GraphError(
             explain(
-                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the pipelined "
-                "module",
+                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
+                "pipelined module",
                 found=", ".join(call.names) or "no tensor",
                 remedy="Pass the graph as 'edge_index' to its forward.",
             )
@@ -104,7 +102,7 @@ def _count_nodes(call: Call, edge_slot: int, num_edges: int) -> int:
     others = [
         (name.rsplit(".", 1)[-1], leaf)
         for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True))
-        if i != edge_slot and leaf.dim() > 0 and leaf.dtype in _FLOATS_OR_INTS
+        if i != edge_slot and leaf.dim() > 0
     ]
     for name, leaf in others:
         if name == "x":

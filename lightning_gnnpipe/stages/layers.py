@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -95,7 +96,8 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     calls = [
         i
         for i, node in enumerate(nodes)
-        if node.op == "call_module" and isinstance(root.get_submodule(str(node.target)), MessagePassing)
+        if node.op == "call_module"
+        and isinstance(root.get_submodule(str(node.target)), MessagePassing)
     ]
     if not calls:
         raise UnsupportedError(
@@ -203,7 +205,7 @@ class _Cutter:
     def segment(
         self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
     ) -> Segment:
-        """Build the segment of positions `span` that computes, or passes on, the values `needed`."""
+        """Build the segment of positions `span` that computes or passes on the values `needed`."""
         body = list(self.nodes[span[0] : span[1]])
         builder = _Builder(self.repeatable)
         for node in body:

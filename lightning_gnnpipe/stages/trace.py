@@ -42,9 +42,10 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
                 found=f"{type(error).__name__}: {error}",
-                remedy="Write it without control flow on the values or shapes of tensors and without "
-                "calls of self.log, move such code into training_step or into a submodule without "
-                "message passing, or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
+                remedy="Write it without control flow on the values or shapes of tensors and "
+                "without calls of self.log, move such code into training_step or into a submodule "
+                "without message passing, or name a smaller module by "
+                "GNNPipeStrategy(pipelined_module=...).",
             )
         ) from error
     return graph
@@ -102,7 +103,7 @@ class _Caller(nn.Module):
 
     def forward(self, *leaves: Any) -> Any:
         args, kwargs = self._call.rebuild(leaves)
-        return getattr(self, _ROOT)(*args, **kwargs)
+        return getattr(self, _ROOT).forward(*args, **kwargs)
 
 
 class _Tracer(fx.Tracer):

@@ -1,7 +1,8 @@
 """What each value of a traced graph is.
 
-It is learned by running it once on a small sample of the user's graph. The sample has fewer nodes than edges or the other way round, never as many, so that the first
-dimension of every value tells whether it has one row a node or one row an edge.
+It is learned by running it once on a small sample of the user's graph. The sample has fewer nodes
+than edges or the other way round, never as many, so that the first dimension of every value tells
+whether it has one row a node or one row an edge.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ NO_LINKS = torch.empty(2, 0, dtype=torch.int64)
 @pytest.mark.parametrize("method", METHODS)
 @given(graph=multigraphs(), share=st.floats(0, 1))
 @settings(max_examples=150, deadline=None)
-def test_no_chunk_is_empty(method: PartitionMethod, graph: tuple[Tensor, int], share: float) -> None:
+def test_no_chunk_is_empty(
+    method: PartitionMethod, graph: tuple[Tensor, int], share: float
+) -> None:
     edge_index, num_nodes = graph
     num_chunks = 1 + round(share * (num_nodes - 1))
     parts = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=0)

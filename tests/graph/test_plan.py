@@ -17,7 +17,7 @@ from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraph
 
 
 def _edges_of(plan: ChunkPlan, chunk: Chunk) -> Tensor:
-    """Return the chunk's edges in the user's node numbers, by way of local numbers and positions."""
+    """Return the chunk's edges in the user's numbers, by way of local numbers and positions."""
     positions = torch.cat([torch.arange(chunk.start, chunk.end), chunk.halo])
     return plan.perm[positions[chunk.edge_index]]
 

@@ -1,4 +1,4 @@
-"""P4: every layer on the list of exact ones is exact on chunks; what is not on it is refused by name."""
+"""P4: every layer on the list is exact on chunks; what is not on it is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from lightning_gnnpipe.passing.support import EXACT_AGGREGATIONS, EXACT_CONVS
 D = 4
 N = 11
 
-# Directed, with a self-loop (2), a multi-edge (0 -> 1), an isolated node (10); chunks 0-2 | 3-6 | 7-10.
+# Directed, with a self-loop (2), a multi-edge (0 -> 1), an isolated node (10).
+# Chunks: nodes 0-2 | 3-6 | 7-10.
 EDGES = torch.tensor(
     [
         [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 0, 9, 5, 2, 6, 1, 8],
@@ -181,7 +182,9 @@ class TwoLayers(nn.Module):
 def run(module: TwoLayers, x: Tensor, edge_index: Tensor, extra: tuple[Tensor, ...]) -> Tensor:
     hidden = module.first(x, edge_index, *extra)
     width = hidden.size(-1) // D * D
-    return module.second(torch.tanh(hidden[:, :width].reshape(len(x), -1, D).sum(1)), edge_index, *extra)
+    return module.second(
+        torch.tanh(hidden[:, :width].reshape(len(x), -1, D).sum(1)), edge_index, *extra
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -195,14 +198,16 @@ def double() -> object:
 def extra_of(kind: str | None) -> tuple[Tensor, ...]:
     if kind is None:
         return ()
-    return (torch.rand(EDGES.size(1)) + 0.5,) if kind == "weight" else (torch.randn(EDGES.size(1), 3),)
+    return (
+        (torch.rand(EDGES.size(1)) + 0.5,) if kind == "weight" else (torch.randn(EDGES.size(1), 3),)
+    )
 
 
 @pytest.mark.parametrize(("name", "make", "kind"), CASES, ids=[case[0] for case in CASES])
 def test_p4_conv_on_chunks_equals_conv_on_the_graph(
     name: str, make: Callable[[], MessagePassing], kind: str | None
 ) -> None:
-    """After an exact pass has filled the histories, a pass in chunks gives what the whole graph gives."""
+    """Once an exact pass has filled the histories, a pass in chunks gives what the graph gives."""
     module = TwoLayers(make)
     x, extra = torch.randn(N, D), extra_of(kind)
     with torch.no_grad():

@@ -52,6 +52,7 @@ def assert_equals_oracle(
     rule: str = "live",
     scale: float = 1.0,
     optimizer: str = "momentum",
+    validate: bool = False,
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
@@ -77,6 +78,7 @@ def assert_equals_oracle(
         callbacks=callbacks(rule),
         max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
+        trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
         strategy_kwargs={"shuffle_chunks": shuffle, "cross_chunk_grad_scale": scale},
     )
     assert_steps_equal(fit.steps, expected)
@@ -151,6 +153,11 @@ def test_stages_equal_oracle(
 )
 def test_two_stages_equal_oracle_on(case: GraphCase, tmp_path: Path) -> None:
     assert_equals_oracle(case, tmp_path, name="edge", num_stages=2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_validation_leaves_stale_rows_as_they_were(num_stages: int, tmp_path: Path) -> None:
+    assert_equals_oracle(communities(5), tmp_path, num_stages=num_stages, validate=True)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -1,4 +1,4 @@
-"""P7: a rank that raises, is killed or stalls ends all ranks, soon, with the cause on the screen."""
+"""P7: a rank that raises, is killed or stalls ends all ranks, soon, with the cause shown."""
 
 from __future__ import annotations
 

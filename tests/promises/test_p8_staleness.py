@@ -26,7 +26,7 @@ ASSIGNMENT = torch.arange(N) * K // N
 
 
 class StaleRecorder(L.Callback):
-    """Writes, for every training step, the stale reads of each layer and the logged share and age."""
+    """Writes each training step's stale reads, by layer, and the logged share and age."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -127,11 +127,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "in-place": (InPlace, "x", 3),
     "data": (TakesData, "data", 2),
     "basic-gnn": (lambda: gnn.GCN(D, 5, 4, 3, jk="lstm"), "x", 4),
-    "gat": (lambda: gnn.GAT(D, 6, 3, heads=2, norm="LayerNorm", norm_kwargs={"mode": "node"}), "x", 3),
+    "gat": (
+        lambda: gnn.GAT(D, 6, 3, heads=2, norm="LayerNorm", norm_kwargs={"mode": "node"}),
+        "x",
+        3,
+    ),
     "sequential": (
         lambda: gnn.Sequential(
             "x, edge_index",
-            [(gnn.GCNConv(D, 5), "x, edge_index -> x"), nn.ReLU(), (gnn.GCNConv(5, 3), "x, edge_index -> x")],
+            [
+                (gnn.GCNConv(D, 5), "x, edge_index -> x"),
+                nn.ReLU(),
+                (gnn.GCNConv(5, 3), "x, edge_index -> x"),
+            ],
         ),
         "x",
         2,
@@ -140,7 +148,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
         lambda: gnn.Sequential(
             "x, edge_index",
             [
-                (gnn.DeepGCNLayer(gnn.GENConv(D, D, norm="layer"), nn.LayerNorm(D), nn.ReLU(inplace=True)), "x, edge_index -> x")
+                (
+                    gnn.DeepGCNLayer(
+                        gnn.GENConv(D, D, norm="layer"), nn.LayerNorm(D), nn.ReLU(inplace=True)
+                    ),
+                    "x, edge_index -> x",
+                )
                 for _ in range(3)
             ],
         ),
