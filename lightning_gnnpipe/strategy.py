@@ -171,10 +171,6 @@ class GNNPipeStrategy(PipeProcesses):
         if is_fitting:
             _compat.optimizers_to_device(self.optimizers, self.root_device)
 
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:

@@ -25,18 +25,21 @@ def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: in
     loads = torch.bincount(assignment, weights.double(), minlength=num_chunks)
     mean = float(loads.mean())
     limit = (1 + _TOLERANCE) * mean
-    for _ in range(assignment.numel()):
+    for _ in range(2 * assignment.numel()):
         heavy, light = int(loads.argmax()), int(loads.argmin())
         if float(loads[heavy]) <= limit:
             break
-        excess = min(float(loads[heavy]) - mean, mean - float(loads[light]))
-        moved = _choose(assignment, weights, links, (heavy, light), excess)
-        if moved.numel() == 0:
-            moved = _single(assignment, weights, heavy, float(loads[heavy] - loads[light]))
-        if moved.numel() == 0:
+        budget = min(float(loads[heavy]) - mean, mean - float(loads[light]))
+        given = _choose(assignment, weights, links, (heavy, light), budget)
+        taken = given[:0]
+        if given.numel() == 0:
+            given, taken = _swap(assignment, weights, (heavy, light), budget)
+        if given.numel() == 0:
+            given = _single(assignment, weights, heavy, float(loads[heavy] - loads[light]))
+        if given.numel() == 0:
             break
-        assignment[moved] = light
-        weight = float(weights[moved].sum())
+        assignment[given], assignment[taken] = light, heavy
+        weight = float(weights[given].sum() - weights[taken].sum())
         loads[heavy] -= weight
         loads[light] += weight
     return assignment
@@ -56,6 +59,22 @@ def _choose(
     fitting = nodes[weights[nodes] <= budget]
     order = fitting[gain[fitting].argsort(descending=True, stable=True)]
     return order[weights[order].cumsum(0) <= budget][: nodes.numel() - 1]
+
+
+def _swap(
+    assignment: Tensor, weights: Tensor, pair: tuple[int, int], budget: float
+) -> tuple[Tensor, Tensor]:
+    """Return a node of each chunk whose weights differ by as much of `budget` as can be."""
+    nodes = [(assignment == chunk).nonzero().flatten() for chunk in pair]
+    kinds = [torch.unique(weights[some]) for some in nodes]
+    gains = (kinds[0].view(-1, 1) - kinds[1].view(1, -1)).double()
+    gains[(gains > budget) | (gains <= 0)] = 0
+    if gains.numel() == 0 or float(gains.max()) == 0:
+        return nodes[0][:0], nodes[1][:0]
+    row, column = divmod(int(gains.argmax()), gains.size(1))
+    given = nodes[0][weights[nodes[0]] == kinds[0][row]][:1]
+    taken = nodes[1][weights[nodes[1]] == kinds[1][column]][:1]
+    return given, taken
 
 
 def _single(assignment: Tensor, weights: Tensor, heavy: int, gap: float) -> Tensor:

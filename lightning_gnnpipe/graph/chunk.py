@@ -109,8 +109,9 @@ class ChunkPlan:
 
     def chunk_of_position(self) -> Tensor:
         """Return `[num_nodes]` the chunk that each position lies in."""
-        sizes = torch.tensor([chunk.num_nodes for chunk in self.chunks])
-        return torch.repeat_interleave(torch.arange(self.num_chunks), sizes)
+        sizes = [chunk.num_nodes for chunk in self.chunks]
+        owners = torch.repeat_interleave(torch.arange(self.num_chunks), torch.tensor(sizes))
+        return owners.to(self.perm.device)
 
     def to(self, device: torch.device | str) -> ChunkPlan:
         """Return the plan with its tensors on `device`."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _PRIME = 0x9E3779B1
+# As signed 64-bit integers.
+_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 _MASK = (1 << 63) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,11 +20,9 @@ def graph_fingerprint(edge_index: Tensor, num_nodes: int) -> int:
         num_nodes: Nodes, N.
     """
     source, target = edge_index.long()
-    place = torch.arange(1, source.numel() + 1, device=source.device)
-    mixed = (source * _PRIME + target + 1) * (place * 2 + 1)
-    mixed ^= mixed >> 29
-    total = int((mixed * (place * _PRIME | 1)).sum())
-    return (total * 31 + num_nodes * 1_000_003 + source.numel()) & _MASK
+    place = torch.arange(source.numel(), device=source.device)
+    mixed = _mix(_mix(source * num_nodes + target) + place)
+    return (int(mixed.sum()) * 31 + num_nodes * _PRIME + source.numel()) & _MASK
 
 
 def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
@@ -43,5 +43,15 @@ def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
     if sample.is_complex():
         sample = torch.view_as_real(sample).reshape(-1)
     bits = sample.view(_BITS[sample.element_size()]).long()
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device) * 2 + 1
-    return (number * 31 + int((bits * weights * _PRIME).sum())) & _MASK
+    mixed = _mix(_mix(bits) + torch.arange(bits.numel(), device=bits.device))
+    return (number * 31 + int(mixed.sum())) & _MASK
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """Return 64-bit integers in which every bit depends on all bits of `numbers`.
+
+    Source: the finalizer of MurmurHash3 (shifts are arithmetic here).
+    """
+    for factor in _FACTORS:
+        numbers = (numbers ^ (numbers >> 33)) * factor
+    return numbers ^ (numbers >> 33)

@@ -6,13 +6,16 @@ graphs, not on skewed ones; what it leaves out of balance is moved (see `balance
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pymetis
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph.balance import rebalance
 from lightning_gnnpipe.graph.validate import check_assignment, check_num_chunks
-from lightning_gnnpipe.types import Partition
+from lightning_gnnpipe.types import Partition, PartitionMethod
 
 
 def partition_nodes(
@@ -43,6 +46,14 @@ def partition_nodes(
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "contiguous":
         return _deal_out(torch.arange(num_nodes), weights, num_chunks)
+    if method not in get_args(PartitionMethod):
+        raise ConfigError(
+            explain(
+                expected="'partition' to be 'metis', 'random', 'contiguous' or a tensor",
+                found=repr(method),
+                remedy="Choose one of them.",
+            )
+        )
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_nodes, generator=generator)
@@ -81,9 +92,10 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 def _deal_out(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
     """Cut the nodes, in this order, into runs of about equal weight, none empty."""
-    total = weights[order].double().cumsum(0)
+    ordered = weights[order].double()
+    total = ordered.cumsum(0)
     targets = total[-1] * torch.arange(1, num_chunks) / num_chunks
-    cuts = torch.searchsorted(total, targets).tolist()
+    cuts = torch.searchsorted(total - ordered / 2, targets).tolist()
     for i in range(num_chunks - 1):  # at least one node before each cut, and enough behind it
         least = cuts[i - 1] + 1 if i else 1
         cuts[i] = min(max(cuts[i], least), order.numel() - (num_chunks - 1 - i))

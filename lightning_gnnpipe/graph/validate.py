@@ -16,6 +16,22 @@ def check_graph(edge_index: Tensor, num_nodes: int) -> None:
     Raises:
         GraphError: With what was found.
     """
+    if not isinstance(edge_index, Tensor):
+        raise GraphError(
+            explain(
+                expected="'edge_index' to be a torch.Tensor",
+                found=type(edge_index).__name__,
+                remedy="Convert it by torch.tensor(edge_index).",
+            )
+        )
+    if num_nodes < 1:
+        raise GraphError(
+            explain(
+                expected="a graph of at least one node",
+                found=str(num_nodes),
+                remedy="Check where the graph comes from.",
+            )
+        )
     if edge_index.dtype not in _INTEGERS:
         raise GraphError(
             explain(
@@ -52,6 +68,14 @@ def check_num_chunks(num_chunks: int, num_nodes: int) -> None:
     Raises:
         ConfigError: With both numbers.
     """
+    if not isinstance(num_chunks, int) or isinstance(num_chunks, bool):
+        raise ConfigError(
+            explain(
+                expected="'num_chunks' to be an integer",
+                found=repr(num_chunks),
+                remedy="Leave it at 'auto' for 4 chunks a stage.",
+            )
+        )
     if not 1 <= num_chunks <= num_nodes:
         raise ConfigError(
             explain(

@@ -1,4 +1,4 @@
-"""What staleness costs, in numbers: who read whom stale, how old rows were, how far they drifted."""
+"""What staleness costs in numbers: who read whom stale, how old rows were, how far off."""
 
 from __future__ import annotations
 

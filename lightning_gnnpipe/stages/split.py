@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_gnnpipe.stages.kinds import Kind
 from lightning_gnnpipe.stages.layers import Layers, Segment
 from lightning_gnnpipe.stages.trace import strip_root
 from lightning_gnnpipe.stages.values import Value
@@ -37,13 +36,6 @@ class Stage:
         """Names of the batch's tensors that this stage reads."""
         named = {name for segment in self.segments for name in segment.inputs}
         return frozenset(name for name in named if name.startswith("leaf_"))
-
-    def row_bytes_received(self) -> dict[Kind, int]:
-        """Bytes a row of what comes from the previous stage, by what the rows are."""
-        total = {Kind.NODE: 0, Kind.EDGE: 0}
-        for name in self.received:
-            total[self.values[name].kind] += self.values[name].row_bytes
-        return total
 
 
 def split_layers(layers: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
