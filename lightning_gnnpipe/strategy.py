@@ -80,8 +80,6 @@ class GNNPipeStrategy(PipeProcesses):
         ConfigError: If an option cannot be right.
     """
 
-    strategy_name = "gnnpipe"
-
     def __init__(
         self,
         *,

@@ -225,19 +225,3 @@ def test_the_strategy_is_registered() -> None:
 def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         GNNPipeStrategy(**options)
-
-
-def test_callbacks_check_their_arguments_and_the_strategy() -> None:
-    with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
-        StalenessWarmup(-1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[StalenessWarmup(1)],
-        logger=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        enable_progress_bar=False,
-    )
-    with pytest.raises(ConfigError, match="StalenessWarmup to be used with GNNPipeStrategy"):
-        trainer.fit(make_module(), datamodule=datamodule())

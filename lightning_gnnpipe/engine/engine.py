@@ -239,8 +239,7 @@ class _KnownEdges:
         """Whether `inputs` has the graph whose fingerprint was taken."""
         if version_of(self.edge_index) != self.version or self.version < 0:
             return False
-        if self.num_nodes != inputs.num_nodes:
+        other = inputs.edge_index
+        if (self.num_nodes, self.edge_index.dtype) != (inputs.num_nodes, other.dtype):
             return False
-        return self.edge_index is inputs.edge_index or torch.equal(
-            self.edge_index, inputs.edge_index
-        )
+        return self.edge_index is other or torch.equal(self.edge_index, other)

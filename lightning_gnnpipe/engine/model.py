@@ -7,6 +7,7 @@ as on one device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from lightning_gnnpipe.stages import (
     split_layers,
     trace,
 )
+
+log = logging.getLogger(__name__)
 
 Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
@@ -76,12 +79,6 @@ class PipelinedModel:
     def is_split(self) -> bool:
         """Whether the layers have been dealt out."""
         return self._counts is not None
-
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
-        assert self._counts is not None
-        return self._counts
 
     @property
     def owned(self) -> set[str]:
@@ -194,6 +191,8 @@ class PipelinedModel:
             )
         if self._counts is None:
             self._counts = self._count_layers(lengths.pop(), measure)
+            if self._transport.axis.is_first:
+                log.info("Layers of each stage: %s.", ", ".join(map(str, self._counts)))
         self._modes = {
             key: mode if mode.stages else Mode(mode.layers, split_layers(mode.layers, self._counts))
             for key, mode in self._modes.items()

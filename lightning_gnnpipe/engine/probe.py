@@ -72,13 +72,13 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
         assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)
         plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
         checker = _Checker(module, layers, plan.to(sample.edge_index.device), small, kinds)
-        reference = checker.run(plan.whole, None)
+        reference = checker.run(plan.whole)
         _compare(
             layers,
             {n: reference[n] for n in layers.outputs},
             dict(zip(layers.outputs, expected, strict=True)),
         )
-        _compare(layers, checker.run(plan, reference), reference)
+        _compare(layers, checker.run(plan), reference)
 
 
 class _Checker:
@@ -93,7 +93,8 @@ class _Checker:
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
         self.context = MessageContext(self.store, plan.whole.chunks[0])
 
-    def run(self, plan: ChunkPlan, reference: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def run(self, plan: ChunkPlan) -> dict[str, Tensor]:
+        """Return every node-level value, `[num_nodes, *]`, by name."""
         found: dict[str, Tensor] = {}
         leaves = {
             name for s in self.layers.segments for name in s.inputs if name.startswith("leaf_")
@@ -155,8 +156,8 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
             explain(
                 expected="a forward pass to leave the buffers of the pipelined module as they are",
                 found=f"{', '.join(changed)} changed",
-                remedy="Such a layer (a running statistic, a power iteration) would be updated once "
-                "a chunk; replace it, or train with num_chunks=1.",
+                remedy="Such a layer (a running statistic, a power iteration) would be updated "
+                "once a chunk; replace it, or train with num_chunks=1.",
             )
         )
 

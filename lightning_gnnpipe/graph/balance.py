@@ -9,11 +9,11 @@ _TOLERANCE = 0.05
 
 
 def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: int) -> Tensor:
-    """Return `assignment` with no empty chunk and none more than 5 % above the mean weight.
+    """Return `assignment` without empty chunks, none over 5 % above the mean where it can be.
 
-    Single nodes may weigh too much for that; then it comes as close as it can. Repeatedly takes
-    nodes from the heaviest chunk to the lightest, those first that have more links there and fewer
-    here. Deterministic; each round makes the heaviest chunk lighter.
+    What is compared is weight. Repeatedly takes nodes from the heaviest chunk to the lightest,
+    those first that have more links there and fewer here. Deterministic; each round makes the
+    heaviest chunk lighter.
 
     Args:
         assignment: `[num_nodes]` chunk numbers.

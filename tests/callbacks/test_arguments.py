@@ -1,0 +1,77 @@
+"""Callbacks check what they are given, and what they are used with."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import (
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    HistoryRefresh,
+    StalenessMonitor,
+    StalenessWarmup,
+)
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.models import GCN, NodeClassifier
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
+def test_warmup_takes_a_number_of_epochs(value: object) -> None:
+    with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
+        StalenessWarmup(value)
+
+
+@pytest.mark.parametrize("value", [0, 2.0, "3"])
+def test_refresh_takes_a_number_of_epochs(value: object) -> None:
+    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
+        HistoryRefresh(value)
+
+
+def test_refresh_takes_a_method() -> None:
+    with pytest.raises(ConfigError, match=r"'how' to be 'snapshot' or 'exact' \(got 'now'\)"):
+        HistoryRefresh(2, how="now")
+
+
+def trainer(strategy: object, *callbacks: L.Callback) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(20, 4, generator=generator),
+        edge_index=torch.randint(0, 20, (2, 50), generator=generator),
+        y=torch.randint(0, 3, (20,), generator=generator),
+    )
+    return NodeClassifier(GCN(4, 8, 3, num_layers=2), 3), FullGraphDataModule(data)
+
+
+@pytest.mark.parametrize("callback", [StalenessWarmup(1), HistoryRefresh(1), StalenessMonitor()])
+def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
+    module, datamodule = parts()
+    name = type(callback).__name__
+    with pytest.raises(ConfigError, match=f"{name} to be used with GNNPipeStrategy"):
+        trainer("auto", callback).fit(module, datamodule=datamodule)
+
+
+def test_callbacks_leave_the_switches_off() -> None:
+    strategy = GNNPipeStrategy(num_chunks=4)
+    module, datamodule = parts()
+    callbacks = (StalenessWarmup(9), HistoryRefresh(1, how="exact"), StalenessMonitor())
+    trainer(strategy, *callbacks, HistoryRefresh(1)).fit(module, datamodule=datamodule)
+    controls = strategy.controls
+    assert not controls.is_exact and not controls.refreshes and not controls.records_staleness
+    assert not controls.serves_snapshot and not controls.takes_snapshot
