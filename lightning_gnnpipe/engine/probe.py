@@ -30,6 +30,7 @@ from lightning_gnnpipe.passing import (
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
+    Kind,
     Layers,
     draw_sample,
     measure_costs,
@@ -73,12 +74,12 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
         plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
         checker = _Checker(module, layers, plan.to(sample.edge_index.device), small, kinds)
         reference = checker.run(plan.whole)
-        _compare(
-            layers,
-            {n: reference[n] for n in layers.outputs},
-            dict(zip(layers.outputs, expected, strict=True)),
-        )
-        _compare(layers, checker.run(plan), reference)
+        found = _flatten(layers.rebuild_output([reference[name] for name in layers.outputs]))
+        for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            _compare(f"output {index}", ours, theirs)
+        on_chunks = checker.run(plan)
+        for name in checker.order:
+            _compare(name, on_chunks[name], reference[name])
 
 
 class _Checker:
@@ -92,6 +93,9 @@ class _Checker:
         self.inputs.load(call, kinds)
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
         self.context = MessageContext(self.store, plan.whole.chunks[0])
+        computed = (name for segment in layers.segments for name in segment.outputs)
+        is_row = {name for name, value in layers.values.items() if value.kind is Kind.NODE}
+        self.order = [name for name in dict.fromkeys(computed) if name in is_row]
 
     def run(self, plan: ChunkPlan) -> dict[str, Tensor]:
         """Return every node-level value, `[num_nodes, *]`, by name."""
@@ -115,10 +119,8 @@ class _Checker:
                     )
                 ) from error
             rows = plan.perm[chunk.start : chunk.end]
-            for name, value in values.items():
-                known = self.layers.values.get(name)
-                if name.startswith("leaf_") or known is None or value.size(0) != chunk.num_nodes:
-                    continue
+            for name in self.order:
+                value = values[name]
                 whole = found.setdefault(name, value.new_zeros((plan.num_nodes, *value.shape[1:])))
                 whole[rows] = value
         return found
@@ -131,21 +133,18 @@ _REMEDY = (
 )
 
 
-def _compare(layers: Layers, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    order = [name for segment in layers.segments for name in segment.outputs]
-    for name in sorted(found, key=lambda name: order.index(name) if name in order else -1):
-        ours, theirs = found[name].double(), expected[name].double()
-        tolerance = _TOLERANCE.get(expected[name].dtype, 5e-2)
-        if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
-            difference = float((ours - theirs).abs().max())
-            raise UnsupportedError(
-                explain(
-                    expected="the model to give the same on chunks of a small graph as on the "
-                    "whole",
-                    found=f"a difference of {difference:.2g} that begins at '{name}'",
-                    remedy=_REMEDY,
-                )
+def _compare(name: str, ours: Tensor, theirs: Tensor) -> None:
+    tolerance = _TOLERANCE.get(theirs.dtype, 5e-2)
+    ours, theirs = ours.double(), theirs.double()
+    if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True):
+        raise UnsupportedError(
+            explain(
+                expected="the model to give the same on chunks of a small graph as on the whole",
+                found=f"a difference of {float((ours - theirs).abs().max()):.2g} that begins at "
+                f"'{name}'",
+                remedy=_REMEDY,
             )
+        )
 
 
 def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
@@ -163,15 +162,14 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def _flatten(output: Any) -> list[Tensor]:
-    """Return the tensors of the plain module's output, in the order of their first appearance."""
+    """Return the tensors of a module's output, in order."""
     if isinstance(output, Tensor):
         return [output]
-    items = output.values() if isinstance(output, Mapping) else output
-    found: list[Tensor] = []
-    for tensor in (t for item in items for t in _flatten(item)):
-        if not any(tensor is other for other in found):
-            found.append(tensor)
-    return found
+    if isinstance(output, Mapping):
+        return [tensor for item in output.values() for tensor in _flatten(item)]
+    if isinstance(output, list | tuple):
+        return [tensor for item in output for tensor in _flatten(item)]
+    return []
 
 
 class _ZeroHalo:

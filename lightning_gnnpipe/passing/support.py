@@ -113,6 +113,13 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
             )
         elif num_chunks > 1:
             yield from _refused_on_chunks(module, name, layer)
+            if _iterates(layer):
+                yield _refuse(
+                    name,
+                    layer,
+                    "the power iteration of its spectral norm would run once a chunk",
+                    "Remove the spectral norm, or train with num_chunks=1.",
+                )
 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
@@ -144,6 +151,11 @@ def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iter
             "it is not known to be exact on chunks",
             f"Train with num_chunks=1, or use one of {known}.",
         )
+
+
+def _iterates(layer: nn.Module) -> bool:
+    hooks = (type(hook).__name__ for hook in layer._forward_pre_hooks.values())
+    return type(layer).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
 
 
 def _refused_conv(name: str, conv: MessagePassing) -> Iterator[str]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_self_loops, degree
 
@@ -267,6 +269,8 @@ def test_interception_leaves_no_trace() -> None:
         (nn.Sequential(gnn.GCNConv(D, D), gnn.InstanceNorm(D)), "InstanceNorm"),
         (nn.Sequential(gnn.GCNConv(D, D), gnn.MeanAggregation()), "pools"),
         (gnn.GCNConv(-1, D), "not initialized"),
+        (nn.Sequential(gnn.GCNConv(D, D), spectral_norm(nn.Linear(D, D))), "power iteration"),
+        (nn.Sequential(gnn.GCNConv(D, D), old_spectral_norm(nn.Linear(D, D))), "power iteration"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
