@@ -200,9 +200,9 @@ class GNNPipeStrategy(PipeProcesses):
         chunks = ChunkOptions(
             options.num_chunks, options.partition, options.cross_chunk_grad_scale, seed
         )
-        engine_options = EngineOptions(
-            chunks, options.shuffle_chunks, options.balance, seed, is_fitting
-        )
+        # Stages run one after the other in exact passes: without training there is no balance.
+        balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
+        engine_options = EngineOptions(chunks, options.shuffle_chunks, balance, seed, is_fitting)
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         engine = self._engine
         pipelined.__dict__["forward"] = lambda *args, **kwargs: engine.forward(args, kwargs)

@@ -21,7 +21,7 @@ from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.chunk_run import make_seeds
 from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
-from lightning_gnnpipe.engine.inputs import version_of
+from lightning_gnnpipe.engine.inputs import PlannedInputs, version_of
 from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel, switched
 from lightning_gnnpipe.engine.probe import check_on_chunks, measure_layers
 from lightning_gnnpipe.engine.step import StepParts
@@ -182,8 +182,10 @@ class PipelineEngine:
 
     def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         def measure(layers: Layers) -> list[float]:
-            graph.inputs.load(call, inputs)
-            return measure_layers(self.model.module, layers, graph.plan, graph.inputs)
+            plan = self.graphs.plan_to_measure(graph, inputs)
+            planned = PlannedInputs(plan)
+            planned.load(call, inputs)
+            return measure_layers(self.model.module, layers, plan, planned)
 
         return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)
 

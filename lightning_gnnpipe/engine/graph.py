@@ -16,6 +16,7 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import (
     ChunkPlan,
+    build_chunk_plan,
     check_graph,
     check_num_chunks,
     partition_nodes,
@@ -97,6 +98,17 @@ class GraphCache:
     def has_chunks(self, inputs: Inputs) -> bool:
         """Whether the graph is trained on in more than one chunk."""
         return self._num_chunks(inputs) > 1
+
+    def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
+        """Return a plan with chunks of the size of training, even if METIS has not run."""
+        num_chunks = self._num_chunks(inputs)
+        if graph.plan.num_chunks == num_chunks:
+            return graph.plan
+        edge_index = inputs.edge_index.cpu()
+        plan = build_chunk_plan(
+            edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"
+        )
+        return plan.to(self._transport.axis.device)
 
     def _num_chunks(self, inputs: Inputs) -> int:
         num_stages = self._transport.axis.num_stages
