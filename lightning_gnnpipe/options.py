@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import Partition, PartitionMethod, StartMethod
+from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition, PartitionMethod, StartMethod
 
 BalanceOption = Literal["measured", "uniform"] | Sequence[int]
 
@@ -68,6 +68,12 @@ class StrategyOptions:
                 "process.",
             )
         return world_size
+
+    def expect_num_chunks(self, num_stages: int) -> int:
+        """Return K as far as it is known before the graph is."""
+        if isinstance(self.partition, Tensor):
+            return int(self.partition.max()) + 1 if self.partition.numel() else 1
+        return CHUNKS_PER_STAGE * num_stages if self.num_chunks == "auto" else self.num_chunks
 
 
 def _check_count(name: str, value: object, limit: str) -> None:

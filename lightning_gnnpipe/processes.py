@@ -7,6 +7,7 @@ identity; decisions (stop now? save now?) are taken by all ranks together.
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
@@ -120,6 +121,17 @@ class PipeProcesses(ParallelStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
+
+    def _share_start(self, module: nn.Module) -> int:
+        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._pipe.broadcast(tensor.data, 0, "control")
+        given = os.environ.get("PL_GLOBAL_SEED")
+        if given is None:
+            torch.set_rng_state(self._pipe.broadcast_object(torch.get_rng_state()))
+        seed = int(given) if given is not None else torch.initial_seed()
+        return self._pipe.broadcast_object(seed)
 
     def barrier(self, name: str | None = None) -> None:
         if self._has_peers:

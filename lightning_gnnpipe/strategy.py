@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,12 +10,11 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -32,17 +30,16 @@ from lightning_gnnpipe.engine import (
     full_state_dict,
     merge_optimizer_states,
 )
-from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.processes import PipeProcesses
+from lightning_gnnpipe.refuse import check_callbacks, check_optimizers, check_was_called
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.types import Partition, StartMethod
 
 log = logging.getLogger(__name__)
-
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
 class GNNPipeStrategy(PipeProcesses):
@@ -161,7 +158,8 @@ class GNNPipeStrategy(PipeProcesses):
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
-        self._check_callbacks(trainer)
+        if self._has_peers:
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if is_fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -171,15 +169,7 @@ class GNNPipeStrategy(PipeProcesses):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise UnsupportedError(
-                    explain(
-                        expected="an optimizer that evaluates the loss once a step",
-                        found="LBFGS, whose line search would differ between stages",
-                        remedy="Use Adam, AdamW or SGD.",
-                    )
-                )
+        check_optimizers(self.optimizers)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -194,9 +184,8 @@ class GNNPipeStrategy(PipeProcesses):
         """Put the engine behind the forward of the pipelined module."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
-        num_chunks = _least_num_chunks(options, self._pipe.axis.num_stages)
-        check_support(pipelined, num_chunks)
-        seed = self._share_randomness(module)
+        check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
+        seed = self._share_start(module)
         chunks = ChunkOptions(
             options.num_chunks, options.partition, options.cross_chunk_grad_scale, seed
         )
@@ -219,30 +208,14 @@ class GNNPipeStrategy(PipeProcesses):
         self._engine.model.module.__dict__.pop("forward", None)
         self._engine = None
 
-    def _share_randomness(self, module: nn.Module) -> int:
-        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                self._pipe.broadcast(tensor.data, 0, "control")
-        given = os.environ.get("PL_GLOBAL_SEED")
-        if given is None:
-            torch.set_rng_state(self._pipe.broadcast_object(torch.get_rng_state()))
-        seed = int(given) if given is not None else torch.initial_seed()
-        return self._pipe.broadcast_object(seed)
-
-    def _check_callbacks(self, trainer: pl.Trainer) -> None:
-        averaging = tuple(c for name in _AVERAGING if (c := getattr(pl_callbacks, name, None)))
-        for callback in trainer.callbacks if self._pipe.axis.is_distributed else ():  # type: ignore[attr-defined]
-            if isinstance(callback, averaging):
-                raise UnsupportedError(
-                    explain(
-                        expected="callbacks that work on a stage's own parameters",
-                        found=type(callback).__name__,
-                        remedy="Average weights on one device, or over saved checkpoints.",
-                    )
-                )
-
     # Steps
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -253,34 +226,12 @@ class GNNPipeStrategy(PipeProcesses):
         assert self.lightning_module is not None
         loops = self.lightning_module.trainer.fit_loop.epoch_loop
         engine.progress.step_index = loops.total_batch_idx
-        engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
-        if engine.num_training_passes == passes:
-            raise UnsupportedError(
-                explain(
-                    expected="training_step to call the pipelined module "
-                    f"'{self._prefix or 'self'}'",
-                    found="no call of it",
-                    remedy="Call its forward, or name the module you call by "
-                    "GNNPipeStrategy(pipelined_module=...).",
-                )
-            )
+        check_was_called(self._prefix, engine.num_training_passes > passes)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
         return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
-        return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
-        return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.progress.batch_fingerprint = self._fingerprints.of((args, kwargs))
-        return super().predict_step(*args, **kwargs)
 
     # Checkpoints
 
@@ -331,13 +282,6 @@ class GNNPipeStrategy(PipeProcesses):
                 override=True,
                 start_method=start_method,
             )
-
-
-def _least_num_chunks(options: StrategyOptions, num_stages: int) -> int:
-    """Return the number of chunks as far as it is known before the graph is."""
-    if isinstance(options.partition, Tensor):
-        return int(options.partition.max()) + 1 if options.partition.numel() else 1
-    return 4 * num_stages if options.num_chunks == "auto" else options.num_chunks
 
 
 def _never() -> bool:

@@ -18,6 +18,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arXiv 2308.10087)
+
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

@@ -25,11 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "_compat": set(),
     "engine": {*PARTS, "controls"},
     "processes": {"comm", "options", "_compat"},
-    "strategy": {*PARTS, "engine", "controls", "options", "processes", "_compat"},
+    "refuse": set(),
+    "strategy": {*PARTS, "engine", "refuse", "controls", "options", "processes", "_compat"},
     "callbacks": {"strategy", "controls", "history"},
     "__init__": {"strategy", "callbacks", "datamodule"},
 }
-LIGHTNING = {"strategy", "processes", "_compat", "callbacks", "datamodule", "models"}
+LIGHTNING = {"strategy", "processes", "refuse", "_compat", "callbacks", "datamodule", "models"}
 DISTRIBUTED = {"comm", "processes"}
 
 

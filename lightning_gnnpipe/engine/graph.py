@@ -26,12 +26,11 @@ from lightning_gnnpipe.graph import (
 from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Inputs
-from lightning_gnnpipe.types import Partition
+from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition
 
 log = logging.getLogger(__name__)
 
 _NUM_KEPT = 4
-_CHUNKS_PER_STAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -
     if isinstance(options.partition, Tensor) and options.partition.numel():
         found = int(options.partition.max()) + 1
     if options.num_chunks == "auto":
-        return found or min(_CHUNKS_PER_STAGE * num_stages, num_nodes)
+        return found or min(CHUNKS_PER_STAGE * num_stages, num_nodes)
     check_num_chunks(options.num_chunks, num_nodes)
     if found is not None and found != options.num_chunks:
         raise ConfigError(
