@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized as distributed_is_initialized,
-)
-from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
 from lightning.fabric.utilities.distributed import (
     _init_dist_connection as init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
@@ -24,8 +20,6 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "default_backend",
-    "distributed_is_initialized",
     "init_dist_connection",
     "optimizers_to_device",
-    "reset_seed",
 ]

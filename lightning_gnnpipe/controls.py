@@ -24,3 +24,8 @@ class Controls:
     takes_snapshot: bool = False
     refreshes: bool = False
     records_staleness: bool = False
+
+    def reset(self) -> None:
+        """Switch everything off."""
+        for name in self.__slots__:
+            setattr(self, name, False)

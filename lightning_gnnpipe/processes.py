@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -104,7 +106,6 @@ class PipeProcesses(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        _compat.reset_seed()
         self.set_world_ranks()
         num_stages = self.options.resolve_num_stages(self.world_size)
         if num_stages > 1:
@@ -128,8 +129,11 @@ class PipeProcesses(ParallelStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 self._pipe.broadcast(tensor.data, 0, "control")
         given = os.environ.get("PL_GLOBAL_SEED")
-        if given is None:
-            torch.set_rng_state(self._pipe.broadcast_object(torch.get_rng_state()))
+        states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+        torch_state, python_state, numpy_state = self._pipe.broadcast_object(states)
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         seed = int(given) if given is not None else torch.initial_seed()
         return self._pipe.broadcast_object(seed)
 

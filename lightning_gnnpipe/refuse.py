@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -29,6 +30,22 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                     remedy="Use Adam, AdamW or SGD.",
                 )
             )
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse loss scaling, which would decide on each stage by itself whether to skip a step.
+
+    Raises:
+        UnsupportedError: If the plugin scales the loss.
+    """
+    if getattr(plugin, "scaler", None) is not None:
+        raise UnsupportedError(
+            explain(
+                expected="a precision without loss scaling on several stages",
+                found="precision='16-mixed'",
+                remedy="Use precision='bf16-mixed'.",
+            )
+        )
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:

@@ -35,7 +35,12 @@ from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.processes import PipeProcesses
-from lightning_gnnpipe.refuse import check_callbacks, check_optimizers, check_was_called
+from lightning_gnnpipe.refuse import (
+    check_callbacks,
+    check_optimizers,
+    check_precision,
+    check_was_called,
+)
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.types import Partition, StartMethod
 
@@ -119,6 +124,7 @@ class GNNPipeStrategy(PipeProcesses):
         self.controls = Controls()
         self._engine: PipelineEngine | None = None
         self._prefix = ""
+        self._metrics: list[tuple[Metric, Any]] = []
         self._fingerprints = BatchFingerprints()
 
     # What there is to ask
@@ -159,6 +165,7 @@ class GNNPipeStrategy(PipeProcesses):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
         if self._has_peers:
+            check_precision(self.precision_plugin)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if is_fitting:
             self._reset_optimizers_and_schedulers()
@@ -196,17 +203,28 @@ class GNNPipeStrategy(PipeProcesses):
         engine = self._engine
         pipelined.__dict__["forward"] = lambda *args, **kwargs: engine.forward(args, kwargs)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            self._metrics.append((metric, metric.distributed_available_fn))
             metric.distributed_available_fn = _never
 
     def _detach(self) -> None:
+        """Give the user's module, and everything else that was changed, back as it was."""
         if self._engine is None:
             return
-        if self._is_interrupted:
-            self._engine.model.forget()
-        else:
-            self._engine.model.restore()
-        self._engine.model.module.__dict__.pop("forward", None)
-        self._engine = None
+        engine, self._engine = self._engine, None
+        engine.model.module.__dict__.pop("forward", None)
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for metric, is_available in self._metrics:
+            metric.distributed_available_fn = is_available
+        self._metrics.clear()
+        self.controls.reset()
+        if not self._is_interrupted:
+            engine.model.restore()
+        elif engine.model.husks():
+            log.warning(
+                "The module on rank %d holds the weights of one stage only, because the run was "
+                "interrupted. Load the last checkpoint.",
+                self.global_rank,
+            )
 
     # Steps
 
@@ -229,11 +247,23 @@ class GNNPipeStrategy(PipeProcesses):
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
         check_was_called(self._prefix, engine.num_training_passes > passes)
+        self._drop_foreign_states()
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
         return output
 
+    def _drop_foreign_states(self) -> None:
+        """Forget optimizer states, loaded from a checkpoint, of parameters of other stages."""
+        for parameter in self.engine.model.husks():
+            for optimizer in self.optimizers:
+                optimizer.state.pop(parameter, None)
+
     # Checkpoints
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if self._is_split:
+            self.engine.model.restore()
+        super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

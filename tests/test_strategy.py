@@ -105,6 +105,60 @@ def test_p6_a_checkpoint_goes_on_under_any_number_of_stages(
     assert_same(resumed, plain)
 
 
+def test_p6_a_resumed_run_saves_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    """A rank that resumes reads the states of all stages, and must not write old ones back."""
+    saver = ModelCheckpoint(tmp_path / "a", save_last=True, monitor="val_loss")
+    make_trainer(2, 2, saver).fit(make_module(), datamodule=datamodule())
+    again = ModelCheckpoint(tmp_path / "b", save_last=True, monitor="val_loss")
+    make_trainer(2, 4, again).fit(
+        make_module(), datamodule=datamodule(), ckpt_path=str(tmp_path / "a" / "last.ckpt")
+    )
+    stock = ModelCheckpoint(tmp_path / "plain", save_last=True, monitor="val_loss")
+    make_trainer(0, 4, stock).fit(make_module(), datamodule=datamodule())
+    found = torch.load(tmp_path / "b" / "last.ckpt", weights_only=True)
+    expected = torch.load(tmp_path / "plain" / "last.ckpt", weights_only=True)
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+def test_an_attribute_that_changes_is_read_each_step() -> None:
+    class Anneals(Realistic):
+        def on_train_epoch_start(self) -> None:
+            self.net.strength = 1.0 / (1 + self.current_epoch)
+
+    def fit(num_stages: int) -> L.LightningModule:
+        L.seed_everything(1, verbose=False)
+        module = Anneals()
+        make_trainer(num_stages, 4).fit(module, datamodule=datamodule())
+        return module
+
+    assert_same(fit(2), fit(0))
+
+
+def test_random_numbers_of_the_training_step_equal_plain_lightning() -> None:
+    class Drops(Realistic):
+        def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
+            data.x = torch.nn.functional.dropout(data.x, 0.1)
+            return super().training_step(data, batch_idx)
+
+    def fit(num_stages: int) -> L.LightningModule:
+        L.seed_everything(1, verbose=False)
+        module = Drops()
+        make_trainer(num_stages, 3).fit(module, datamodule=datamodule())
+        return module
+
+    assert_same(fit(2), fit(0))
+
+
+def test_metrics_and_plugins_are_given_back() -> None:
+    module = make_module()
+    before = module.accuracy.distributed_available_fn
+    trainer = make_trainer(1, 1)
+    trainer.fit(module, datamodule=datamodule())
+    assert module.accuracy.distributed_available_fn is before
+    assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+
+
 def test_p6_a_checkpoint_is_a_stock_one(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_last=True, monitor="val_loss")
     ours = make_module()

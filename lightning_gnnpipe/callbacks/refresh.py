@@ -57,7 +57,3 @@ class HistoryRefresh(Callback):
             controls.takes_snapshot = (epoch + 1) % self.every_n_epochs == 0
         else:
             controls.refreshes = epoch > 0 and epoch % self.every_n_epochs == 0
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        controls = pipe_strategy(self, trainer).controls
-        controls.serves_snapshot = controls.takes_snapshot = controls.refreshes = False

@@ -41,6 +41,3 @@ class StalenessMonitor(Callback):
         }
         values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
         pl_module.log_dict(values, batch_size=1)
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pipe_strategy(self, trainer).controls.records_staleness = False

@@ -36,6 +36,3 @@ class StalenessWarmup(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         controls = pipe_strategy(self, trainer).controls
         controls.is_exact = trainer.current_epoch < self.num_epochs
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pipe_strategy(self, trainer).controls.is_exact = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor
@@ -23,6 +25,13 @@ class Meter:
         """Add the sizes of `tensors`, in bytes, to `kind`."""
         for tensor in tensors:
             self._bytes[kind] += tensor.numel() * tensor.element_size()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing within the block."""
+        before = self._bytes.copy()
+        yield
+        self._bytes = before
 
     def read(self) -> dict[str, int]:
         """Return bytes by kind."""

@@ -150,5 +150,5 @@ class Transport:
                 f"Rank {self.axis.stage} could not {what}: another rank has failed, or did not "
                 f"answer within {self.axis.timeout.total_seconds():.0f} s. The first error that a "
                 "rank printed is the cause. If all ranks are alive and slow, give GNNPipeStrategy "
-                "a longer timeout."
+                f"a longer timeout. ({type(error).__name__}: {error})"
             ) from error

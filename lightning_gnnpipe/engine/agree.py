@@ -55,15 +55,21 @@ class BatchFingerprints:
         return total
 
 
-def agree(transport: Transport, progress: Progress, is_training: bool) -> None:
+def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> None:
     """Refuse to go on if the ranks differ; a collective call.
+
+    Args:
+        transport: The ranks.
+        progress: Of this rank.
+        is_training: Whether this rank runs a training step.
+        graph: Fingerprint of the graph.
 
     Raises:
         GraphError: If they have different batches, or only some are training.
         UnsupportedError: If the last loss was not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    numbers = [int(is_training), progress.batch_fingerprint, loss_bits]
+    numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph]
     ranks = transport.all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
@@ -73,7 +79,7 @@ def agree(transport: Transport, progress: Progress, is_training: bool) -> None:
                 remedy="Let every rank take the same path through the LightningModule.",
             )
         )
-    if len({rank[1] for rank in ranks}) > 1:
+    if len({(rank[1], rank[3]) for rank in ranks}) > 1:
         raise GraphError(
             explain(
                 expected="the same batch on every rank",

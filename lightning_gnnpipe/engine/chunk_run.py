@@ -44,7 +44,7 @@ def run_segments(
     for segment in segments:
         inputs = [values[name] for name in segment.inputs]
         if segment.has_inplace:
-            inputs = [tensor.clone() for tensor in inputs]
+            inputs = [t.clone() if t.is_floating_point() else t for t in inputs]
         if seed_of is not None:
             _seed(seed_of(segment.index, chunk.index), inputs)
         context.enter(chunk, segment.index)

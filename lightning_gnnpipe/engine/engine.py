@@ -8,7 +8,7 @@ forward, without         ->  exact pass, histories untouched
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,9 +93,9 @@ class PipelineEngine:
                     "torch.no_grad().",
                 )
             )
-        agree(self.transport, self.progress, is_training)
         call = take_apart(self.model.module, args, kwargs)
         inputs = classify(call)
+        agree(self.transport, self.progress, is_training, self._fingerprint(inputs))
         return (self._train if is_training else self._infer)(call, inputs)
 
     def abandon(self) -> None:
@@ -167,9 +167,14 @@ class PipelineEngine:
     def _infer(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_inference(self._fingerprint(inputs), inputs)
         mode = self._mode(call, inputs, graph)
-        graph.inputs.load(call, inputs)
         parts = self._parts(mode, graph, is_exact=True, is_training=False)
-        return mode.layers.rebuild_output(run_exact(parts, self.model))
+        if self._has_pending:  # the training pass still needs its own
+            parts = replace(parts, inputs=PlannedInputs(graph.plan))
+        parts.inputs.load(call, inputs)
+        with self.transport.meter.paused():
+            outputs = run_exact(parts, self.model)
+        parts.inputs.release()
+        return mode.layers.rebuild_output(outputs)
 
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""
@@ -203,12 +208,13 @@ class PipelineEngine:
         else:
             self._num_inferences += 1
             seeds = make_seeds(~self.options.seed, self._num_inferences)
+        has_stale = graph.plan.num_chunks > 1  # otherwise histories would never be read
         return StepParts(
             stage=mode.stages[self.transport.axis.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=graph.plan.whole if is_exact else graph.plan,
             inputs=graph.inputs,
-            context=graph.writing if is_training or writes else graph.reading,
+            context=graph.writing if (is_training or writes) and has_stale else graph.reading,
             transport=self.transport,
             seed_of=seeds if self.model.module.training else None,
             is_training=is_training,

@@ -58,13 +58,14 @@ class PlannedGraph:
         self.inputs = PlannedInputs(plan)
         self.reading = MessageContext(None, plan.whole.chunks[0])
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale)
-        self.writing = MessageContext(self.store, plan.whole.chunks[0])
+        self.writing = MessageContext(self.store, plan.whole.chunks[0], self.reading.norm_cache)
         self.is_filled = False
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
         self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.scale)
-        self.writing = MessageContext(self.store, self.plan.whole.chunks[0])
+        whole = self.plan.whole.chunks[0]
+        self.writing = MessageContext(self.store, whole, self.reading.norm_cache)
         self.is_filled = False
 
 
@@ -81,6 +82,7 @@ class GraphCache:
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(inputs))
+        self._graphs.pop((fingerprint, False), None)
         if self._trained is not graph:
             if self._trained is not None:
                 self._trained.drop_histories()
@@ -124,9 +126,10 @@ class GraphCache:
     def _get(self, key: tuple[int, bool], make: Callable[[], PlannedGraph]) -> PlannedGraph:
         if key not in self._graphs:
             with torch.inference_mode(False), torch.no_grad():
-                self._graphs[key] = make()
-            while len(self._graphs) > _NUM_KEPT:
-                self._graphs.popitem(last=False)
+                made = self._graphs[key] = make()
+            if len(self._graphs) > _NUM_KEPT:
+                idle = (k for k, g in self._graphs.items() if g not in (self._trained, made))
+                del self._graphs[next(idle)]
         self._graphs.move_to_end(key)
         return self._graphs[key]
 

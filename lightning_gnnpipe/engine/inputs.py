@@ -58,7 +58,9 @@ class PlannedInputs:
             if leaf.grad is None:
                 continue
             slot = _slot(name)
-            total = self._grads.setdefault(name, torch.zeros_like(self._leaf(slot)))
+            if name not in self._grads:
+                self._grads[name] = torch.zeros_like(self._leaf(slot))
+            total = self._grads[name]
             if self._kinds[slot] is Kind.NODE:
                 total[self._plan.perm[chunk.start : chunk.end]] += leaf.grad
             elif self._kinds[slot] is Kind.EDGE:

@@ -22,6 +22,7 @@ from lightning_gnnpipe.passing import find_convs, without_caches
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
+    Kind,
     Layers,
     Stage,
     check_counts,
@@ -34,9 +35,12 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     split_layers,
     trace,
+    traced_options,
 )
 
 log = logging.getLogger(__name__)
+
+_NUM_MODES = 8
 
 Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
@@ -102,7 +106,7 @@ class PipelinedModel:
             also_train: At the first call, trace the training mode as well, since parameters may be
                 used there only.
         """
-        key = self._key(call)
+        key = self._key(call, inputs)
         if key not in self._modes:
             with self._all_parameters():
                 self._trace(call, inputs)
@@ -112,6 +116,11 @@ class PipelinedModel:
                             self._trace(call, inputs)
                 self._deal_out(measure)
         return self._modes[key]
+
+    def husks(self) -> list[nn.Parameter]:
+        """Return the parameters whose data is on other ranks."""
+        parameters = dict(self.module.named_parameters())
+        return [parameters[name] for name in self._shapes]
 
     def assemble(self) -> dict[str, Tensor]:
         """Return every parameter and buffer that belongs to a stage, on every rank, by name."""
@@ -156,25 +165,25 @@ class PipelinedModel:
                 earlier = before[name]
                 parameter.grad = grad if earlier is None else earlier + grad
 
-    def _key(self, call: Call) -> object:
+    def _key(self, call: Call, inputs: Inputs) -> object:
+        """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""
         flags = tuple(m.training for m in self.module.modules())
+        options = tuple(traced_options(self.module))
         frozen = tuple(p.requires_grad for p in self.module.parameters())
-        leaves = tuple((leaf.requires_grad, leaf.dtype, leaf.shape[1:]) for leaf in call.leaves)
-        return (
-            flags,
-            frozen,
-            leaves,
-            call.signature,
-            torch.is_autocast_enabled(self._transport.axis.device.type),
+        leaves = tuple(
+            (leaf.requires_grad, leaf.dtype, () if kind is Kind.EDGE_INDEX else leaf.shape[1:])
+            for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
         )
+        is_autocast = torch.is_autocast_enabled(self._transport.axis.device.type)
+        return flags, options, frozen, leaves, call.signature, is_autocast
 
     def _trace(self, call: Call, inputs: Inputs) -> None:
-        key = self._key(call)
+        key = self._key(call, inputs)
         if key in self._modes:
             return
         with _plain(self.module), without_caches(self.convs), torch.inference_mode(False):
             graph = trace(self.module, call)
-            sample = draw_sample(call, inputs)
+            sample = draw_sample(self.module, call, inputs)
             layers = cut_layers(graph, self.module, learn_values(graph, self.module, sample))
             self._check(layers, call, inputs)
         self._modes[key] = Mode(layers, ())
@@ -197,11 +206,13 @@ class PipelinedModel:
             key: mode if mode.stages else Mode(mode.layers, split_layers(mode.layers, self._counts))
             for key, mode in self._modes.items()
         }
-        users: dict[str, set[int]] = {}
+        users = self._users
         for mode in self._modes.values():
             for name, stages in find_users(mode.stages, self.module).items():
                 users.setdefault(name, set()).update(stages)
         self._users = {name: users[name] for name in sorted(users)}
+        while len(self._modes) > _NUM_MODES:
+            del self._modes[next(iter(self._modes))]
 
     def _count_layers(self, num_layers: int, measure: Measure) -> tuple[int, ...]:
         num_stages = self._transport.axis.num_stages

@@ -45,13 +45,28 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 _DROPOUTS |= {F.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout}
 
 
-class _NoDropout(TorchFunctionMode):
-    """Makes dropout the identity, whatever `training` says."""
+_RANDOM: dict[Any, Callable[..., Tensor]] = {
+    torch.rand_like: torch.zeros_like,
+    torch.randn_like: torch.zeros_like,
+    torch.rand: torch.zeros,
+    torch.randn: torch.zeros,
+    torch.bernoulli: lambda p, **_: (p > 0.5).to(p.dtype),
+    Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
+    Tensor.normal_: lambda x, *_, **__: x.zero_(),
+    Tensor.uniform_: lambda x, *_, **__: x.zero_(),
+}
+
+
+class _NoRandomness(TorchFunctionMode):
+    """Makes dropout the identity, whatever `training` says, and random numbers constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        return func(*args, **(kwargs or {}))
+        if func in _RANDOM:
+            return _RANDOM[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> None:
@@ -61,11 +76,11 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
         UnsupportedError: With the layer where the difference begins, or the error that a layer
             raised.
     """
-    sample = draw_sample(call, inputs)
+    sample = draw_sample(module, call, inputs)
     small = Call(sample.leaves, call.names, call.template, None)
     kinds = Inputs(inputs.kinds, sample.num_nodes, sample.edge_index)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with undisturbed(module), torch.no_grad(), _NoDropout():
+    with undisturbed(module), torch.no_grad(), _NoRandomness():
         args, kwargs = small.rebuild(small.leaves)
         with without_caches(find_convs(module)):
             expected = _flatten(module.forward(*args, **kwargs))

@@ -67,7 +67,7 @@ class Step:
         self._chunks: dict[int, _ChunkState] = {}
         self._output_grads: Sequence[Tensor] = ()
         self.recorder = Recorder(self._axis.stage)
-        self.outputs = [
+        self._outputs = [
             torch.empty(
                 (parts.plan.num_nodes, *value.row_shape),
                 dtype=value.dtype,
@@ -75,14 +75,6 @@ class Step:
             )
             for value in parts.outputs
         ]
-        self._methods: dict[Op, Callable[[Chunk], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._receive_forward,
-            Op.SEND_B: self._send_backward,
-            Op.RECV_B: self._receive_backward,
-        }
 
     def forward(self, actions: Sequence[Action]) -> list[Tensor]:
         """Run the forward phase; return the outputs on every rank.
@@ -90,18 +82,20 @@ class Step:
         Each is `[num_nodes, *]`, in the user's node order.
         """
         self._run(actions)
-        for output in self.outputs:
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
             self._parts.transport.broadcast(output, self._axis.num_stages - 1, "output")
-        return self.outputs
+        return outputs
 
     def backward(self, actions: Sequence[Action], output_grads: Sequence[Tensor]) -> None:
         """Run the backward phase from the gradients of the outputs, in the user's node order."""
         self._output_grads = output_grads
         self._run(actions)
+        self._output_grads = ()
 
     def _run(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            self._methods[action.op](self._parts.plan.chunks[action.chunk])
+            _METHODS[action.op](self, self._parts.plan.chunks[action.chunk])
         self._parts.transport.flush()
 
     def _forward(self, chunk: Chunk) -> None:
@@ -124,10 +118,12 @@ class Step:
                 parts.stage.sent,
             )
             sent = [values[name] for name in parts.stage.sent]
+            if not parts.is_training:
+                received = []
             self._chunks[chunk.index] = _ChunkState(received, leaves, sent)
             if self._axis.is_last:
                 rows = parts.plan.perm[chunk.start : chunk.end]
-                for output, part in zip(self.outputs, sent, strict=True):
+                for output, part in zip(self._outputs, sent, strict=True):
                     output[rows] = part.detach()
                 if not parts.is_training:
                     del self._chunks[chunk.index]
@@ -197,3 +193,13 @@ class Step:
     def _buffer(self, chunk: Chunk, value: Value) -> Tensor:
         rows = chunk.num_nodes if value.kind is Kind.NODE else chunk.num_edges
         return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._axis.device)
+
+
+_METHODS: dict[Op, Callable[[Step, Chunk], None]] = {
+    Op.F: Step._forward,
+    Op.B: Step._backward,
+    Op.SEND_F: Step._send_forward,
+    Op.RECV_F: Step._receive_forward,
+    Op.SEND_B: Step._send_backward,
+    Op.RECV_B: Step._receive_backward,
+}

@@ -18,6 +18,7 @@ from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.step import Step, StepParts
 from lightning_gnnpipe.engine.trace import TraceEvent
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.history import Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
 from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
@@ -57,6 +58,7 @@ class TrainingPass:
             fill_drain(parts.transport.axis.num_stages, tuple(order))
         )
         self._step = Step(parts)
+        self._is_done = False
         self.is_exact = parts.plan is graph.plan.whole
 
     def forward(self, controls: Controls, step_index: int) -> list[Tensor]:
@@ -82,6 +84,15 @@ class TrainingPass:
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
+        if self._is_done:
+            raise UnsupportedError(
+                explain(
+                    expected="one backward for each pipelined forward",
+                    found="a second one",
+                    remedy="Sum the losses first, and call backward once.",
+                )
+            )
+        self._is_done = True
         actions = self._schedule.backward(self._stage)
         self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))
         self._graph.store.clear_grads()

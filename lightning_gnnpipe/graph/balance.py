@@ -1,6 +1,14 @@
-"""Making chunks weigh the same by moving the nodes whose move cuts the fewest edges."""
+"""Making chunks weigh the same by moving the nodes whose move cuts the fewest edges.
+
+A node heavier than the tolerance cannot simply be moved to where there is room, so heavy nodes are
+packed first and stay; light nodes then always find room: the lightest chunk is below the mean.
+"""
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,87 +17,158 @@ _TOLERANCE = 0.05
 
 
 def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: int) -> Tensor:
-    """Return `assignment` without empty chunks, none over 5 % above the mean where it can be.
+    """Return `assignment` with no empty chunk and none more than 5 % above the mean weight.
 
-    What is compared is weight. Repeatedly takes nodes from the heaviest chunk to the lightest,
-    those first that have more links there and fewer here. Deterministic; each round makes the
-    heaviest chunk lighter.
+    The bound is kept whenever the nodes that weigh more than 5 % of the mean can be packed into it,
+    longest first; a node heavier than the bound replaces it. Deterministic.
 
     Args:
         assignment: `[num_nodes]` chunk numbers.
-        weights: `[num_nodes]` integer weights.
-        links: `[2, num_links]` joined nodes, in both directions.
-        num_chunks: Chunks, K.
+        weights: `[num_nodes]` integer weights, at least 1.
+        links: `[2, num_links]` joined nodes, in both directions; empty if cuts do not matter.
+        num_chunks: Chunks, K, at most N.
     """
-    assignment = _fill_empty(assignment.clone(), num_chunks)
-    loads = torch.bincount(assignment, weights.double(), minlength=num_chunks)
-    mean = float(loads.mean())
-    limit = (1 + _TOLERANCE) * mean
-    for _ in range(2 * assignment.numel()):
-        heavy, light = int(loads.argmax()), int(loads.argmin())
-        if float(loads[heavy]) <= limit:
-            break
-        budget = min(float(loads[heavy]) - mean, mean - float(loads[light]))
-        given = _choose(assignment, weights, links, (heavy, light), budget)
-        taken = given[:0]
-        if given.numel() == 0:
-            given, taken = _swap(assignment, weights, (heavy, light), budget)
-        if given.numel() == 0:
-            given = _single(assignment, weights, heavy, float(loads[heavy] - loads[light]))
-        if given.numel() == 0:
-            break
-        assignment[given], assignment[taken] = light, heavy
-        weight = float(weights[given].sum() - weights[taken].sum())
-        loads[heavy] -= weight
-        loads[light] += weight
+    mean = int(weights.sum()) / num_chunks
+    limit = max(int((1 + _TOLERANCE) * mean), int(weights.max()))
+    is_light = weights <= _TOLERANCE * mean
+    assignment = _pack_heavy(assignment.clone(), weights, is_light, (limit, num_chunks))
+    assignment = _fill_empty(assignment, weights, num_chunks)
+    loads = torch.bincount(assignment, weights.double(), minlength=num_chunks).long()
+    state = _Loads(assignment, weights, loads, limit)
+    for chunk in loads.argsort(descending=True, stable=True).tolist():
+        if int(loads[chunk]) > limit:
+            _drain(state, links, chunk, is_light)
     return assignment
 
 
-def _choose(
-    assignment: Tensor, weights: Tensor, links: Tensor, pair: tuple[int, int], budget: float
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loads:
+    """What moves change: `assignment` `[num_nodes]` and `loads` `[num_chunks]`, in place."""
+
+    assignment: Tensor
+    weights: Tensor
+    loads: Tensor
+    limit: int
+
+
+def _pack_heavy(
+    assignment: Tensor, weights: Tensor, is_light: Tensor, bounds: tuple[int, int]
 ) -> Tensor:
-    """Return nodes of the heavy chunk that weigh at most `budget` together, the best first."""
-    heavy, light = pair
-    nodes = (assignment == heavy).nonzero().flatten()
-    is_from = assignment[links[0]] == heavy
-    here, there = links[0][is_from], assignment[links[1][is_from]]
-    count = assignment.numel()
-    gain = torch.bincount(here[there == light], minlength=count)
-    gain -= torch.bincount(here[there == heavy], minlength=count)
-    fitting = nodes[weights[nodes] <= budget]
-    order = fitting[gain[fitting].argsort(descending=True, stable=True)]
-    return order[weights[order].cumsum(0) <= budget][: nodes.numel() - 1]
-
-
-def _swap(
-    assignment: Tensor, weights: Tensor, pair: tuple[int, int], budget: float
-) -> tuple[Tensor, Tensor]:
-    """Return a node of each chunk whose weights differ by as much of `budget` as can be."""
-    nodes = [(assignment == chunk).nonzero().flatten() for chunk in pair]
-    kinds = [torch.unique(weights[some]) for some in nodes]
-    gains = (kinds[0].view(-1, 1) - kinds[1].view(1, -1)).double()
-    gains[(gains > budget) | (gains <= 0)] = 0
-    if gains.numel() == 0 or float(gains.max()) == 0:
-        return nodes[0][:0], nodes[1][:0]
-    row, column = divmod(int(gains.argmax()), gains.size(1))
-    given = nodes[0][weights[nodes[0]] == kinds[0][row]][:1]
-    taken = nodes[1][weights[nodes[1]] == kinds[1][column]][:1]
-    return given, taken
-
-
-def _single(assignment: Tensor, weights: Tensor, heavy: int, gap: float) -> Tensor:
-    """Return the lightest node of the heavy chunk if moving it lowers the heavier of the two."""
-    nodes = (assignment == heavy).nonzero().flatten()
-    node = nodes[weights[nodes].argmin()]
-    return node.view(1) if nodes.numel() > 1 and float(weights[node]) < gap else nodes[:0]
-
-
-def _fill_empty(assignment: Tensor, num_chunks: int) -> Tensor:
-    counts = torch.bincount(assignment, minlength=num_chunks)
-    for chunk in (counts == 0).nonzero().flatten().tolist():
-        crowded = int(counts.argmax())
-        node = (assignment == crowded).nonzero()[-1]
-        assignment[node] = chunk
-        counts[crowded] -= 1
-        counts[chunk] = 1
+    """Move heavy nodes where the heavy nodes of one chunk alone exceed the limit."""
+    limit, num_chunks = bounds
+    heavy = (~is_light).nonzero().flatten()
+    heavy = heavy[weights[heavy].argsort(descending=True, stable=True)]
+    sizes, homes = weights[heavy].tolist(), assignment[heavy].tolist()
+    loads = [0] * num_chunks
+    kept: list[int | None] = []
+    for size, home in zip(sizes, homes, strict=True):
+        fits = loads[home] + size <= limit
+        kept.append(home if fits else None)
+        loads[home] += size if fits else 0
+    choices = [homes, _longest_first(sizes, kept, loads)]
+    choices.append(_longest_first(sizes, [None] * len(sizes), [0] * num_chunks))
+    best = choices[0]
+    for choice in choices:  # The first that keeps the limit, else the one that comes closest.
+        if _heaviest(sizes, best, num_chunks) > max(limit, _heaviest(sizes, choice, num_chunks)):
+            best = choice
+    assignment[heavy] = torch.tensor(best, dtype=assignment.dtype)
     return assignment
+
+
+def _longest_first(sizes: list[int], kept: Sequence[int | None], loads: list[int]) -> list[int]:
+    """Give each size without a chunk to the lightest chunk; `sizes` descend.
+
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time.
+    """
+    heap = [(load, chunk) for chunk, load in enumerate(loads)]
+    heapq.heapify(heap)
+    chosen = []
+    for size, home in zip(sizes, kept, strict=True):
+        if home is None:
+            load, home = heap[0]
+            heapq.heapreplace(heap, (load + size, home))
+        chosen.append(home)
+    return chosen
+
+
+def _heaviest(sizes: list[int], chunks: list[int], num_chunks: int) -> int:
+    loads = [0] * num_chunks
+    for size, chunk in zip(sizes, chunks, strict=True):
+        loads[chunk] += size
+    return max(loads)
+
+
+def _fill_empty(assignment: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
+    """Give each empty chunk a node; every chunk that has nodes keeps its heaviest."""
+    empty = (torch.bincount(assignment, minlength=num_chunks) == 0).nonzero().flatten()
+    if empty.numel() == 0:
+        return assignment
+    order = weights.argsort(descending=True, stable=True)
+    by_chunk = order[assignment[order].argsort(stable=True)]
+    chunks = assignment[by_chunk]
+    is_spare = torch.ones_like(assignment, dtype=torch.bool)
+    is_spare[by_chunk[torch.cat([chunks[:1] >= 0, chunks[1:] != chunks[:-1]])]] = False
+    assignment[order[is_spare[order]][: empty.numel()]] = empty
+    return assignment
+
+
+def _drain(state: _Loads, links: Tensor, chunk: int, is_movable: Tensor) -> None:
+    """Move nodes out of `chunk`, a quarter of its excess at a time, until it keeps the limit."""
+    links = links[:, (state.assignment == chunk)[links[0]]]
+    while int(state.loads[chunk]) > state.limit:
+        nodes = ((state.assignment == chunk) & is_movable).nonzero().flatten()
+        nodes, targets = _best_moves(state, links, chunk, nodes)
+        sizes = state.weights[nodes]
+        fits = _running_sum(sizes, targets) <= (state.limit - state.loads)[targets]
+        nodes, targets, sizes = nodes[fits], targets[fits], sizes[fits]
+        quota = max(1, (int(state.loads[chunk]) - state.limit) // 4)
+        is_due = sizes.cumsum(0) - sizes < quota
+        nodes, targets, sizes = nodes[is_due], targets[is_due], sizes[is_due]
+        if nodes.numel() == 0:
+            return
+        state.assignment[nodes] = targets
+        state.loads.index_add_(0, targets, sizes)
+        state.loads[chunk] -= sizes.sum()
+
+
+def _best_moves(state: _Loads, links: Tensor, chunk: int, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return nodes with the best chunk that has room for each, the cheapest move first.
+
+    The cost is the number of edges cut more, per unit of weight moved. The roomiest chunk is always
+    a choice, whether or not the node has links there.
+    """
+    num_chunks, num_nodes = state.loads.numel(), nodes.numel()
+    rank = torch.full_like(state.assignment, -1)
+    rank[nodes] = torch.arange(num_nodes)
+    row = rank[links[0]]
+    keys = (row * num_chunks + state.assignment[links[1]])[row >= 0]
+    pairs, counts = torch.unique(keys, return_counts=True)
+    row, target = pairs // num_chunks, pairs % num_chunks
+    is_home = target == chunk
+    home = torch.zeros(num_nodes, dtype=torch.int64)
+    home[row[is_home]] = counts[is_home]
+
+    room = state.limit - state.loads
+    row = torch.cat([row, torch.arange(num_nodes)])
+    target = torch.cat([target, room.argmax().expand(num_nodes)])
+    counts = torch.cat([counts, counts.new_zeros(num_nodes)])
+    sizes = state.weights[nodes]
+    can = (target != chunk) & (sizes[row] <= room[target])
+    row, target, counts = row[can], target[can], counts[can]
+
+    order = ((home[row] - counts) / sizes[row]).argsort(stable=True)
+    first = torch.full((num_nodes,), order.numel())
+    first = first.scatter_reduce(0, row[order], torch.arange(order.numel()), "amin").sort().values
+    chosen = order[first[first < order.numel()]]
+    return nodes[row[chosen]], target[chosen]
+
+
+def _running_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """Return for each value the sum of its group up to and including it."""
+    order = groups.argsort(stable=True)
+    total = values[order].cumsum(0)
+    sizes = torch.bincount(groups)
+    before = torch.cat([total.new_zeros(1), total])[sizes.cumsum(0) - sizes]
+    sums = torch.empty_like(values)
+    sums[order] = total - before[groups[order]]
+    return sums

@@ -1,57 +1,75 @@
-"""Telling graphs and batches apart by content, quickly."""
+"""Telling graphs and batches apart by content, quickly.
+
+Multilinear hashing: each value times a random-looking 64-bit number of its own place, summed modulo
+2^64. Source: Carter and Wegman, Universal classes of hash functions (1979). The values are small
+(node numbers, bytes), so that no change drops out at the top of a 64-bit product.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_PRIME = 0x9E3779B1
-# As signed 64-bit integers.
-_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
-_MASK = (1 << 63) - 1
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 15  # Values at a time: they stay in the cache, and torch starts no threads for them.
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 def graph_fingerprint(edge_index: Tensor, num_nodes: int) -> int:
-    """Return a 63-bit number that depends on every edge, the order of the edges and `num_nodes`.
+    """Return a signed 64-bit number that depends on every edge, their order and `num_nodes`.
 
     Args:
-        edge_index: `[2, num_edges]` integers.
+        edge_index: `[2, num_edges]` integers of any width.
         num_nodes: Nodes, N.
     """
-    source, target = edge_index.long()
-    place = torch.arange(source.numel(), device=source.device)
-    mixed = _mix(_mix(source * num_nodes + target) + place)
-    return (int(mixed.sum()) * 31 + num_nodes * _PRIME + source.numel()) & _MASK
+    return _fold([num_nodes, edge_index.size(1), _hash(edge_index[0]), _hash(edge_index[1])])
 
 
 def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
-    """Return a 63-bit number of the shape, the dtype and a sample of the content of `tensor`.
+    """Return a signed 64-bit number of shape, dtype and a sample of the content, bit by bit.
 
     Args:
         tensor: Any dense tensor.
-        max_elements: Elements that are read, evenly spaced.
+        max_elements: Elements that are read, evenly spaced from the first to the last.
     """
-    number = sum(ord(letter) << (7 * (i % 8)) for i, letter in enumerate(str(tensor.dtype)))
-    for size in tensor.shape:
-        number = (number * 1_000_003 + size + 1) & _MASK
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return number
-    places = torch.arange(min(max_elements, flat.numel()), device=flat.device)
-    sample = flat[places * (flat.numel() - 1) // max(places.numel() - 1, 1)].contiguous()
-    if sample.is_complex():
-        sample = torch.view_as_real(sample).reshape(-1)
-    bits = sample.view(_BITS[sample.element_size()]).long()
-    mixed = _mix(_mix(bits) + torch.arange(bits.numel(), device=bits.device))
-    return (number * 31 + int(mixed.sum())) & _MASK
+    header = [*str(tensor.dtype).encode(), tensor.dim(), *tensor.shape]
+    if tensor.numel() == 0:
+        return _fold(header)
+    num_read = min(max_elements, tensor.numel())
+    places = torch.arange(num_read, device=tensor.device)
+    places = places * (tensor.numel() - 1) // max(num_read - 1, 1)
+    sample = tensor.detach()[torch.unravel_index(places, tensor.shape)].reshape(-1)
+    sample = sample.resolve_conj().resolve_neg().contiguous()
+    return _fold([*header, _hash(sample.view(torch.uint8))])
 
 
-def _mix(numbers: Tensor) -> Tensor:
-    """Return 64-bit integers in which every bit depends on all bits of `numbers`.
+def _hash(values: Tensor) -> int:
+    """Return a number of `[num_values]` integers and their order."""
+    keys = _keys(min(_BLOCK, values.numel()), values.device)
+    blocks = torch.split(values, _BLOCK)
+    sums = [(block.long() * keys[: block.numel()]).sum() for block in blocks]
+    return _fold(torch.stack(sums).tolist())
 
-    Source: the finalizer of MurmurHash3 (shifts are arithmetic here).
+
+def _keys(count: int, device: torch.device) -> Tensor:
+    """Return `[count]` random-looking numbers, the same everywhere.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014), mix64.
     """
-    for factor in _FACTORS:
-        numbers = (numbers ^ (numbers >> 33)) * factor
-    return numbers ^ (numbers >> 33)
+    keys = torch.arange(1, count + 1, device=device) * _signed(_MULTIPLIER)
+    keys = (keys ^ (keys >> 30)) * _signed(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> 27)) * _signed(0x94D049BB133111EB)
+    return keys ^ (keys >> 31)
+
+
+def _fold(numbers: list[int]) -> int:
+    """Return one signed 64-bit number of several and their order."""
+    folded = len(numbers)
+    for number in numbers:
+        folded = (folded ^ number) * _MULTIPLIER & _MASK
+        folded ^= folded >> 32
+    return _signed(folded)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

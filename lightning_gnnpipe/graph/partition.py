@@ -41,7 +41,6 @@ def partition_nodes(
         check_assignment(method, num_nodes, num_chunks)
         return method.long().cpu()
     weights = 1 + torch.bincount(edge_index[1].long(), minlength=num_nodes)
-    links = _symmetrize(edge_index, num_nodes)
     if num_chunks == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "contiguous":
@@ -54,6 +53,7 @@ def partition_nodes(
                 remedy="Choose one of them.",
             )
         )
+    links = _symmetrize(edge_index, num_nodes)
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_nodes, generator=generator)

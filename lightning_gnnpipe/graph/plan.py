@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,41 +61,89 @@ def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor)
     """
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
+    assignment = assignment.to(edge_index.device).long()
     perm = assignment.argsort(stable=True)
     position = torch.empty_like(perm)
-    position[perm] = torch.arange(num_nodes)
-    edges = position[edge_index.long()]
-    edge_perm = edges[1].argsort(stable=True)
-    edges = edges[:, edge_perm]
-    sizes = torch.bincount(assignment.long(), minlength=num_chunks)
-    ends = sizes.cumsum(0)
-    edge_ends = torch.searchsorted(edges[1].contiguous(), ends)
+    position[perm] = torch.arange(num_nodes, device=perm.device)
+    source, target = position[edge_index[0].long()], position[edge_index[1].long()]
+    target, edge_perm = target.sort(stable=True)
+    edges = torch.stack([source[edge_perm], target])
+    ends = torch.bincount(assignment, minlength=num_chunks).cumsum(0)
+    edge_ends = torch.searchsorted(target, ends)
     chunks = tuple(_cut(edges, ends, edge_ends))
-    whole = Chunk(0, 0, num_nodes, perm.new_empty(0), (), (), 0, edges.size(1), edges.contiguous())
+    whole = Chunk(0, 0, num_nodes, perm.new_empty(0), (), (), 0, edges.size(1), edges)
     return ChunkPlan(num_nodes, edges.size(1), perm, edge_perm, chunks, whole)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Local:
+    """Local numbers and halos of all chunks, one after the other.
+
+    Attributes:
+        edges: `[2, num_edges]` local numbers.
+        halos: `[sum of num_halo]` positions, ascending within a chunk.
+        halo_ends: `[num_chunks]` the end of each chunk's halo in `halos`.
+        rows: For each chunk the rows that it reads of each other chunk.
+    """
+
+    edges: Tensor
+    halos: Tensor
+    halo_ends: Tensor
+    rows: list[dict[int, int]]
 
 
 def _cut(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
     """Yield the chunks of `edges`, `[2, num_edges]` positions sorted by target."""
-    start, edge_start = 0, 0
-    for index, (end, edge_end) in enumerate(zip(ends.tolist(), edge_ends.tolist(), strict=True)):
-        source, target = edges[:, edge_start:edge_end]
-        is_outside = (source < start) | (source >= end)
-        halo, place = torch.unique(source[is_outside], return_inverse=True)
-        local = source - start
-        local[is_outside] = place + (end - start)
-        owners, counts = torch.unique(
-            torch.searchsorted(ends, halo, right=True), return_counts=True
-        )
+    local = _number(edges, ends)
+    start, halo_start, edge_start = 0, 0, 0
+    bounds = zip(ends.tolist(), local.halo_ends.tolist(), edge_ends.tolist(), strict=True)
+    for index, (end, halo_end, edge_end) in enumerate(bounds):
         yield Chunk(
-            index,
-            start,
-            end,
-            halo,
-            tuple(owners.tolist()),
-            tuple(counts.tolist()),
-            edge_start,
-            edge_end,
-            torch.stack([local, target - start]),
+            index=index,
+            start=start,
+            end=end,
+            halo=local.halos[halo_start:halo_end].clone(),
+            halo_chunks=tuple(local.rows[index]),
+            halo_counts=tuple(local.rows[index].values()),
+            edge_start=edge_start,
+            edge_end=edge_end,
+            edge_index=torch.stack([row[edge_start:edge_end] for row in local.edges]),
         )
-        start, edge_start = end, edge_end
+        start, halo_start, edge_start = end, halo_end, edge_end
+
+
+def _number(edges: Tensor, ends: Tensor) -> _Local:
+    """Number the nodes of each chunk: its own first, then its halo.
+
+    All halos come from one sort of (reader, source) pairs and not from a pass a chunk: a few large
+    operations take the same time for any number of chunks.
+    """
+    num_chunks, num_nodes = ends.numel(), int(ends[-1])
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    owner = torch.repeat_interleave(torch.arange(num_chunks, device=ends.device), sizes)
+    source, target = edges
+    chunk_of_edge = owner[target]
+    start_of_edge = (ends - sizes)[chunk_of_edge]
+    local = source - start_of_edge
+    outside = (owner[source] != chunk_of_edge).nonzero().flatten()
+    reader = chunk_of_edge[outside]
+    pairs, place = torch.unique(reader * num_nodes + source[outside], return_inverse=True)
+    halos, readers = pairs % num_nodes, pairs // num_nodes
+    num_halo = torch.bincount(readers, minlength=num_chunks)
+    halo_ends = num_halo.cumsum(0)
+    local[outside] = place + (sizes - halo_ends + num_halo)[reader]
+    return _Local(
+        edges=torch.stack([local, target - start_of_edge]),
+        halos=halos,
+        halo_ends=halo_ends,
+        rows=_count_rows(readers, owner[halos], num_chunks),
+    )
+
+
+def _count_rows(readers: Tensor, owners: Tensor, num_chunks: int) -> list[dict[int, int]]:
+    """Return for each chunk the chunks its halo lies in, ascending, and the rows in each."""
+    pairs, counts = torch.unique(readers * num_chunks + owners, return_counts=True)
+    rows: list[dict[int, int]] = [{} for _ in range(num_chunks)]
+    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        rows[pair // num_chunks][pair % num_chunks] = count
+    return rows

@@ -17,6 +17,8 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.pushpull import PushPull
 from lightning_gnnpipe.types import ChunkView
 
+NormCache = dict[tuple[object, ...], tuple[Tensor, ...]]
+
 
 class CallKey(NamedTuple):
     """Names one history: the `call`-th time that `layer` in `segment` widens `argument`."""
@@ -60,12 +62,15 @@ class MessageContext:
         store: Histories, or None where the whole graph is one chunk and nothing is to be remembered
             (inference).
         whole: The whole graph as one chunk; global normalisation is computed on it.
+        norm_cache: Normalised edges of other contexts over the same chunks, to share.
     """
 
-    def __init__(self, store: HaloStore | None, whole: ChunkView) -> None:
+    def __init__(
+        self, store: HaloStore | None, whole: ChunkView, norm_cache: NormCache | None = None
+    ) -> None:
         self.store = store
         self.whole = whole
-        self.norm_cache: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        self.norm_cache: NormCache = {} if norm_cache is None else norm_cache
         self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._scope: _Scope | None = None
 

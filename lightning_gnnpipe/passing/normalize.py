@@ -77,21 +77,28 @@ class _LocalNorm:
         """
         fill = 2.0 if improved else 1.0
         chunk = self.context.chunk
+        if edge_weight is None and edge_index is not chunk.edge_index:
+            # The model has changed the edges: their degrees are not those of the user's graph.
+            return self._by_history(
+                *_unweighted(edge_index, chunk.num_nodes, fill, add_self_loops, dtype)
+            )
         if edge_weight is not None:
             edges, weight = _with_loops(
                 edge_index, edge_weight, fill, chunk.num_nodes, add_self_loops
             )
-            own = _inverse_root(edges, weight, chunk.num_nodes)
-            call = self.context.next_call("gcn_norm")
-            wide = self.context.widen("gcn_norm", call, "degree", own)
-            return edges, wide[edges[0]] * weight * wide[edges[1]]
-        if edge_index is not chunk.edge_index:
-            return self._constant(edge_index, fill, add_self_loops, dtype)
+            return self._by_history(edges, weight)
         key = (id(edge_index), fill, add_self_loops, dtype)
         if key not in self.context.norm_cache:
             self.context.norm_cache[key] = self._constant(edge_index, fill, add_self_loops, dtype)
         edges, norm = self.context.norm_cache[key]
         return edges, norm
+
+    def _by_history(self, edges: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise by the chunk's own degrees, pushed, and those of its halo, pulled."""
+        own = _inverse_root(edges, weight, self.context.chunk.num_nodes)
+        call = self.context.next_call("gcn_norm")
+        wide = self.context.widen("gcn_norm", call, "degree", own)
+        return edges, wide[edges[0]] * weight * wide[edges[1]]
 
     def _constant(
         self, edge_index: Tensor, fill: float, add_self_loops: bool, dtype: torch.dtype | None

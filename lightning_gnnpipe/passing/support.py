@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.nn import MessagePassing, aggr
+from torch_geometric.nn.aggr.fused import FusedAggregation
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
@@ -53,6 +54,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
 EXACT_AGGREGATIONS: frozenset[type] = frozenset(
     {
         aggr.DegreeScalerAggregation,
+        FusedAggregation,
         aggr.MaxAggregation,
         aggr.MeanAggregation,
         aggr.MedianAggregation,

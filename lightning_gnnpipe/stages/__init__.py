@@ -10,7 +10,7 @@ from lightning_gnnpipe.stages.husk import fill_husks, make_husks
 from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
 from lightning_gnnpipe.stages.layers import Layers, Segment, cut_layers
 from lightning_gnnpipe.stages.split import Stage, find_users, split_layers
-from lightning_gnnpipe.stages.trace import trace
+from lightning_gnnpipe.stages.trace import trace, traced_options
 from lightning_gnnpipe.stages.values import (
     Sample,
     Value,
@@ -45,5 +45,6 @@ __all__ = [
     "split_layers",
     "take_apart",
     "trace",
+    "traced_options",
     "undisturbed",
 ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
@@ -34,6 +35,8 @@ class _Record:
 
     attributes: dict[str, Any]
 
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 # What PyG's `Data` gives as None where it is not set.
 _OPTIONAL = ("x", "edge_index", "edge_weight", "edge_attr", "y", "pos", "batch", "time", "ptr")
@@ -115,7 +118,7 @@ class _Collector:
         if isinstance(value, EdgeIndex):
             value = value.as_tensor()
         if isinstance(value, Tensor):
-            if value.layout is not None and str(value.layout) != "torch.strided":
+            if value.layout is not torch.strided:
                 raise _not_supported(name, f"a {value.layout} tensor")
             self.leaves.append(value)
             self.names.append(name)
@@ -124,13 +127,26 @@ class _Collector:
             raise _not_supported(name, f"a {type(value).__name__}")
         if isinstance(value, Data):
             self.num_nodes = value.num_nodes
-            return _Record({key: self.visit(f"{name}.{key}", item) for key, item in value})
+            usable = {key: item for key, item in value if _is_usable(item)}
+            return _Record({key: self.visit(f"{name}.{key}", i) for key, i in usable.items()})
         if isinstance(value, dict):
             return {key: self.visit(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             items = [self.visit(f"{name}.{i}", item) for i, item in enumerate(value)]
             return type(value)(items) if not hasattr(value, "_fields") else type(value)(*items)
+        if not isinstance(value, _PLAIN):
+            raise _not_supported(name, f"a {type(value).__name__}")
         return value
+
+
+def _is_usable(value: Any) -> bool:
+    """Whether an attribute of a graph can take part; the others are as if they were not there."""
+    if isinstance(value, list | tuple):
+        return all(_is_usable(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_usable(item) for item in value.values())
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return is_dense or isinstance(value, (*_PLAIN, EdgeIndex))
 
 
 def _fill(template: Any, leaves: Sequence[Any]) -> Any:
@@ -158,7 +174,8 @@ def _parameter_names(forward: Callable[..., Any], count: int) -> list[str]:
 def _not_supported(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
         explain(
-            expected=f"argument '{name}' of the pipelined module to be dense, with 'edge_index' of "
+            expected=f"argument '{name}' of the pipelined module to be a plain value or "
+            "a dense tensor, 'edge_index' of "
             "shape [2, num_edges]",
             found=found,
             remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; "

@@ -20,6 +20,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 
 _ROOT = "module"
+_PLAIN = bool | int | float | str
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 
@@ -32,11 +33,36 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
     Raises:
         UnsupportedError: If the forward cannot be traced; says why and what to do.
     """
-    root = _Caller(module, call)
-    tracer = _Tracer(module)
+    graph, again = _trace_once(module, call), _trace_once(module, call)
+    if str(graph) != str(again):
+        raise UnsupportedError(
+            explain(
+                expected=f"the forward of {type(module).__name__} to do the same each time",
+                found="a second trace that differs from the first",
+                remedy="Draw random numbers by torch, shaped like a node's rows "
+                "(torch.rand_like(x)); change counters and schedules in hooks, not in forward.",
+            )
+        )
+    constants = [n.target for n in graph.nodes if n.op == "get_attr"]
+    if any(not str(target).startswith(f"{_ROOT}.") for target in constants):
+        raise UnsupportedError(
+            explain(
+                expected=f"the forward of {type(module).__name__} to create no tensors of its own",
+                found="a tensor made from Python values or random numbers",
+                remedy="Register it as a buffer in __init__, or derive it from an argument "
+                "(x.new_zeros(...), torch.rand_like(x)).",
+            )
+        )
+    return graph
+
+
+def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
+    before = _kept_tensors(module)
     try:
-        with _traceable_factories():
-            graph = tracer.trace(root)
+        with _traceable_factories(), _without_progress(module):
+            graph = _Tracer(module).trace(_Caller(module, call))
+    except UnsupportedError:
+        raise
     except Exception as error:
         raise UnsupportedError(
             explain(
@@ -48,7 +74,68 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
                 "GNNPipeStrategy(pipelined_module=...).",
             )
         ) from error
+    finally:
+        changed = _restore(module, before)
+    if changed:
+        raise UnsupportedError(
+            explain(
+                expected="forward to return what it computes",
+                found=f"values kept on the module: {', '.join(changed)}",
+                remedy="Return tensors, in a tuple or a dict, and use them in training_step; count "
+                "in hooks such as on_train_batch_start.",
+            )
+        )
     return graph
+
+
+def _kept_tensors(module: nn.Module) -> dict[tuple[nn.Module, str], object]:
+    """Return what the modules that are traced through keep in plain attributes."""
+    return {
+        (m, name): value
+        for m in module.modules()
+        if _is_traced_through(m)
+        for name, value in vars(m).items()
+        if not name.startswith("_")
+    }
+
+
+def _restore(module: nn.Module, before: dict[tuple[nn.Module, str], object]) -> list[str]:
+    """Undo what a trace did to plain attributes and return their names."""
+    changed = []
+    for (m, name), value in _kept_tensors(module).items():
+        if value is before.get((m, name), m):
+            continue
+        changed.append(name)
+        if (m, name) in before:
+            vars(m)[name] = before[m, name]
+        else:
+            del vars(m)[name]
+    return changed
+
+
+@contextmanager
+def _without_progress(module: nn.Module) -> Iterator[None]:
+    """Refuse a LightningModule that reads its progress in forward: a trace would freeze it."""
+    kind = type(module)
+    if not hasattr(kind, "current_epoch"):
+        yield
+        return
+
+    def refuse(_: nn.Module) -> int:
+        raise UnsupportedError(
+            explain(
+                expected="forward to depend on its arguments and on plain attributes",
+                found="self.current_epoch or self.global_step",
+                remedy="Set an attribute in on_train_epoch_start, and read that in forward.",
+            )
+        )
+
+    guards = {name: property(refuse) for name in ("current_epoch", "global_step")}
+    module.__class__ = type(kind.__name__, (kind,), {**guards, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 @contextmanager
@@ -79,6 +166,22 @@ def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
         return found[0].tracer.create_proxy("call_function", original, args, kwargs)
 
     return create
+
+
+def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield what a trace bakes in: plain attributes, and which tensors are attributes."""
+    for name, m in module.named_modules():
+        if not _is_traced_through(m):
+            continue
+        for attribute, value in (*vars(m).items(), *m._buffers.items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{attribute}", id(value)
+            elif not attribute.startswith("_") and isinstance(value, _PLAIN | None):
+                yield f"{name}.{attribute}", value
+
+
+def _is_traced_through(module: nn.Module) -> bool:
+    return _contains_passing(module) and not isinstance(module, MessagePassing)
 
 
 def root_of(module: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.kinds import Inputs, Kind
 from lightning_gnnpipe.stages.trace import root_of
@@ -50,15 +51,23 @@ class Sample:
     edge_index: Tensor
 
 
-def draw_sample(call: Call, inputs: Inputs) -> Sample:
-    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more."""
+def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
+    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
+
+    Its sizes differ from each other and from the widths of `module`'s parameters, so that they tell
+    what a dimension counts.
+    """
     edge_index = inputs.edge_index
+    widths = {size for p in module.parameters() for size in p.shape}
     num_edges = min(_SAMPLE_EDGES, edge_index.size(1))
     spaced = torch.linspace(0, max(edge_index.size(1) - 1, 0), num_edges)
     edges = torch.unique(spaced.long()).to(edge_index.device)
     extra = torch.arange(min(3, inputs.num_nodes), device=edge_index.device)
-    nodes = torch.unique(torch.cat([edge_index[:, edges].flatten(), extra]))
-    if nodes.numel() == edges.numel():
+    while True:
+        nodes = torch.unique(torch.cat([edge_index[:, edges].flatten(), extra]))
+        sizes = {nodes.numel(), edges.numel()}
+        if (len(sizes) == 2 and not sizes & widths) or edges.numel() < 2:
+            break
         edges = edges[:-1]
     renumber = torch.full((inputs.num_nodes,), -1, device=edge_index.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=edge_index.device)
@@ -84,8 +93,18 @@ def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str
             return result
 
     runner = Recorder(fx.GraphModule(root_of(module), graph))
-    with undisturbed(module), torch.enable_grad():
-        runner.run(*sample.leaves)
+    try:
+        with undisturbed(module), torch.enable_grad():
+            runner.run(*sample.leaves)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise UnsupportedError(
+            explain(
+                expected="the model to run on a small part of the graph",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                remedy="A parameter with one row a node cannot be cut: look it up by an "
+                "nn.Embedding with a node-level index, or pass it in as an argument.",
+            )
+        ) from error
     return values
 
 
@@ -93,9 +112,15 @@ def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Leave the random number streams and the buffers of `module` as they were before the block."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    restore_buffers(module, buffers)
+    try:
+        with torch.random.fork_rng(devices=_devices(module)):
+            yield
+    finally:
+        restore_buffers(module, buffers)
+
+
+def _devices(module: nn.Module) -> list[torch.device]:
+    return list({p.device for p in module.parameters() if p.device.type == "cuda"})
 
 
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:

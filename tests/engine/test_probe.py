@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.utils import degree, softmax
+from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
 from lightning_gnnpipe.engine.probe import check_on_chunks
 from lightning_gnnpipe.errors import UnsupportedError
@@ -63,6 +63,26 @@ class AttendsByHand(Base):
         return torch.zeros_like(x).index_add(0, edge_index[1], weight * x[edge_index[1]])
 
 
+class Noisy(Base):
+    """Random numbers a row; hidden values as wide as a sample may be long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(D, 29), nn.Linear(29, 48), nn.Linear(48, D))
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.wide(x + torch.randn_like(x)) * torch.rand(x.size(0), 1)
+
+
+class ChangesEdges(Base):
+    """Normalisation must follow the edges that the model has left."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edge_index, _ = remove_self_loops(edge_index)
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
 class Counter(nn.Module):
     """Counts its calls in a buffer, as running statistics do."""
 
@@ -98,11 +118,15 @@ def check(module: nn.Module) -> None:
     call = take_apart(module, (torch.randn(N, D, generator=generator), edges), {})
     inputs = classify(call)
     graph = trace(module, call)
-    layers = cut_layers(graph, module, learn_values(graph, module, draw_sample(call, inputs)))
+    layers = cut_layers(
+        graph, module, learn_values(graph, module, draw_sample(module, call, inputs))
+    )
     check_on_chunks(module, layers, call, inputs)
 
 
-@pytest.mark.parametrize("kind", [Base, CountsTargets, AttendsByHand, ReturnsTwice])
+@pytest.mark.parametrize(
+    "kind", [Base, CountsTargets, AttendsByHand, ReturnsTwice, Noisy, ChangesEdges]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_p4_what_is_right_on_chunks_passes(kind: type[Base], training: bool) -> None:
     state = torch.get_rng_state()

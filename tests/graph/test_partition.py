@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
 from lightning_gnnpipe.graph.balance import rebalance
+from lightning_gnnpipe.graph.partition import _metis, _symmetrize
 from lightning_gnnpipe.types import PartitionMethod
 from tests.graph.strategies import DRAWN_EDGES, chunk_weights, multigraphs, power_law
 
@@ -52,6 +53,20 @@ def test_chunks_of_a_power_law_graph_weigh_at_most_5_percent_over_the_mean(
     parts = partition_nodes(edge_index, 20_000, num_chunks=num_chunks, method=method, seed=0)
     loads = chunk_weights(edge_index, parts, num_chunks)
     assert float(loads.max()) <= 1.05 * float(loads.mean())
+
+
+def test_stars_that_metis_leaves_out_of_balance_are_split() -> None:
+    # 50 stars of 40 leaves each, all pointing at their hub: METIS by itself keeps stars whole.
+    hubs = torch.arange(50).repeat_interleave(40)
+    edge_index = torch.stack([torch.arange(50, 50 + 2000), hubs])
+    weights = 1 + torch.bincount(edge_index[1], minlength=2050)
+    alone = _metis(_symmetrize(edge_index, 2050), weights, 16, seed=0)
+    loads = chunk_weights(edge_index, alone, 16)
+    assert float(loads.max()) > 1.05 * float(loads.mean())
+    parts = partition_nodes(edge_index, 2050, num_chunks=16, method="metis", seed=0)
+    loads = chunk_weights(edge_index, parts, 16)
+    assert float(loads.max()) <= 1.05 * float(loads.mean())
+    assert edge_cut_frac(edge_index, parts) < 0.1
 
 
 def test_a_hub_heavier_than_the_mean_does_not_unbalance_the_others() -> None:

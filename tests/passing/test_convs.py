@@ -132,6 +132,9 @@ PLAIN: dict[str, Callable[[], MessagePassing]] = {
     "PNAConv": lambda: gnn.PNAConv(
         D, D, ["mean", "max", "std"], ["identity", "amplification", "attenuation"], HISTOGRAM
     ),
+    "PNAConv-fused": lambda: gnn.PNAConv(
+        D, D, ["mean", "min", "max", "std"], ["identity", "amplification"], HISTOGRAM
+    ),
     "ResGatedGraphConv": lambda: gnn.ResGatedGraphConv(D, D),
     "SAGEConv": lambda: gnn.SAGEConv(D, D),
     "SAGEConv-max": lambda: gnn.SAGEConv(D, D, aggr="max", project=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,7 @@ from lightning_gnnpipe.stages import (
     split_layers,
     take_apart,
     trace,
+    traced_options,
 )
 
 N, D = 9, 4
@@ -36,7 +38,9 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0
 def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
     call = take_apart(module, args, kwargs)
     graph = trace(module, call)
-    return cut_layers(graph, module, learn_values(graph, module, draw_sample(call, classify(call))))
+    return cut_layers(
+        graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
+    )
 
 
 def run_layers(layers: Layers, leaves: list[Tensor]) -> object:
@@ -216,6 +220,56 @@ def test_a_module_that_cannot_be_traced_says_what_to_do() -> None:
 
     with pytest.raises(UnsupportedError, match=r"traceable by torch.fx .*control flow"):
         layers_of(Branches(), torch.randn(N, D), EDGES)
+
+
+class Odd(TakesData):
+    """Does `how` in forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.count, self.hidden = how, 0, None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if self.how == "random":
+            x = x * random.random()
+        if self.how == "count":
+            self.count += 1
+            x = x * self.count
+        if self.how == "constant":
+            x = x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        x = self.convs[0](x, edge_index)
+        if self.how == "keep":
+            self.hidden = x
+        if self.how == "per-node":
+            x = x + self.table
+        return self.convs[1](x, edge_index)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("random", "do the same each time"),
+        ("constant", "create no tensors of its own"),
+        ("count", "values kept on the module: count"),
+        ("keep", "values kept on the module: hidden"),
+        ("per-node", "one row a node cannot be cut"),
+    ],
+)
+def test_p4_what_a_trace_would_freeze_is_refused(how: str, text: str) -> None:
+    module = Odd(how)
+    module.table = nn.Parameter(torch.zeros(N, D))
+    with pytest.raises(UnsupportedError, match=text):
+        layers_of(module, torch.randn(N, D), EDGES)
+    assert module.hidden is None and module.count == 0
+
+
+def test_plain_attributes_and_tensors_are_part_of_what_a_trace_depends_on() -> None:
+    module = Odd("none")
+    before = dict(traced_options(module))
+    module.count = 3
+    module.extra = torch.zeros(2)
+    after = dict(traced_options(module))
+    assert before != after and after[".count"] == 3 and ".extra" in after
 
 
 def test_graph_level_outputs_are_refused() -> None:
