@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_gnnpipe.callbacks import HistoryRefresh, StalenessMonitor, StalenessWarmup
 from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
 __version__ = "0.1.0"
@@ -16,3 +17,5 @@ __all__ = [
     "StalenessWarmup",
     "__version__",
 ]
+
+register_strategies()

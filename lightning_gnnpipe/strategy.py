@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -160,6 +159,8 @@ class GNNPipeStrategy(PipeProcesses):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        # Logged values are equal on all ranks by construction, so this advice would be wrong.
+        warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -300,24 +301,6 @@ class GNNPipeStrategy(PipeProcesses):
         parameters = self.precision_plugin.main_params(optimizer)
         clip_by_total_norm(self.engine, self.lightning_module, parameters, clip_val)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        names = {"gnnpipe": "popen", "gnnpipe_spawn": "spawn", "gnnpipe_fork": "fork"}
-        names["gnnpipe_notebook"] = "fork"
-        for name, start_method in names.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"GNNPipe, processes started by {start_method}",
-                override=True,
-                start_method=start_method,
-            )
-
 
 def _never() -> bool:
     return False
-
-
-GNNPipeStrategy.register_strategies(StrategyRegistry)
-# The values are equal on all ranks by construction, so this advice would be wrong.
-warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")

@@ -27,10 +27,20 @@ ALLOWED: dict[str, set[str]] = {
     "processes": {"comm", "options", "_compat"},
     "refuse": set(),
     "strategy": {*PARTS, "engine", "refuse", "controls", "options", "processes", "_compat"},
+    "registry": {"strategy"},
     "callbacks": {"strategy", "controls", "history"},
-    "__init__": {"strategy", "callbacks", "datamodule"},
+    "__init__": {"strategy", "registry", "callbacks", "datamodule"},
 }
-LIGHTNING = {"strategy", "processes", "refuse", "_compat", "callbacks", "datamodule", "models"}
+LIGHTNING = {
+    "strategy",
+    "registry",
+    "processes",
+    "refuse",
+    "_compat",
+    "callbacks",
+    "datamodule",
+    "models",
+}
 DISTRIBUTED = {"comm", "processes"}
 
 
