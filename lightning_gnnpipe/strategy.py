@@ -126,8 +126,6 @@ class GNNPipeStrategy(PipeProcesses):
         self._metrics: list[tuple[Metric, Any]] = []
         self._fingerprints = BatchFingerprints()
 
-    # What there is to ask
-
     @property
     def engine(self) -> PipelineEngine:
         """The engine, while a fit, validate, test or predict runs.
@@ -152,8 +150,6 @@ class GNNPipeStrategy(PipeProcesses):
     def collect_staleness(self) -> dict[int, Staleness]:
         """Return who read whom stale in the last training step, by layer; call on every rank."""
         return self.engine.collect_staleness()
-
-    # Setting up and taking down
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
@@ -227,8 +223,6 @@ class GNNPipeStrategy(PipeProcesses):
                 self.global_rank,
             )
 
-    # Steps
-
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
@@ -258,8 +252,6 @@ class GNNPipeStrategy(PipeProcesses):
         for parameter in self.engine.model.husks():
             for optimizer in self.optimizers:
                 optimizer.state.pop(parameter, None)
-
-    # Checkpoints
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._is_split:
