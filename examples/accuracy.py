@@ -44,6 +44,7 @@ class Setting:
     num_epochs: int = 300
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
+    cross_chunk_grad_scale: float = 1.0
     num_layers: int = 32
     hidden_channels: int = 64
     dropout: float = 0.6
@@ -91,7 +92,10 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
         callbacks: list[L.Callback] = [best]
         strategy: GNNPipeStrategy | str = "auto"
         if setting.num_chunks is not None:
-            strategy = GNNPipeStrategy(num_chunks=setting.num_chunks)
+            strategy = GNNPipeStrategy(
+                num_chunks=setting.num_chunks,
+                cross_chunk_grad_scale=setting.cross_chunk_grad_scale,
+            )
             callbacks.append(StalenessWarmup(num_epochs=setting.num_exact_epochs))
         trainer = L.Trainer(
             accelerator="cpu",
@@ -118,6 +122,7 @@ def main() -> None:
             num_epochs=options.epochs,
             num_chunks=options.chunks,
             num_exact_epochs=options.exact_epochs,
+            cross_chunk_grad_scale=options.scale,
         ),
     }
     accuracies: dict[tuple[str, str], list[float]] = {}
@@ -145,6 +150,7 @@ def parse_options() -> argparse.Namespace:
     add("--epochs", type=int, default=300, help="epochs of each run (default: 300)")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
+    add("--scale", type=float, default=1.0, help="of gradients between chunks (default: 1)")
     add("--output", type=Path, default=Path("outputs"), help="folder of accuracy.csv")
     return parser.parse_args()
 
