@@ -6,8 +6,8 @@ Staleness depends on the chunks and their order alone, never on the number of st
 process with one stage trains what any number of them would. All runs have the same initial
 weights, optimizer and number of epochs; each is tested with the weights of its best validation
 accuracy. Exact training runs twice, in a plain Trainer and under the strategy: they differ in the
-random numbers of dropout alone, and so show how much of a difference is chance. Prints a table and writes every run to
-OUTPUT/accuracy.csv.
+random numbers of dropout alone, and so show how much of a difference is chance. Prints a table and
+writes every run to OUTPUT/accuracy.csv.
 """
 
 from __future__ import annotations
