@@ -47,7 +47,9 @@ def run_segments(
             inputs = [t.clone() if t.is_floating_point() else t for t in inputs]
         if seed_of is not None:
             _seed(seed_of(segment.index, chunk.index), inputs)
-        context.enter(chunk, segment.index)
+        named = zip(segment.inputs, inputs, strict=True)
+        leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
+        context.enter(chunk, segment.index, leaves)
         outputs = segment.module(*inputs)
         values.update(zip(segment.outputs, outputs, strict=True))
         if keep is not None:

@@ -56,16 +56,15 @@ class PlannedGraph:
     def __init__(self, plan: ChunkPlan, cross_chunk_grad_scale: float) -> None:
         self.plan = plan
         self.inputs = PlannedInputs(plan)
-        self.reading = MessageContext(None, plan.whole.chunks[0])
+        self.reading = MessageContext(None, plan)
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale)
-        self.writing = MessageContext(self.store, plan.whole.chunks[0], self.reading.norm_cache)
+        self.writing = MessageContext(self.store, plan, self.reading.functions)
         self.is_filled = False
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
         self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.scale)
-        whole = self.plan.whole.chunks[0]
-        self.writing = MessageContext(self.store, whole, self.reading.norm_cache)
+        self.writing = MessageContext(self.store, self.plan, self.reading.functions)
         self.is_filled = False
 
 

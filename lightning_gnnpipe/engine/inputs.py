@@ -52,6 +52,19 @@ class PlannedInputs:
         """Return the chunk's part of each leaf in `names`."""
         return {name: self._slice(chunk, name) for name in names}
 
+    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+        """Return an edge-level leaf in the slots of the plan or of its reverse, `[num_edges, *]`.
+
+        None if `name` is not edge-level, or needs a gradient.
+        """
+        slot = _slot(name)
+        leaf = self._leaf(slot)
+        if self._kinds[slot] is not Kind.EDGE or leaf.requires_grad:
+            return None
+        if reverse:
+            return self._permuted(f"{name} reversed", leaf, self._plan.reverse.edge_perm)
+        return self._permuted(name, leaf, self._plan.edge_perm)
+
     def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
         """Add the gradients of a chunk's leaves to those of the whole leaves."""
         for name, leaf in leaves.items():

@@ -107,7 +107,8 @@ class _Checker:
         self.inputs = PlannedInputs(plan)
         self.inputs.load(call, kinds)
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
-        self.context = MessageContext(self.store, plan.whole.chunks[0])
+        self.context = MessageContext(self.store, plan)
+        self.context.leaves = self.inputs
         computed = (name for segment in layers.segments for name in segment.outputs)
         is_row = {name for name, value in layers.values.items() if value.kind is Kind.NODE}
         self.order = [name for name in dict.fromkeys(computed) if name in is_row]
@@ -203,7 +204,8 @@ def measure_layers(
 ) -> list[float]:
     """Return the seconds that each layer takes, forward and backward, on a middle-sized chunk."""
     chunk = sorted(plan.chunks, key=lambda c: c.num_nodes + c.num_edges)[plan.num_chunks // 2]
-    context = MessageContext(_ZeroHalo(), plan.whole.chunks[0])
+    context = MessageContext(_ZeroHalo(), plan)
+    context.leaves = inputs
     leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
     values = inputs.slice(chunk, leaves)
     convs = find_convs(module)

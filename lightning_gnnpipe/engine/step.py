@@ -62,6 +62,7 @@ class Step:
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
+        parts.context.leaves = parts.inputs
         self._axis = parts.transport.axis
         self._leaves = parts.stage.leaves
         self._chunks: dict[int, _ChunkState] = {}

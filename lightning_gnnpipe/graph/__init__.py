@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.graph.chunk import Chunk, ChunkPlan
+from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.cut import edge_cut_frac, replicas_per_node
 from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
 from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
-from lightning_gnnpipe.graph.plan import build_chunk_plan, plan_from_assignment, trivial_plan
+from lightning_gnnpipe.graph.plan import (
+    ChunkPlan,
+    build_chunk_plan,
+    plan_from_assignment,
+    trivial_plan,
+)
 from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
 
 __all__ = [

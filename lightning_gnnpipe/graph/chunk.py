@@ -9,7 +9,7 @@ its own nodes first, then its halo, the sources of its edges that lie outside:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,66 +60,3 @@ class Chunk:
     def to(self, device: torch.device | str) -> Chunk:
         """Return the chunk with its tensors on `device`."""
         return replace(self, halo=self.halo.to(device), edge_index=self.edge_index.to(device))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkPlan:
-    """A graph cut into chunks.
-
-    Attributes:
-        num_nodes: Nodes, N.
-        num_edges: Edges, E.
-        perm: `[num_nodes]` the node at each position.
-        edge_perm: `[num_edges]` the edge in each slot, sorted by the position of its target.
-        chunks: The chunks.
-        whole: The same graph, in the same order, as a plan of one chunk.
-    """
-
-    num_nodes: int
-    num_edges: int
-    perm: Tensor
-    edge_perm: Tensor
-    chunks: tuple[Chunk, ...]
-    _whole: Chunk = field(repr=False)
-    _cache: dict[str, ChunkPlan] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks, K."""
-        return len(self.chunks)
-
-    @property
-    def whole(self) -> ChunkPlan:
-        """The plan of one chunk over the same positions."""
-        if self.num_chunks == 1:
-            return self
-        if "whole" not in self._cache:
-            self._cache["whole"] = replace(self, chunks=(self._whole,), _cache={})
-        return self._cache["whole"]
-
-    @property
-    def sources(self) -> dict[int, tuple[int, ...]]:
-        """For each chunk the other chunks that it reads."""
-        return {chunk.index: chunk.halo_chunks for chunk in self.chunks}
-
-    @property
-    def halo_counts(self) -> dict[int, dict[int, int]]:
-        """For each chunk the halo rows in each of the other chunks that it reads."""
-        return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
-
-    def chunk_of_position(self) -> Tensor:
-        """Return `[num_nodes]` the chunk that each position lies in."""
-        sizes = [chunk.num_nodes for chunk in self.chunks]
-        owners = torch.repeat_interleave(torch.arange(self.num_chunks), torch.tensor(sizes))
-        return owners.to(self.perm.device)
-
-    def to(self, device: torch.device | str) -> ChunkPlan:
-        """Return the plan with its tensors on `device`."""
-        return replace(
-            self,
-            perm=self.perm.to(device),
-            edge_perm=self.edge_perm.to(device),
-            chunks=tuple(chunk.to(device) for chunk in self.chunks),
-            _whole=self._whole.to(device),
-            _cache={},
-        )

@@ -1,17 +1,92 @@
-"""Building a plan: chunk-contiguous nodes, edges in the chunk they end in, halos, local numbers."""
+"""A plan: chunk-contiguous nodes, edges in the chunk they end in; the same for reversed edges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk, ChunkPlan
+from lightning_gnnpipe.graph.chunk import Chunk
+from lightning_gnnpipe.graph.number import cut_edges
 from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.validate import check_assignment, check_graph
 from lightning_gnnpipe.types import Partition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPlan:
+    """A graph cut into chunks.
+
+    Attributes:
+        num_nodes: Nodes, N.
+        num_edges: Edges, E.
+        perm: `[num_nodes]` the node at each position.
+        edge_perm: `[num_edges]` the edge in each slot, sorted by the position of its target.
+        chunks: The chunks.
+    """
+
+    num_nodes: int
+    num_edges: int
+    perm: Tensor
+    edge_perm: Tensor
+    chunks: tuple[Chunk, ...]
+    _whole: Chunk = field(repr=False)
+    _cache: dict[str, ChunkPlan] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks, K."""
+        return len(self.chunks)
+
+    @property
+    def whole(self) -> ChunkPlan:
+        """The plan of one chunk over the same positions."""
+        if self.num_chunks == 1:
+            return self
+        if "whole" not in self._cache:
+            self._cache["whole"] = replace(self, chunks=(self._whole,), _cache={})
+        return self._cache["whole"]
+
+    @property
+    def reverse(self) -> ChunkPlan:
+        """The plan of the same chunks with all edges turned round.
+
+        A chunk then has all edges that start in it, and its halo is what they end in.
+        """
+        if "reverse" not in self._cache:
+            source, target = self._whole.edge_index
+            ends = torch.tensor([chunk.end for chunk in self.chunks], device=source.device)
+            made = _assemble(self.perm, target, source, self.edge_perm, ends)
+            self._cache["reverse"] = made
+        return self._cache["reverse"]
+
+    @property
+    def sources(self) -> dict[int, tuple[int, ...]]:
+        """For each chunk the other chunks that it reads."""
+        return {chunk.index: chunk.halo_chunks for chunk in self.chunks}
+
+    @property
+    def halo_counts(self) -> dict[int, dict[int, int]]:
+        """For each chunk the halo rows in each of the other chunks that it reads."""
+        return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
+
+    def chunk_of_position(self) -> Tensor:
+        """Return `[num_nodes]` the chunk that each position lies in."""
+        sizes = [chunk.num_nodes for chunk in self.chunks]
+        owners = torch.repeat_interleave(torch.arange(self.num_chunks), torch.tensor(sizes))
+        return owners.to(self.perm.device)
+
+    def to(self, device: torch.device | str) -> ChunkPlan:
+        """Return the plan with its tensors on `device`."""
+        return replace(
+            self,
+            perm=self.perm.to(device),
+            edge_perm=self.edge_perm.to(device),
+            chunks=tuple(chunk.to(device) for chunk in self.chunks),
+            _whole=self._whole.to(device),
+            _cache={},
+        )
 
 
 def build_chunk_plan(
@@ -66,84 +141,19 @@ def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor)
     position = torch.empty_like(perm)
     position[perm] = torch.arange(num_nodes, device=perm.device)
     source, target = position[edge_index[0].long()], position[edge_index[1].long()]
-    target, edge_perm = target.sort(stable=True)
-    edges = torch.stack([source[edge_perm], target])
     ends = torch.bincount(assignment, minlength=num_chunks).cumsum(0)
+    slots = torch.arange(source.numel(), device=perm.device)
+    return _assemble(perm, source, target, slots, ends)
+
+
+def _assemble(
+    perm: Tensor, source: Tensor, target: Tensor, edge_of_slot: Tensor, ends: Tensor
+) -> ChunkPlan:
+    """Return the plan of edges between positions; `ends` are the last positions of the chunks."""
+    target, order = target.sort(stable=True)
+    edges = torch.stack([source[order], target])
     edge_ends = torch.searchsorted(target, ends)
-    chunks = tuple(_cut(edges, ends, edge_ends))
-    whole = Chunk(0, 0, num_nodes, perm.new_empty(0), (), (), 0, edges.size(1), edges)
-    return ChunkPlan(num_nodes, edges.size(1), perm, edge_perm, chunks, whole)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Local:
-    """Local numbers and halos of all chunks, one after the other.
-
-    Attributes:
-        edges: `[2, num_edges]` local numbers.
-        halos: `[sum of num_halo]` positions, ascending within a chunk.
-        halo_ends: `[num_chunks]` the end of each chunk's halo in `halos`.
-        rows: For each chunk the rows that it reads of each other chunk.
-    """
-
-    edges: Tensor
-    halos: Tensor
-    halo_ends: Tensor
-    rows: list[dict[int, int]]
-
-
-def _cut(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
-    """Yield the chunks of `edges`, `[2, num_edges]` positions sorted by target."""
-    local = _number(edges, ends)
-    start, halo_start, edge_start = 0, 0, 0
-    bounds = zip(ends.tolist(), local.halo_ends.tolist(), edge_ends.tolist(), strict=True)
-    for index, (end, halo_end, edge_end) in enumerate(bounds):
-        yield Chunk(
-            index=index,
-            start=start,
-            end=end,
-            halo=local.halos[halo_start:halo_end].clone(),
-            halo_chunks=tuple(local.rows[index]),
-            halo_counts=tuple(local.rows[index].values()),
-            edge_start=edge_start,
-            edge_end=edge_end,
-            edge_index=torch.stack([row[edge_start:edge_end] for row in local.edges]),
-        )
-        start, halo_start, edge_start = end, halo_end, edge_end
-
-
-def _number(edges: Tensor, ends: Tensor) -> _Local:
-    """Number the nodes of each chunk: its own first, then its halo.
-
-    All halos come from one sort of (reader, source) pairs and not from a pass a chunk: a few large
-    operations take the same time for any number of chunks.
-    """
-    num_chunks, num_nodes = ends.numel(), int(ends[-1])
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    owner = torch.repeat_interleave(torch.arange(num_chunks, device=ends.device), sizes)
-    source, target = edges
-    chunk_of_edge = owner[target]
-    start_of_edge = (ends - sizes)[chunk_of_edge]
-    local = source - start_of_edge
-    outside = (owner[source] != chunk_of_edge).nonzero().flatten()
-    reader = chunk_of_edge[outside]
-    pairs, place = torch.unique(reader * num_nodes + source[outside], return_inverse=True)
-    halos, readers = pairs % num_nodes, pairs // num_nodes
-    num_halo = torch.bincount(readers, minlength=num_chunks)
-    halo_ends = num_halo.cumsum(0)
-    local[outside] = place + (sizes - halo_ends + num_halo)[reader]
-    return _Local(
-        edges=torch.stack([local, target - start_of_edge]),
-        halos=halos,
-        halo_ends=halo_ends,
-        rows=_count_rows(readers, owner[halos], num_chunks),
-    )
-
-
-def _count_rows(readers: Tensor, owners: Tensor, num_chunks: int) -> list[dict[int, int]]:
-    """Return for each chunk the chunks its halo lies in, ascending, and the rows in each."""
-    pairs, counts = torch.unique(readers * num_chunks + owners, return_counts=True)
-    rows: list[dict[int, int]] = [{} for _ in range(num_chunks)]
-    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        rows[pair // num_chunks][pair % num_chunks] = count
-    return rows
+    chunks = tuple(cut_edges(edges, ends, edge_ends))
+    num_nodes, num_edges = perm.numel(), edges.size(1)
+    whole = Chunk(0, 0, num_nodes, perm.new_empty(0), (), (), 0, num_edges, edges)
+    return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)

@@ -7,17 +7,18 @@ layer that passes messages several times in one forward pass has a history for e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.pushpull import PushPull
-from lightning_gnnpipe.types import ChunkView
-
-NormCache = dict[tuple[object, ...], tuple[Tensor, ...]]
+from lightning_gnnpipe.passing.whole import EdgeFunctions
+from lightning_gnnpipe.types import ChunkView, PlanView
 
 
 class CallKey(NamedTuple):
@@ -45,14 +46,34 @@ class HaloStore(Protocol):
         """Return what other chunks have added for the chunk's rows, or None if nobody has."""
 
 
+class EdgeLeaves(Protocol):
+    """The edge-level tensors of the batch that need no gradient."""
+
+    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+        """Return leaf `name`, `[num_edges, *]`, in the slots of the plan or of its reverse.
+
+        None if it is not edge-level, or needs a gradient.
+        """
+
+
 @dataclass(slots=True)
 class _Scope:
-    """One segment's run over one chunk."""
+    """One segment's run over one chunk.
+
+    Attributes:
+        chunk: The chunk; in a layer on reversed edges, the same nodes with the edges that start in
+            them.
+        segment: The number of the segment.
+        leaves: By id, leaves of the batch: their names, and how often they had been written to.
+        is_reverse: Whether messages flow against the edges of the batch.
+    """
 
     chunk: ChunkView
     segment: int
-    calls: dict[str, int]
-    widened: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    leaves: dict[int, tuple[str, int]]
+    is_reverse: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+    widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class MessageContext:
@@ -61,22 +82,27 @@ class MessageContext:
     Args:
         store: Histories, or None where the whole graph is one chunk and nothing is to be remembered
             (inference).
-        whole: The whole graph as one chunk; global normalisation is computed on it.
-        norm_cache: Normalised edges of other contexts over the same chunks, to share.
+        plan: The graph's chunks.
+        functions: Normalised edges and the like of other contexts over the same chunks, to share.
     """
 
     def __init__(
-        self, store: HaloStore | None, whole: ChunkView, norm_cache: NormCache | None = None
+        self, store: HaloStore | None, plan: PlanView, functions: EdgeFunctions | None = None
     ) -> None:
         self.store = store
-        self.whole = whole
-        self.norm_cache: NormCache = {} if norm_cache is None else norm_cache
+        self.functions = EdgeFunctions(plan.num_nodes) if functions is None else functions
+        self.leaves: EdgeLeaves | None = None  # of the batch, for the time of a pass
         self.is_passing = False  # inside of `propagate` or `edge_updater`
+        self._plan = plan
         self._scope: _Scope | None = None
+        self._flips: dict[tuple[int, str, int], bool] = {}
 
-    def enter(self, chunk: ChunkView, segment: int) -> None:
-        """Say that `segment` runs over `chunk` from now on."""
-        self._scope = _Scope(chunk, segment, {}, {})
+    def enter(
+        self, chunk: ChunkView, segment: int, leaves: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Say that `segment` runs over `chunk` from now on, on the chunk's parts of `leaves`."""
+        names = {id(tensor): (name, _version(tensor)) for name, tensor in (leaves or {}).items()}
+        self._scope = _Scope(chunk, segment, names)
 
     def leave(self) -> None:
         """Forget the running chunk and the tensors it widened."""
@@ -84,8 +110,35 @@ class MessageContext:
 
     @property
     def chunk(self) -> ChunkView:
-        """The chunk that is running."""
+        """The chunk that is running, with the edges that the running layer reads."""
         return self._running.chunk
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether messages flow against the edges of the batch."""
+        return self._running.is_reverse
+
+    @property
+    def whole(self) -> ChunkView:
+        """The whole graph as one chunk, with the edges that the running layer reads."""
+        plan = self._plan.reverse if self.is_reverse else self._plan
+        return plan.whole.chunks[0]
+
+    @property
+    def perm(self) -> Tensor:
+        """`[num_nodes_of_graph]` the node at each position."""
+        return self._plan.perm
+
+    @cached_property
+    def num_numbered(self) -> int:
+        """How many nodes PyG finds in a graph where it is given the edges only."""
+        edges = self._plan.whole.chunks[0].edge_index
+        return int(self.perm[edges].max()) + 1 if edges.numel() else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole graph is running as one chunk."""
+        return self.chunk.num_nodes == self._plan.num_nodes
 
     @property
     def _running(self) -> _Scope:
@@ -98,8 +151,63 @@ class MessageContext:
         self._running.calls[layer] = call + 1
         return call
 
-    def widen(self, layer: str, call: int, argument: str, rows: Tensor) -> Tensor:
-        """Return `[num_nodes + num_halo, *]`: the chunk's rows, then its halo rows.
+    def is_flip(self, layer: str, edges: Tensor) -> bool:
+        """Whether `edges`, given to `layer`, are the chunk's edges with their rows swapped.
+
+        Decided where the whole graph is one chunk: a chunk with few edges cannot tell.
+        """
+        scope = self._running
+        key = (scope.segment, layer, self.next_call(f"edges of {layer}"))
+        known = self._flips.get(key)
+        if known is None or self.is_whole:
+            known = self._flips[key] = _swaps(edges, scope.chunk.edge_index)
+        return known and _swaps(edges, scope.chunk.edge_index)
+
+    @contextmanager
+    def directed(self, is_reverse: bool) -> Iterator[Tensor]:
+        """Have messages flow along the edges of the batch, or against them, within the block.
+
+        Yields:
+            `[2, num_edges]` the edges that end in the chunk, in that direction.
+        """
+        before = self._running
+        chunk = before.chunk
+        if is_reverse:
+            reverse = self._plan.reverse
+            chunk = reverse.whole.chunks[0] if self.is_whole else reverse.chunks[chunk.index]
+        leaves = dict(before.leaves)
+        self._scope = replace(before, chunk=chunk, leaves=leaves, is_reverse=is_reverse)
+        try:
+            yield chunk.edge_index
+        finally:
+            self._scope = before
+
+    def reversed_leaf(self, tensor: Tensor) -> Tensor | None:
+        """Return the part of the edge-level leaf behind `tensor` that fits the reversed chunk.
+
+        None if there is no such leaf.
+        """
+        whole = self.whole_leaf(tensor)
+        if whole is None:
+            return None
+        scope = self._running
+        part = whole[scope.chunk.edge_start : scope.chunk.edge_end]
+        scope.leaves[id(part)] = scope.leaves[id(tensor)][0], _version(part)
+        return part
+
+    def whole_leaf(self, tensor: Tensor) -> Tensor | None:
+        """Return the edge-level leaf that `tensor` is the chunk's part of; None if it is of none.
+
+        `[num_edges_of_graph, *]`, in the order of `whole.edge_index`.
+        """
+        scope = self._running
+        name, version = scope.leaves.get(id(tensor), ("", 0))
+        if not name or self.leaves is None or version != _version(tensor):
+            return None
+        return self.leaves.whole_edge_leaf(name, reverse=scope.is_reverse)
+
+    def widen(self, layer: str, call: int, argument: str, rows: Tensor, dim: int = 0) -> Tensor:
+        """Return `rows` with the halo's behind the chunk's in dimension `dim`.
 
         A tensor that is widened twice in one segment (attention weights, then messages) is widened
         once.
@@ -108,14 +216,14 @@ class MessageContext:
             UnsupportedError: If `rows` does not have one row a node of the chunk.
         """
         scope = self._running
-        memo = (id(rows), 0 if rows.is_inference() else rows._version)
+        memo = (id(rows), _version(rows), scope.is_reverse)
         if memo in scope.widened:
             return scope.widened[memo][1]
-        if rows.dim() == 0 or rows.size(0) != scope.chunk.num_nodes:
+        if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != scope.chunk.num_nodes:
             raise UnsupportedError(
                 explain(
                     expected=f"argument '{argument}' of layer '{layer}' to have one row a node in "
-                    "dimension 0",
+                    f"dimension {dim}",
                     found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
                     remedy="Bipartite inputs and static graphs with a batch dimension are not "
                     "pipelined.",
@@ -125,15 +233,19 @@ class MessageContext:
             wide = rows
         else:
             key = CallKey(scope.segment, layer, call, argument)
-            wide = cast(Any, PushPull).apply(rows, self.store, key, scope.chunk)
+            first = rows.movedim(dim, 0)
+            wide = cast(Any, PushPull).apply(first, self.store, key, scope.chunk).movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide
 
-    def widen_constant(self, per_position: Tensor) -> Tensor:
-        """Return the rows of the chunk's nodes, then those of its halo.
 
-        Args:
-            per_position: `[num_nodes_of_graph, *]`.
-        """
-        chunk = self.chunk
-        return torch.cat([per_position[chunk.start : chunk.end], per_position[chunk.halo]])
+def _swaps(edges: Tensor, other: Tensor) -> bool:
+    """Whether two `[2, num_edges]` tensors are each other's with their rows swapped."""
+    return edges.shape == other.shape and bool(
+        (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often `tensor` was written to, where torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -8,13 +8,15 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.normalize import localized
 
@@ -34,10 +36,11 @@ def intercept(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():
             replaced: dict[str, Any] = {
+                "forward": _direct(name, conv, context),
                 "propagate": _wrap(name, conv, "propagate", context),
                 "edge_updater": _wrap(name, conv, "edge_updater", context),
             }
-            stack.callback(_replace(conv, replaced))
+            stack.callback(replace_attributes(conv, replaced))
         yield
 
 
@@ -51,11 +54,11 @@ def without_caches(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
         for conv in convs.values():
             if getattr(conv, "cached", False):
                 empty = {cache: None for cache in _CACHES if hasattr(conv, cache)}
-                stack.callback(_replace(conv, {"cached": False, **empty}))
+                stack.callback(replace_attributes(conv, {"cached": False, **empty}))
         yield
 
 
-def _replace(conv: MessagePassing, attributes: Mapping[str, Any]) -> Callable[[], None]:
+def replace_attributes(conv: MessagePassing, attributes: Mapping[str, Any]) -> Callable[[], None]:
     """Put `attributes` into the instance and return what puts the old ones back."""
     missing = object()
     before = {key: conv.__dict__.get(key, missing) for key in attributes}
@@ -71,14 +74,95 @@ def _replace(conv: MessagePassing, attributes: Mapping[str, Any]) -> Callable[[]
     return restore
 
 
+def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
+    """Return the layer's forward, with the chunk's edges in the direction that it reads them.
+
+    A layer that is given the flipped edges (DirGNNConv), or with flow "target_to_source", needs the
+    edges that start in the chunk. The latter runs as what it is: a layer on flipped edges.
+    """
+    original = conv.forward
+    is_upstream = conv.flow == "target_to_source"
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given, is_flip = _find_edges((*args, *kwargs.values()), name, context)
+        if given is None and is_upstream and not context.is_whole:
+            raise _refuse_direction(name, "edges that the model changed")
+        if given is None or not (is_flip or is_upstream):
+            return original(*args, **kwargs)
+        is_reverse = is_flip != is_upstream
+        with context.directed(is_reverse) as edges, _downstream(conv):
+
+            def turn(key: str, value: Any) -> Any:
+                if value is given:
+                    return edges
+                return _turn(name, key, value, context) if is_reverse else value
+
+            return original(
+                *(turn("", value) for value in args),
+                **{key: turn(key, value) for key, value in kwargs.items()},
+            )
+
+    return run
+
+
+@contextmanager
+def _downstream(conv: MessagePassing) -> Iterator[None]:
+    """Have row 1 of the edges be the receivers within the block."""
+    restore = replace_attributes(conv, {"flow": "source_to_target"})
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _find_edges(
+    values: Sequence[Any], name: str, context: MessageContext
+) -> tuple[Tensor | None, bool]:
+    """Return the argument that holds the chunk's edges, and whether its rows are swapped."""
+    for value in values:
+        if value is context.chunk.edge_index:
+            return value, False
+    for value in values:
+        is_edges = isinstance(value, Tensor) and value.dim() == 2 and value.size(0) == 2
+        if is_edges and value.dtype == torch.int64 and context.is_flip(name, value):
+            return value, True
+    return None, False
+
+
+def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:
+    """Return an argument of a layer that runs on reversed edges."""
+    if not isinstance(value, Tensor):
+        return value
+    part = context.reversed_leaf(value)
+    if part is not None:
+        return part
+    if key.startswith("edge") and not context.is_whole:
+        raise _refuse_direction(name, f"'{key}' that the model computes, or that needs a gradient")
+    return value
+
+
+def _refuse_direction(name: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected=f"layer '{name}', in which messages flow against the edges, to read edges and "
+            "edge features of the batch as they are",
+            found=found,
+            remedy="Pass the reversed edges' features in, or train with num_chunks=1.",
+        )
+    )
+
+
 def _wrap(
     name: str, conv: MessagePassing, method: str, context: MessageContext
 ) -> Callable[..., Tensor]:
     original = getattr(conv, method)
+    is_propagate = method == "propagate"
     sources = _source_arguments(_read_by(conv, method))
-    kept = sources & frozenset(_update_arguments(conv)) if method == "propagate" else frozenset()
+    kept = sources & frozenset(_update_arguments(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        if is_propagate and conv.decomposed_layers > 1:
+            return _in_pieces(conv, run, edge_index, sources, kwargs)
         call = context.next_call(name)
         chunk = context.chunk
         wide = dict(kwargs)
@@ -93,6 +177,27 @@ def _wrap(
             context.is_passing = False
 
     return run
+
+
+def _in_pieces(
+    conv: MessagePassing,
+    run: Callable[..., Tensor],
+    edge_index: Tensor,
+    sources: frozenset[str],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Pass messages for one slice of the channels after the other, as `decomposed_layers` says."""
+    given = sources & kwargs.keys()
+    pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
+    outputs = []
+    restore = replace_attributes(conv, {"_decomposed_layers": 1})
+    try:
+        for i in range(len(next(iter(pieces.values())))):
+            parts = {key: piece[i] for key, piece in pieces.items()}
+            outputs.append(run(edge_index, **{**kwargs, **parts}))
+    finally:
+        restore()
+    return torch.cat(outputs, dim=-1)
 
 
 def _read_by(conv: MessagePassing, method: str) -> tuple[str, ...]:
@@ -113,10 +218,10 @@ def _widen(
     """Widen the source side of an argument: a tensor, or a (source, target) pair."""
     if isinstance(value, tuple | list):
         source, target = value
-        return (None if source is None else context.widen(*key, source), target)
+        return (None if source is None else context.widen(*key, source, conv.node_dim), target)
     if not isinstance(value, Tensor):
         return value
-    wide = context.widen(*key, value)
+    wide = context.widen(*key, value, conv.node_dim)
     is_read_by_target = f"{key[2]}_i" in {*conv._user_args, *conv._edge_user_args}
     return (wide, value) if is_read_by_target else wide
 
@@ -128,8 +233,10 @@ def _update_sees(conv: MessagePassing, rows: Mapping[str, Any]) -> Iterator[None
         yield
         return
     original = conv.update
-    conv.__dict__["update"] = lambda out, **kwargs: original(out, **{**kwargs, **rows})
+    restore = replace_attributes(
+        conv, {"update": lambda out, **kwargs: original(out, **{**kwargs, **rows})}
+    )
     try:
         yield
     finally:
-        del conv.__dict__["update"]
+        restore()

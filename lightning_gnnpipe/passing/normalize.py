@@ -1,26 +1,29 @@
-"""Normalisation by degree, right on a chunk.
+"""What layers compute of the edges before they pass messages, right on a chunk.
 
-`gcn_norm` and `degree` look at all edges of a node, but a halo node's edges lie in another chunk.
-Layers that call them in their own methods get versions that know the halo: without edge weights the
-degrees are those of the whole graph, computed once; with edge weights (which may be learned) the
-chunk's own degrees are pushed and the halo's are pulled, like any other node-level value.
+`gcn_norm`, Laplacians and `degree` look at all edges of a node, but a halo node's edges lie in
+another chunk. Layers that call them in their own methods get versions that know the halo: of the
+batch's edges and edge weights they are computed once, for the whole graph; where the model computes
+the weights, the chunk's own degrees are pushed and the halo's are pulled, like any other node-level
+value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, degree, scatter
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, scatter
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
+
+_LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
 
 
 @contextmanager
@@ -30,17 +33,24 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     The names are replaced in the modules that define the layers' classes, so that inherited
     methods, and `super().forward(...)`, find them as well.
     """
-    norm, local_degree = _LocalNorm(context), _LocalDegree(context)
     with ExitStack() as stack:
         for names in _namespaces(convs):
             is_own = not str(names["__name__"]).startswith("torch_geometric.")
             if names.get("gcn_norm") is gcn_norm:
                 stack.callback(names.__setitem__, "gcn_norm", gcn_norm)
-                names["gcn_norm"] = norm
+                names["gcn_norm"] = _LocalNorm(context)
             # PyG's own layers call `degree` for the nodes they are about to update only.
             if is_own and names.get("degree") is degree:
                 stack.callback(names.__setitem__, "degree", degree)
-                names["degree"] = local_degree
+                names["degree"] = _LocalDegree(context)
+            for function in _LOOPS:
+                if names.get(function.__name__) is function:
+                    stack.callback(names.__setitem__, function.__name__, function)
+                    names[function.__name__] = _LocalLoops(context, function)
+        for conv in convs.values():
+            if hasattr(conv, "__norm__"):  # ChebConv
+                conv.__dict__["__norm__"] = _LocalLaplacian(context, conv.__norm__)
+                stack.callback(conv.__dict__.pop, "__norm__")
         yield
 
 
@@ -53,6 +63,32 @@ def _namespaces(convs: Mapping[str, MessagePassing]) -> Iterator[dict[str, Any]]
                 if isinstance(function, FunctionType) and id(function.__globals__) not in seen:
                     seen.add(id(function.__globals__))
                     yield function.__globals__
+
+
+def _of_the_batch(
+    context: MessageContext,
+    key: Hashable,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    function: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor] | None:
+    """Return what `function` gives for the whole graph, cut to the chunk.
+
+    None if the edges or their weights are not the batch's own.
+    """
+    if edge_index is not context.chunk.edge_index:
+        return None
+    whole = None if weight is None else context.whole_leaf(weight)
+    if weight is not None and whole is None:
+        return None
+
+    def compute() -> tuple[Tensor, Tensor]:
+        return function(context.whole.edge_index, whole)
+
+    with torch.inference_mode(False), torch.no_grad():
+        return context.functions.part(
+            (key, context.is_reverse, weight is None), whole, context.chunk, compute
+        )
 
 
 class _LocalNorm:
@@ -75,42 +111,92 @@ class _LocalNorm:
 
         They are those that PyG's function gives for the whole graph.
         """
-        fill = 2.0 if improved else 1.0
-        chunk = self.context.chunk
-        if edge_weight is None and edge_index is not chunk.edge_index:
-            # The model has changed the edges: their degrees are not those of the user's graph.
-            return self._by_history(
-                *_unweighted(edge_index, chunk.num_nodes, fill, add_self_loops, dtype)
+        context = self.context
+        options = (improved, add_self_loops, flow, dtype)
+        if flow != "source_to_target":  # the model calls it for itself, or changed the edges
+            assert context.is_whole, flow
+            return cast(
+                tuple[Tensor, Tensor],
+                gcn_norm(edge_index, edge_weight, context.chunk.num_nodes, *options),
             )
-        if edge_weight is not None:
-            edges, weight = _with_loops(
-                edge_index, edge_weight, fill, chunk.num_nodes, add_self_loops
+        known = _of_the_batch(
+            context,
+            ("gcn_norm", *options),
+            edge_index,
+            edge_weight,
+            lambda edges, weight: gcn_norm(edges, weight, context.whole.num_nodes, *options),
+        )
+        if known is not None:
+            return known
+        if edge_weight is None:
+            # PyG gives the loops it adds to them weight 1, even if `improved`.
+            if add_self_loops:
+                edge_index, _ = add_remaining_self_loops(
+                    edge_index, None, 1.0, context.chunk.num_nodes
+                )
+            edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+        elif add_self_loops:
+            edge_index, edge_weight = add_remaining_self_loops(
+                edge_index, edge_weight, 2.0 if improved else 1.0, context.chunk.num_nodes
             )
-            return self._by_history(edges, weight)
-        key = (id(edge_index), fill, add_self_loops, dtype)
-        if key not in self.context.norm_cache:
-            self.context.norm_cache[key] = self._constant(edge_index, fill, add_self_loops, dtype)
-        edges, norm = self.context.norm_cache[key]
-        return edges, norm
+        return self._by_history(edge_index, cast(Tensor, edge_weight))
 
     def _by_history(self, edges: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise by the chunk's own degrees, pushed, and those of its halo, pulled."""
-        own = _inverse_root(edges, weight, self.context.chunk.num_nodes)
+        own = _inverse_root(edges[1], weight, self.context.chunk.num_nodes)
         call = self.context.next_call("gcn_norm")
         wide = self.context.widen("gcn_norm", call, "degree", own)
         return edges, wide[edges[0]] * weight * wide[edges[1]]
 
-    def _constant(
-        self, edge_index: Tensor, fill: float, add_self_loops: bool, dtype: torch.dtype | None
+
+class _LocalLaplacian:
+    """ChebConv's rescaled Laplacian for the edges of one chunk."""
+
+    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
+        self.context = context
+        self.original = original
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        num_nodes: int | None,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: Any = None,
+        dtype: torch.dtype | None = None,
+        batch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        context, loops = self.context, (fill, add_self_loops, dtype)
-        whole, key = context.whole, ("degree", *loops)
-        if key not in context.norm_cache:
-            edges, weight = _unweighted(whole.edge_index, whole.num_nodes, *loops)
-            context.norm_cache[key] = (_inverse_root(edges, weight, whole.num_nodes),)
-        wide = context.widen_constant(context.norm_cache[key][0])
-        edges, weight = _unweighted(edge_index, context.chunk.num_nodes, *loops)
-        return edges, wide[edges[0]] * weight * wide[edges[1]]
+        """Return local edges, self-loops included, and their weights."""
+        context = self.context
+        is_number = lambda_max is None or not isinstance(lambda_max, Tensor)
+        known = None
+        if batch is None and is_number:
+            known = _of_the_batch(
+                context,
+                ("laplacian", normalization, lambda_max, dtype),
+                edge_index,
+                edge_weight,
+                lambda edges, weight: self.original(
+                    edges, context.whole.num_nodes, weight, normalization, lambda_max, dtype=dtype
+                ),
+            )
+        if known is not None:
+            return known
+        if context.is_whole:
+            return cast(
+                tuple[Tensor, Tensor],
+                self.original(
+                    edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch
+                ),
+            )
+        raise UnsupportedError(
+            explain(
+                expected="a Laplacian of the batch's own edges and edge weights",
+                found="edges or weights that the model computes, a 'batch', or a tensor lambda_max",
+                remedy="Pass edge weights in that need no gradient and lambda_max as a number, or "
+                "train with num_chunks=1.",
+            )
+        )
 
 
 class _LocalDegree:
@@ -140,35 +226,38 @@ class _LocalDegree:
         return self.context.widen("degree", call, "degree", own)
 
 
-def _with_loops(
-    edge_index: Tensor, weight: Tensor, fill: float, num_nodes: int, add_self_loops: bool
-) -> tuple[Tensor, Tensor]:
-    if not add_self_loops:
-        return edge_index, weight
-    edges, weights = add_remaining_self_loops(edge_index, weight, fill, num_nodes)
-    assert weights is not None
-    return edges, weights
+class _LocalLoops:
+    """Self-loops for the nodes of one chunk, where a layer leaves the number of nodes open.
 
-
-def _unweighted(
-    edge_index: Tensor,
-    num_nodes: int,
-    fill: float,
-    add_self_loops: bool,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return edges of weight 1.
-
-    PyG gives the loops it adds to them weight 1 as well, whatever `fill` is.
+    PyG then takes the largest number in the edges for the last node, and nodes behind it get none.
     """
-    edges = edge_index
-    if add_self_loops:
-        edges, _ = add_remaining_self_loops(edge_index, None, fill, num_nodes)
-    return edges, torch.ones(edges.size(1), dtype=dtype, device=edges.device)
+
+    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
+        self.context = context
+        self.original = original
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        edge_attr: Any = None,
+        fill_value: Any = None,
+        num_nodes: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """Return the edges with one loop for each node of the chunk that PyG would give one."""
+        if num_nodes is not None:
+            return cast(
+                tuple[Tensor, Any], self.original(edge_index, edge_attr, fill_value, num_nodes)
+            )
+        chunk = self.context.chunk
+        edges, attr = self.original(edge_index, edge_attr, fill_value, chunk.num_nodes)
+        nodes = self.context.perm[chunk.start : chunk.end]
+        keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
+        keep[edges.size(1) - chunk.num_nodes :] = nodes < self.context.num_numbered
+        return edges[:, keep], None if attr is None else attr[keep]
 
 
-def _inverse_root(edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
+def _inverse_root(receivers: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
     """Return the degrees to the power of -1/2, `[num_nodes]`; 0 where a node has no edge."""
-    total = scatter(weight, edges[1], dim=0, dim_size=num_nodes, reduce="sum")
+    total = scatter(weight, receivers, dim=0, dim_size=num_nodes, reduce="sum")
     root = total.pow(-0.5)
     return root.masked_fill(root == float("inf"), 0.0)

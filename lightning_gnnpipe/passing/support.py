@@ -19,9 +19,18 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 
 EXACT_CONVS: frozenset[type] = frozenset(
     {
+        gnn.AGNNConv,
         gnn.APPNP,
+        gnn.ARMAConv,
         gnn.CGConv,
+        gnn.ChebConv,
+        gnn.ClusterGCNConv,
+        gnn.DNAConv,
+        gnn.EGConv,
         gnn.EdgeConv,
+        gnn.FAConv,
+        gnn.FastRGCNConv,
+        gnn.FeaStConv,
         gnn.FiLMConv,
         gnn.GATConv,
         gnn.GATv2Conv,
@@ -30,15 +39,24 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.GENConv,
         gnn.GINConv,
         gnn.GINEConv,
+        gnn.GMMConv,
         gnn.GatedGraphConv,
         gnn.GeneralConv,
         gnn.GraphConv,
+        gnn.HEATConv,
         gnn.LEConv,
         gnn.LGConv,
         gnn.MFConv,
         gnn.MixHopConv,
         gnn.NNConv,
+        gnn.PDNConv,
         gnn.PNAConv,
+        gnn.PPFConv,
+        gnn.PointGNNConv,
+        gnn.PointNetConv,
+        gnn.PointTransformerConv,
+        gnn.RGATConv,
+        gnn.RGCNConv,
         gnn.ResGatedGraphConv,
         gnn.SAGEConv,
         gnn.SGConv,
@@ -46,6 +64,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.SimpleConv,
         gnn.TAGConv,
         gnn.TransformerConv,
+        gnn.WLConvContinuous,
     }
 )
 
@@ -53,6 +72,8 @@ EXACT_CONVS: frozenset[type] = frozenset(
 # that pad to the largest neighbourhood of the graph.
 EXACT_AGGREGATIONS: frozenset[type] = frozenset(
     {
+        aggr.AttentionalAggregation,
+        aggr.DeepSetsAggregation,
         aggr.DegreeScalerAggregation,
         FusedAggregation,
         aggr.MaxAggregation,
@@ -63,10 +84,12 @@ EXACT_AGGREGATIONS: frozenset[type] = frozenset(
         aggr.MultiAggregation,
         aggr.PowerMeanAggregation,
         aggr.QuantileAggregation,
+        aggr.Set2Set,
         aggr.SoftmaxAggregation,
         aggr.StdAggregation,
         aggr.SumAggregation,
         aggr.VarAggregation,
+        aggr.VariancePreservingAggregation,
     }
 )
 
@@ -83,7 +106,10 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (gnn.MeanSubtractionNorm, "its statistics are taken over all nodes"),
     (gnn.DiffGroupNorm, "its statistics are taken over all nodes"),
     (gnn.GPSConv, "its attention runs over all nodes"),
+    (gnn.WLConv, "it numbers the colors of all nodes"),
 )
+
+_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HeteroConv, gnn.HypergraphConv, gnn.SignedConv)
 
 _REMEDY_NORM = (
     "Use a norm that works row by row, such as torch.nn.LayerNorm or "
@@ -125,6 +151,15 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if isinstance(layer, _SEVERAL_RELATIONS):
+        yield _refuse(
+            name,
+            layer,
+            "it passes messages over several relations",
+            "Use a layer for one 'edge_index'; relations can be told apart by edge types "
+            "(RGCNConv, RGATConv).",
+        )
+        return
     for kind, reason in _ROW_MIXING:
         if isinstance(layer, kind):
             yield _refuse(name, layer, reason, _REMEDY_NORM)
@@ -162,21 +197,7 @@ def _iterates(layer: nn.Module) -> bool:
 
 def _refused_conv(name: str, conv: MessagePassing) -> Iterator[str]:
     origin = type(conv).__module__
-    if conv.flow != "source_to_target":
-        yield _refuse(
-            name,
-            conv,
-            "its flow is 'target_to_source'",
-            "Flip the rows of 'edge_index' and use the default flow, or train with num_chunks=1.",
-        )
-    elif conv.decomposed_layers != 1:
-        yield _refuse(
-            name,
-            conv,
-            f"it has decomposed_layers={conv.decomposed_layers}",
-            "Leave decomposed_layers at 1; chunks bound the memory of messages already.",
-        )
-    elif origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
+    if origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
         known = ", ".join(sorted(kind.__name__ for kind in EXACT_CONVS))
         yield _refuse(
             name,

@@ -212,6 +212,8 @@ class _Caller(nn.Module):
 class _Tracer(fx.Tracer):
     """Traces through modules that contain message passing and stops at all others."""
 
+    proxy_buffer_attributes = True  # what is computed of buffers is computed anew in each step
+
     def __init__(self, module: nn.Module) -> None:
         functions = tuple(
             function

@@ -19,6 +19,7 @@ SAGEConv the raw ones.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops
 
 Key = tuple[str, str, int, str]
 """(name of the conv, method, number of that call in one forward pass, argument)."""
@@ -127,16 +130,60 @@ def _intercepted(net: nn.Module, mix: Callable[[Key, Tensor], Tensor]) -> Iterat
     """Send the source rows of every message-passing call through ``mix``, for one forward pass."""
     convs = [(name, conv) for name, conv in net.named_modules() if isinstance(conv, MessagePassing)]
     calls: Counter[tuple[str, str]] = Counter()
+    decomposed = {conv: conv._decomposed_layers for _, conv in convs}
+    modules = {sys.modules[type(conv).__module__] for _, conv in convs}
+    norms = {module for module in modules if hasattr(module, "gcn_norm")}
     for name, conv in convs:
-        assert conv.flow == "source_to_target"
+        conv._decomposed_layers = 1  # channels do not see each other: it does not matter
         for method in METHODS:
             setattr(conv, method, _wrapper(name, conv, method, mix, calls))
+    for module in norms:
+        module.gcn_norm = _mixed_norm(module.__name__, mix, calls)
     try:
         yield
     finally:
         for _, conv in convs:
+            conv._decomposed_layers = decomposed[conv]
             for method in METHODS:
                 delattr(conv, method)
+            if decomposed[conv] != 1:
+                conv.propagate = conv.__class__._orig_propagate.__get__(conv, MessagePassing)
+        for module in norms:
+            module.gcn_norm = gcn_norm
+
+
+def _mixed_norm(
+    name: str, mix: Callable[[Key, Tensor], Tensor], calls: Counter[tuple[str, str]]
+) -> Callable[..., Any]:
+    """Return a ``gcn_norm`` for which a node's inverse root degree is a row like any other."""
+
+    def norm(
+        edge_index: Tensor,
+        edge_weight: Tensor | None,
+        num_nodes: int,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if edge_weight is None or not edge_weight.requires_grad:
+            return gcn_norm(
+                edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype
+            )
+        if add_self_loops:
+            fill = 2.0 if improved else 1.0
+            edge_index, edge_weight = add_remaining_self_loops(
+                edge_index, edge_weight, fill, num_nodes
+            )
+        receiver = edge_index[1 if flow == "source_to_target" else 0]
+        degrees = torch.zeros(num_nodes, dtype=edge_weight.dtype)
+        root = degrees.index_add(0, receiver, edge_weight) ** -0.5
+        number = calls[name, "gcn_norm"]
+        calls[name, "gcn_norm"] += 1
+        root = mix((name, "gcn_norm", number, "degree"), root)
+        return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
+
+    return norm
 
 
 def _wrapper(
@@ -160,9 +207,12 @@ def _wrapper(
         calls[name, method] += 1
         for argument in sorted(sources & kwargs.keys()):
             value = kwargs[argument]
-            source, target = value if isinstance(value, tuple) else (value, value)
-            assert source.size(0) == source.size(conv.node_dim)
-            kwargs[argument] = (mix((name, method, number, argument), source), target)
+            rows = value[0] if isinstance(value, tuple) else value
+            if rows is None:
+                continue
+            rows = mix((name, method, number, argument), rows.movedim(conv.node_dim, 0))
+            rows = rows.movedim(0, conv.node_dim)
+            kwargs[argument] = (rows, value[1]) if isinstance(value, tuple) else rows
         return original(edge_index, size=size, **kwargs)
 
     return call

@@ -1,0 +1,27 @@
+"""The engine without Lightning: one stage in this process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Meter, PipeAxis, Transport
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
+
+
+def one_process_engine(
+    module: nn.Module, *, partition: Tensor, shuffle_chunks: bool = True, scale: float = 1.0
+) -> PipelineEngine:
+    """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
+    axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=60))
+    options = EngineOptions(
+        chunks=ChunkOptions("auto", partition, scale, seed=0),
+        shuffle_chunks=shuffle_chunks,
+        balance="uniform",
+        seed=0,
+        is_fitting=True,
+    )
+    return PipelineEngine(module, Transport(axis, Meter()), options, Controls())

@@ -1,0 +1,60 @@
+"""The table of supported layers, made from the cases that the tests run.
+
+Write it with `python -m tests.helpers.support_table`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import check_support
+from tests.helpers.convs import CASES, REFUSED
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+_HEAD = """# Which layers run on chunks
+
+Every layer that `torch_geometric.nn.conv` exports, with more than one chunk. With `num_chunks=1`
+every layer of one homogeneous graph is exact. This page is written by
+`python -m tests.helpers.support_table` from the cases in `tests/helpers/convs.py`; each of them is
+trained in chunks in `tests/passing/test_convs.py`, and its outputs and gradients equal those of an
+independent oracle to 1e-10 in float64.
+"""
+
+
+def build_page() -> str:
+    """Return the page as Markdown."""
+    exact: dict[str, list[str]] = {}
+    for case in CASES:
+        name, _, option = case.name.partition(" ")
+        exact.setdefault(name, []).append(option or "defaults")
+    lines = [_HEAD, f"## Exact: {len(exact)}\n", "| layer | shown with |", "| --- | --- |"]
+    lines += [f"| `{name}` | {', '.join(exact[name])} |" for name in sorted(exact, key=str.lower)]
+    lines += ["", f"## Refused: {len(REFUSED)}\n", "| layer | why |", "| --- | --- |"]
+    lines += [f"| `{name}` | {_reason(name)} |" for name in sorted(REFUSED, key=str.lower)]
+    lines += [
+        "",
+        "Layers of your own (subclasses of `MessagePassing`) are tried out on a small part of your",
+        "graph before training, whole against chunks, and refused where they differ.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(name: str) -> str:
+    make = REFUSED[name]
+    if name == "MessagePassing":
+        return "the base class itself; subclasses of yours are tried out"
+    if make is None:
+        return "needs a library that pip does not bring (pyg-lib, cuGraph, dgNN)"
+    try:
+        check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
+    except UnsupportedError as error:
+        return str(error).partition(": ")[2].partition(")")[0]
+    raise AssertionError(f"{name} is not refused")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(build_page())
