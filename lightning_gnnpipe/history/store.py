@@ -72,22 +72,22 @@ class HistoryStore:
         for c in chunks:
             entry.written[c] = self.step
 
-    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> None:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`."""
+    def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
+        """Return the history, `[num_nodes, *]`, for the chunk to read its halo rows from."""
         entry = self._entries[key]
         assert NEVER not in (entry.written[c] for c in chunk.halo_chunks), f"unwritten row of {key}"
         if self.recorder is not None:
             ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
             self.recorder.record_reads(key, chunk, ages)
-        torch.index_select(entry.rows, 0, chunk.halo, out=out)
+        return entry.rows
+
+    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> None:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`."""
+        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        entry = self._entries[key]
-        if entry.grad is None:
-            entry.grad = torch.zeros_like(entry.rows, dtype=grad.dtype)
-        entry.has_grad = True
-        entry.grad.index_add_(0, chunk.halo, grad)
+        self._grad(key, grad).index_add_(0, chunk.halo, grad)
 
     def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
         """Return what other chunks have added for the chunk's rows, scaled; None if nobody has."""
@@ -96,6 +96,16 @@ class HistoryStore:
             return None
         grad = entry.grad[chunk.start : chunk.end]
         return grad if self.scale == 1.0 else grad * self.scale
+
+    def add_output_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> Tensor:
+        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+
+        Returns:
+            `[num_nodes, *]`: those of all chunks since the last `clear_grads`, zero elsewhere.
+        """
+        total = self._grad(key, grad)
+        total[chunk.start : chunk.end] = grad
+        return total
 
     def clear_grads(self) -> None:
         """Forget what was added for rows that were read stale: they are constants."""
@@ -124,6 +134,13 @@ class HistoryStore:
         """Drop the snapshot."""
         for entry in self._entries.values():
             entry.frozen = None
+
+    def _grad(self, key: Hashable, like: Tensor) -> Tensor:
+        entry = self._entries[key]
+        if entry.grad is None or entry.grad.dtype != like.dtype:
+            entry.grad = torch.zeros_like(entry.rows, dtype=like.dtype)
+        entry.has_grad = True
+        return entry.grad
 
     def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
         entry = self._entries.get(key)

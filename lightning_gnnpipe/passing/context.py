@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing.aggregate import Aggregation
 from lightning_gnnpipe.passing.pushpull import PushPull
 from lightning_gnnpipe.passing.whole import EdgeFunctions
 from lightning_gnnpipe.types import ChunkView, PlanView
@@ -33,6 +34,10 @@ class CallKey(NamedTuple):
 class HaloStore(Protocol):
     """Where rows are pushed to and halo rows are pulled from."""
 
+    @property
+    def scale(self) -> float:
+        """Factor on gradients between chunks."""
+
     def push(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
 
@@ -44,6 +49,16 @@ class HaloStore(Protocol):
 
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None:
         """Return what other chunks have added for the chunk's rows, or None if nobody has."""
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return the history, `[num_nodes_of_graph, *]`, for the chunk to read its sources from."""
+
+    def add_output_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+
+        Returns:
+            `[num_nodes_of_graph, *]`: those of all chunks so far, zero elsewhere.
+        """
 
 
 class EdgeLeaves(Protocol):
@@ -90,7 +105,7 @@ class MessageContext:
         self, store: HaloStore | None, plan: PlanView, functions: EdgeFunctions | None = None
     ) -> None:
         self.store = store
-        self.functions = EdgeFunctions(plan.num_nodes) if functions is None else functions
+        self.functions = EdgeFunctions(plan) if functions is None else functions
         self.leaves: EdgeLeaves | None = None  # of the batch, for the time of a pass
         self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._plan = plan
@@ -205,6 +220,34 @@ class MessageContext:
         if not name or self.leaves is None or version != _version(tensor):
             return None
         return self.leaves.whole_edge_leaf(name, reverse=scope.is_reverse)
+
+    def aggregation(
+        self, key: tuple[str, int, str], edges: Tensor, weight: Tensor | None, *, is_mean: bool
+    ) -> Aggregation | None:
+        """Return how to aggregate over `edges` without copies of the halo.
+
+        Args:
+            key: (layer, call, argument).
+            edges: `[2, num_edges]` as given to `propagate`.
+            weight: Their factors, `[num_edges]`, or None for ones.
+            is_mean: Whether sums are divided by the number of messages.
+
+        Returns:
+            None unless edges and weights are the batch's own, or a function of them.
+        """
+        scope = self._running
+        adjacency = self.functions.adjacency(edges, weight, is_mean=is_mean)
+        if adjacency is None and edges is scope.chunk.edge_index:
+            leaf = None if weight is None else self.whole_leaf(weight)
+            if weight is None or (leaf is not None and leaf.dim() == 1):
+                adjacency = self.functions.batch_adjacency(
+                    self.whole.edge_index, leaf, is_reverse=scope.is_reverse, is_mean=is_mean
+                )
+        if adjacency is None:
+            return None
+        return Aggregation(
+            adjacency, scope.chunk, self.store, CallKey(scope.segment, *key), self.is_whole
+        )
 
     def widen(self, layer: str, call: int, argument: str, rows: Tensor, dim: int = 0) -> Tensor:
         """Return `rows` with the halo's behind the chunk's in dimension `dim`.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.normalize import localized
 
@@ -157,6 +158,7 @@ def _wrap(
 ) -> Callable[..., Tensor]:
     original = getattr(conv, method)
     is_propagate = method == "propagate"
+    rule = linear_rule(conv) if is_propagate else None
     sources = _source_arguments(_read_by(conv, method))
     kept = sources & frozenset(_update_arguments(conv)) if is_propagate else frozenset()
 
@@ -164,6 +166,10 @@ def _wrap(
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
         call = context.next_call(name)
+        if rule is not None:
+            summed = _aggregate((name, call), rule, edge_index, kwargs, context)
+            if summed is not None:
+                return summed
         chunk = context.chunk
         wide = dict(kwargs)
         for argument in sources & kwargs.keys():
@@ -177,6 +183,29 @@ def _wrap(
             context.is_passing = False
 
     return run
+
+
+def _aggregate(
+    call: tuple[str, int],
+    rule: LinearRule,
+    edge_index: Tensor,
+    kwargs: Mapping[str, Any],
+    context: MessageContext,
+) -> Tensor | None:
+    """Aggregate a linear layer's messages by one product; None if that is not possible."""
+    value = kwargs.get(ROWS)
+    rows = value[0] if isinstance(value, tuple | list) else value
+    weight = None if rule.weight is None else kwargs.get(rule.weight)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+        return None
+    if rows.size(0) != context.chunk.num_nodes:
+        return None
+    if weight is not None and (weight.requires_grad or weight.dim() != 1):
+        return None
+    aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
+    if aggregation is None:
+        return None
+    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation))
 
 
 def _in_pieces(

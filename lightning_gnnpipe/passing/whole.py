@@ -7,36 +7,45 @@ chunks. What they are computed from does not change from step to step, so neithe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.types import ChunkView
+from lightning_gnnpipe.passing.adjacency import Adjacency, Pattern
+from lightning_gnnpipe.types import ChunkView, PlanView
 
-Compute = Callable[[], tuple[Tensor, Tensor]]
+Compute = Callable[[], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(slots=True)
-class _Known:
-    """A function's result on the whole graph, its edges sorted by target, and the parts of it."""
+class WholeEdges:
+    """Edges of the whole graph with one value for each.
 
-    source: Tensor | None
-    edges: Tensor
-    values: Tensor
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    Args:
+        source: The tensor that they were computed from, if any.
+        edges: `[2, num_edges]` positions, sorted by target.
+        values: `[num_edges]`, or None for ones.
+        pattern: The places of `edges`, if another has them.
+    """
+
+    def __init__(
+        self, source: Tensor | None, edges: Tensor, values: Tensor | None, pattern: Pattern | None
+    ) -> None:
+        self.source, self.edges, self.values, self.pattern = source, edges, values, pattern
+        self.parts: dict[int, tuple[Tensor, Tensor]] = {}
+        self.adjacencies: dict[bool, Adjacency] = {}
 
 
 class EdgeFunctions:
     """Remembers what functions of the edges gave on one graph.
 
     Args:
-        num_nodes: Nodes of the graph, N.
+        plan: The graph's chunks.
     """
 
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-        self._known: dict[Hashable, _Known] = {}
+    def __init__(self, plan: PlanView) -> None:
+        self._plan = plan
+        self._known: dict[Hashable, WholeEdges] = {}
+        self._owners: dict[int, WholeEdges] = {}
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute
@@ -50,19 +59,69 @@ class EdgeFunctions:
             chunk: The chunk.
             compute: Gives edges between positions, `[2, E'']`, and their values, for the graph.
         """
-        known = self._known.get(key)
-        if known is None or known.source is not source:
-            edges, values = compute()
-            target, order = edges[1].sort(stable=True)
-            edges = torch.stack([edges[0][order], target])
-            known = self._known[key] = _Known(source, edges, values[order])
-        place = -1 if chunk.num_nodes == self._num_nodes else chunk.index
+        known = self._get(key, source, compute, is_sorted=False)
+        place = -1 if chunk.num_nodes == self._plan.num_nodes else chunk.index
         if place not in known.parts:
             known.parts[place] = _cut(known, chunk)
+            self._owners[id(known.parts[place][0])] = known
         return known.parts[place]
 
+    def adjacency(self, edges: Tensor, values: Tensor | None, *, is_mean: bool) -> Adjacency | None:
+        """Return the matrix of which `part` gave a chunk's `edges` and `values`.
 
-def _cut(known: _Known, chunk: ChunkView) -> tuple[Tensor, Tensor]:
+        None if it did not.
+        """
+        known = self._owners.get(id(edges))
+        if known is None or not any(e is edges and v is values for e, v in known.parts.values()):
+            return None
+        return self._matrix(known, is_mean)
+
+    def batch_adjacency(
+        self, edges: Tensor, weight: Tensor | None, *, is_reverse: bool, is_mean: bool
+    ) -> Adjacency:
+        """Return the matrix of the batch's own edges.
+
+        Args:
+            edges: `[2, num_edges]` positions, sorted by target.
+            weight: `[num_edges]` their weights in the same order, or None for ones.
+            is_reverse: Whether these are the edges turned round.
+            is_mean: Divide each entry by the number of entries with the same target.
+        """
+        key = ("batch", is_reverse, weight is None)
+        known = self._get(key, weight, lambda: (edges, weight), is_sorted=True)
+        return self._matrix(known, is_mean)
+
+    def _get(
+        self, key: Hashable, source: Tensor | None, compute: Compute, *, is_sorted: bool
+    ) -> WholeEdges:
+        known = self._known.get(key)
+        if known is not None and known.source is source:
+            return known
+        pattern = None
+        if known is not None:
+            if is_sorted:
+                pattern = known.pattern
+            for edges, _ in known.parts.values():
+                self._owners.pop(id(edges), None)
+        edges, values = compute()
+        if not is_sorted:
+            target, order = edges[1].sort(stable=True)
+            edges = torch.stack([edges[0][order], target])
+            values = None if values is None else values[order]
+        made = self._known[key] = WholeEdges(source, edges, values, pattern)
+        return made
+
+    def _matrix(self, known: WholeEdges, is_mean: bool) -> Adjacency:
+        if is_mean not in known.adjacencies:
+            if known.pattern is None:
+                owner = self._plan.chunk_of_position()
+                known.pattern = Pattern(known.edges, self._plan.num_nodes, owner)
+            known.adjacencies[is_mean] = Adjacency(known.pattern, known.values, is_mean=is_mean)
+        return known.adjacencies[is_mean]
+
+
+def _cut(known: WholeEdges, chunk: ChunkView) -> tuple[Tensor, Tensor]:
+    assert known.values is not None
     bounds = torch.tensor([chunk.start, chunk.end], device=known.edges.device)
     first, last = torch.searchsorted(known.edges[1].contiguous(), bounds).tolist()
     source, target = known.edges[:, first:last]

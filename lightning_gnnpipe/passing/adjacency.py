@@ -1,0 +1,131 @@
+"""The graph as a sparse matrix, a chunk's rows and columns of it in compressed form.
+
+    out[c] = A[c, :] H          rows: the edges that end in the chunk, by target
+    dH[c]  = A.T[c, :] dOut     columns: the edges that start in it, by source
+
+Indices are positions in the whole graph, so histories are read in place. All chunks' parts are
+views of two arrays for the graph, one in each order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.types import ChunkView
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Some rows of a sparse matrix.
+
+    Attributes:
+        offsets: `[num_rows + 1]` where each row begins in `indices`.
+        indices: `[num_entries]` columns.
+        values: `[num_entries]`, or None where all entries are 1.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+    values: Tensor | None
+
+
+class Pattern:
+    """The places of a graph's edges in both orders.
+
+    Args:
+        edges: `[2, num_edges]` positions of sources and targets, sorted by target.
+        num_nodes: Nodes, N.
+        owner: `[num_nodes]` the chunk that each position lies in.
+    """
+
+    def __init__(self, edges: Tensor, num_nodes: int, owner: Tensor) -> None:
+        small = max(num_nodes, edges.size(1)) < 2**31
+        self._dtype = torch.int32 if small else torch.int64
+        self.num_nodes = num_nodes
+        source, self.target = edges
+        by_source, self.order = source.sort(stable=True)
+        self.sources = source.to(self._dtype)
+        self.targets_by_source = self.target[self.order].to(self._dtype)
+        self.starts = self._starts(self.target)
+        self.starts_by_source = self._starts(by_source)
+        self.is_cross = owner[by_source] != owner[self.targets_by_source.long()]
+
+    def _starts(self, sorted_positions: Tensor) -> Tensor:
+        counts = torch.bincount(sorted_positions, minlength=self.num_nodes)
+        starts = torch.zeros(self.num_nodes + 1, dtype=self._dtype, device=counts.device)
+        starts[1:] = counts.cumsum(0)
+        return starts
+
+    @property
+    def degrees(self) -> Tensor:
+        """`[num_nodes]` how many edges end in each node."""
+        return self.starts.diff()
+
+
+class Adjacency:
+    """A pattern with values.
+
+    Args:
+        pattern: Where the entries are.
+        values: `[num_edges]` in the order of targets, or None for ones.
+        is_mean: Divide each entry by the number of entries with the same target.
+    """
+
+    def __init__(self, pattern: Pattern, values: Tensor | None, *, is_mean: bool) -> None:
+        self._pattern = pattern
+        if is_mean:
+            share = pattern.degrees.clamp(min=1).to(torch.float64).reciprocal()[pattern.target]
+            values = share if values is None else share * values
+        self._values = values
+        self._typed: dict[object, Tensor | None] = {}
+        self._parts: dict[object, SparseRows] = {}
+
+    def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
+        """Return the chunk's rows: the edges that end in it, columns are their sources."""
+        key = ("rows", chunk.start, chunk.end, dtype)
+        if key not in self._parts:
+            pattern = self._pattern
+            values = self._in_order(dtype, by_source=False, scale=1.0)
+            self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
+        return self._parts[key]
+
+    def columns(self, chunk: ChunkView, dtype: torch.dtype, scale: float) -> SparseRows:
+        """Return the chunk's columns as rows: the edges that start in it, by their targets.
+
+        Args:
+            chunk: The chunk.
+            dtype: Of the values.
+            scale: Factor on the entries between different chunks.
+        """
+        key = ("columns", chunk.start, chunk.end, dtype, scale)
+        if key not in self._parts:
+            pattern = self._pattern
+            values = self._in_order(dtype, by_source=True, scale=scale)
+            self._parts[key] = _cut(
+                chunk, pattern.starts_by_source, pattern.targets_by_source, values
+            )
+        return self._parts[key]
+
+    def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
+        key = (dtype, by_source, scale)
+        if key not in self._typed:
+            values = self._values
+            if values is not None and by_source:
+                values = values[self._pattern.order]
+            if scale != 1.0:
+                ones = torch.ones(self._pattern.is_cross.numel(), dtype=torch.float64)
+                factor = ones.to(self._pattern.is_cross.device)
+                factor[self._pattern.is_cross] = scale
+                values = factor if values is None else factor * values
+            self._typed[key] = None if values is None else values.to(dtype)
+        return self._typed[key]
+
+
+def _cut(chunk: ChunkView, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:
+    offsets = starts[chunk.start : chunk.end + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    part = None if values is None else values[first:last]
+    return SparseRows(offsets - offsets[0], indices[first:last], part)

@@ -1,0 +1,134 @@
+"""Fused aggregation for layers whose messages are a source's row, or a constant multiple of it.
+
+Forward, a chunk's rows are pushed and its outputs are taken from the history in place, by global
+index: no row is copied for the halo and no message is written down. In backward the gradient is
+pulled, from a buffer of the outputs' gradients: rows of chunks that are not yet back-propagated are
+zero, so a stale row is a constant here as well.
+
+Source: the gradient of `PushPull`, transposed; GNNPipe (arXiv 2308.10087).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch_geometric.nn import MessagePassing, aggr
+
+from lightning_gnnpipe.passing.adjacency import Adjacency
+from lightning_gnnpipe.passing.kernels import multiply
+
+if TYPE_CHECKING:
+    from lightning_gnnpipe.passing.context import CallKey, HaloStore
+    from lightning_gnnpipe.types import ChunkView
+
+ROWS = "x"
+
+# Messages `x_j` and `weight * x_j`, and the argument that holds the weight. A subclass with a
+# message of its own is not among them.
+_LINEAR: dict[Callable[..., Any], str | None] = {
+    MessagePassing.message: None,
+    gnn.APPNP.message: "edge_weight",
+    gnn.ChebConv.message: "norm",
+    gnn.GCN2Conv.message: "edge_weight",
+    gnn.GCNConv.message: "edge_weight",
+    gnn.GINConv.message: None,
+    gnn.GatedGraphConv.message: "edge_weight",
+    gnn.GraphConv.message: "edge_weight",
+    gnn.LGConv.message: "edge_weight",
+    gnn.MixHopConv.message: "edge_weight",
+    gnn.SAGEConv.message: None,
+    gnn.SGConv.message: "edge_weight",
+    gnn.SSGConv.message: "edge_weight",
+    gnn.SimpleConv.message: "edge_weight",
+    gnn.TAGConv.message: "edge_weight",
+}
+_AGGREGATIONS: dict[type, bool] = {aggr.SumAggregation: False, aggr.MeanAggregation: True}
+_HOOKED = ("_propagate_", "_message_", "_aggregate_")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRule:
+    """How a layer aggregates.
+
+    Attributes:
+        weight: The argument of `propagate` that holds one factor an edge, if any.
+        is_mean: Whether sums are divided by the number of messages.
+    """
+
+    weight: str | None
+    is_mean: bool
+
+
+def linear_rule(conv: MessagePassing) -> LinearRule | None:
+    """Return how `conv` aggregates, or None if it is not a weighted sum or mean of rows."""
+    kind = type(conv)
+    is_mean = _AGGREGATIONS.get(type(conv.aggr_module))
+    is_plain = (
+        kind.message in _LINEAR
+        and kind.aggregate is MessagePassing.aggregate
+        and kind.update is MessagePassing.update
+        and not {"message", "aggregate", "update"} & conv.__dict__.keys()
+        and not conv.explain
+        and conv.node_dim in (-2, 0)
+        and not any(hooks for name, hooks in vars(conv).items() if name.startswith(_HOOKED))
+    )
+    return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """One call of a linear layer on one chunk.
+
+    Attributes:
+        adjacency: The edges and their weights.
+        chunk: The chunk.
+        store: The histories; None where the whole graph runs and nothing is remembered.
+        key: Names the history.
+        is_whole: Whether the chunk is the whole graph: the rows themselves are the table then.
+    """
+
+    adjacency: Adjacency
+    chunk: ChunkView
+    store: HaloStore | None
+    key: CallKey
+    is_whole: bool
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return `[num_nodes, channels]`: the weighted sums of the sources' rows."""
+        if self.store is not None:
+            self.store.push(self.key, self.chunk, rows)
+        table = rows
+        if not self.is_whole:
+            assert self.store is not None
+            table = self.store.read(self.key, self.chunk)
+        return multiply(self.adjacency.rows(self.chunk, rows.dtype), table)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the chunk's rows from that of its outputs."""
+        table, scale = grad, 1.0
+        if not self.is_whole:
+            assert self.store is not None
+            table, scale = self.store.add_output_grad(self.key, self.chunk, grad), self.store.scale
+        return multiply(self.adjacency.columns(self.chunk, grad.dtype, scale), table)
+
+
+class LinearAggregate(torch.autograd.Function):
+    """Aggregate a chunk's messages from the history."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
+        """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
+        ctx.aggregation = aggregation
+        return aggregation.forward(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the chunk's rows, those of later chunks' outputs included."""
+        return ctx.aggregation.backward(grad), None

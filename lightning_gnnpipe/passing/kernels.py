@@ -1,0 +1,86 @@
+"""Products of some rows of a sparse matrix with a dense table.
+
+Which of torch's routes is fastest depends on the device and the dtype; it is found by timing each
+of them once on a product of real size.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.passing.adjacency import SparseRows
+
+Kernel = Callable[[SparseRows, Tensor], Tensor]
+
+_MIN_WORK = 1 << 20  # multiply-adds below which a timing says nothing
+_REPEATS = 3
+
+
+def multiply(rows: SparseRows, table: Tensor) -> Tensor:
+    """Return `[num_rows, channels]`: the rows times `table`, `[num_columns, channels]`."""
+    key = (table.device.type, table.dtype)
+    kernel = _chosen.get(key)
+    if kernel is None:
+        is_real = rows.indices.numel() * table.size(1) >= _MIN_WORK
+        if not is_real or torch.are_deterministic_algorithms_enabled():
+            return _bag(rows, table)
+        kernel = _chosen[key] = _fastest(rows, table)
+    return kernel(rows, table)
+
+
+def _bag(rows: SparseRows, table: Tensor) -> Tensor:
+    """Sum rows of the table as bags of an embedding: at the memory's bandwidth on CPU."""
+    result: Tensor = torch.embedding_bag(
+        table.contiguous(), rows.indices, rows.offsets, False, 0, False, rows.values, True
+    )[0]
+    return result
+
+
+def _csr(rows: SparseRows, table: Tensor) -> Tensor:
+    """Multiply by torch's sparse matrix."""
+    values = rows.values
+    if values is None:
+        values = torch.ones(rows.indices.numel(), dtype=table.dtype, device=table.device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
+        matrix = torch.sparse_csr_tensor(
+            rows.offsets,
+            rows.indices,
+            values,
+            size=(rows.offsets.numel() - 1, table.size(0)),
+            check_invariants=False,
+        )
+        return matrix @ table
+
+
+_KERNELS: tuple[Kernel, ...] = (_bag, _csr)
+_chosen: dict[tuple[str, torch.dtype], Kernel] = {}
+
+
+def _fastest(rows: SparseRows, table: Tensor) -> Kernel:
+    times = {}
+    for kernel in _KERNELS:
+        try:
+            kernel(rows, table)
+            times[kernel] = min(_time(kernel, rows, table) for _ in range(_REPEATS))
+        except RuntimeError:  # not implemented for this dtype or device
+            continue
+    return min(times, key=lambda kernel: times[kernel])
+
+
+def _time(kernel: Kernel, rows: SparseRows, table: Tensor) -> float:
+    _synchronize(table)
+    start = time.perf_counter()
+    kernel(rows, table)
+    _synchronize(table)
+    return time.perf_counter() - start
+
+
+def _synchronize(table: Tensor) -> None:
+    if table.is_cuda:
+        torch.cuda.synchronize(table.device)
