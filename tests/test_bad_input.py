@@ -152,17 +152,17 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         "training_step to call the pipelined module",
     ),
     "lbfgs": (with_lbfgs, graph, {}, "LBFGS"),
-    "batch-norm": (
-        lambda: Module(Net(gnn.SAGEConv(4, 4), gnn.GENConv(4, 4))),
+    "global-attention": (
+        lambda: Module(Net(gnn.SAGEConv(4, 4), gnn.GPSConv(4, gnn.SAGEConv(4, 4)))),
         graph,
         {},
-        "BatchNorm.*statistics are taken over all nodes",
+        "GPSConv.*attention runs over all nodes",
     ),
     "unknown-conv": (
-        lambda: Module(Net(gnn.ChebConv(4, 4, 2))),
+        lambda: Module(Net(gnn.SuperGATConv(4, 4))),
         graph,
         {},
-        "'convs.0', a ChebConv",
+        "'convs.0', a SuperGATConv",
     ),
     "few-layers": (lambda: Module(Net(gnn.SAGEConv(4, 4))), graph, {}, "2 stages and 1 layers"),
     "batch-differs": (

@@ -179,11 +179,14 @@ class PipelineEngine:
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""
         graph.store.recorder = None
-        with switched(self.model.module, False), torch.no_grad():
+        norms = self.model.intercepted.norms.values()
+        with switched(self.model.module, False, but=norms), torch.no_grad():
             mode = self._mode(call, inputs, graph)
             graph.inputs.load(call, inputs)
             parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=True)
+            parts.context.is_refresh = True
             run_exact(parts, self.model)
+            parts.context.is_refresh = False
 
     def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         def measure(layers: Layers) -> list[float]:

@@ -23,7 +23,7 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
     axis = parts.transport.axis
     schedule = add_transfers(fill_drain(axis.num_stages, (0,), backward=False))
     with (
-        intercept(model.convs, parts.context),
+        intercept(model.intercepted, parts.context),
         own_random_stream(axis.device),
         torch.no_grad(),
     ):

@@ -8,7 +8,7 @@ as on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, share_tensors
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import find_convs, without_caches
+from lightning_gnnpipe.passing import find_layers, without_caches
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
@@ -70,7 +70,7 @@ class PipelinedModel:
         self, module: nn.Module, transport: Transport, balance: Balance, check: Check
     ) -> None:
         self.module = module
-        self.convs = find_convs(module)
+        self.intercepted = find_layers(module)
         self._transport = transport
         self._balance = balance
         self._check = check
@@ -181,7 +181,11 @@ class PipelinedModel:
         key = self._key(call, inputs)
         if key in self._modes:
             return
-        with _plain(self.module), without_caches(self.convs), torch.inference_mode(False):
+        with (
+            _plain(self.module),
+            without_caches(self.intercepted.convs),
+            torch.inference_mode(False),
+        ):
             graph = trace(self.module, call)
             sample = draw_sample(self.module, call, inputs)
             layers = cut_layers(graph, self.module, learn_values(graph, self.module, sample))
@@ -245,10 +249,16 @@ class PipelinedModel:
 
 
 @contextmanager
-def switched(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put `module` into training or evaluation mode for the block, then as each part of it was."""
+def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Put `module` into training or evaluation mode for the block, then as each part of it was.
+
+    The layers in `but` stay as they are.
+    """
     flags = [(m, m.training) for m in module.modules()]
+    kept = [(m, m.training) for m in but]
     module.train(training)
+    for m, flag in kept:
+        m.training = flag
     try:
         yield
     finally:

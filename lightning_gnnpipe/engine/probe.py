@@ -19,11 +19,12 @@ from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.history import HistoryStore
+from lightning_gnnpipe.history import HistoryStore, Moments
 from lightning_gnnpipe.passing import (
     CallKey,
     MessageContext,
     find_convs,
+    find_layers,
     intercept,
     without_caches,
 )
@@ -103,7 +104,7 @@ class _Checker:
     def __init__(
         self, module: nn.Module, layers: Layers, plan: ChunkPlan, call: Call, kinds: Inputs
     ) -> None:
-        self.layers, self.plan, self.convs = layers, plan, find_convs(module)
+        self.layers, self.plan, self.intercepted = layers, plan, find_layers(module)
         self.inputs = PlannedInputs(plan)
         self.inputs.load(call, kinds)
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
@@ -122,7 +123,7 @@ class _Checker:
         for chunk in plan.chunks:
             values = self.inputs.slice(chunk, leaves)
             try:
-                with intercept(self.convs, self.context):
+                with intercept(self.intercepted, self.context):
                     run_segments(self.layers.segments, values, chunk, self.context)
             except UnsupportedError:
                 raise
@@ -164,7 +165,11 @@ def _compare(name: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    changed = [n for n, b in module.named_buffers() if not torch.equal(b, before[n])]
+    norms = find_layers(module).norms.values()
+    known = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    changed = [
+        n for n, b in module.named_buffers() if id(b) not in known and not torch.equal(b, before[n])
+    ]
     restore_buffers(module, before)
     if changed:
         raise UnsupportedError(
@@ -188,12 +193,23 @@ def _flatten(output: Any) -> list[Tensor]:
     return []
 
 
+class _OwnMoments:
+    """Serves norms the statistics of the very rows they ask for."""
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        return Moments.of(rows)
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
+        return Moments.of(rows), None
+
+
 class _ZeroHalo:
     """A store that serves zeros and keeps nothing: the costs are the same."""
 
     scale = 1.0
 
     def __init__(self, num_nodes: int) -> None:
+        self.moments = _OwnMoments()
         self._num_nodes = num_nodes
         self._zeros: dict[object, Tensor] = {}
         self._like: dict[CallKey, Tensor] = {}
@@ -225,10 +241,9 @@ def measure_layers(
     context.leaves = inputs
     leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
     values = inputs.slice(chunk, leaves)
-    convs = find_convs(module)
     with (
         undisturbed(module),
-        intercept(convs, context),
+        intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):

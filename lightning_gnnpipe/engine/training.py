@@ -65,12 +65,12 @@ class TrainingPass:
         """Run the forward phase and return the outputs, detached."""
         store = self._graph.store
         self._parts.transport.meter.reset()
-        store.step = step_index
+        store.begin_step(step_index)
         store.recorder = StalenessRecorder() if controls.records_staleness else None
         if controls.serves_snapshot and not self.is_exact:
             store.restore()
         with (
-            intercept(self._model.convs, self._parts.context),
+            intercept(self._model.intercepted, self._parts.context),
             own_random_stream(self._parts.transport.axis.device),
             torch.enable_grad(),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
+from lightning_gnnpipe.history.moments import Moments
 from lightning_gnnpipe.history.store import HistoryStore
 
-__all__ = ["HistoryStore", "Staleness", "StalenessRecorder"]
+__all__ = ["HistoryStore", "Moments", "Staleness", "StalenessRecorder"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
+from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.types import ChunkView
 
 NEVER = -1
@@ -49,6 +50,7 @@ class HistoryStore:
         self.scale = cross_chunk_grad_scale
         self.step = 0
         self.recorder: StalenessRecorder | None = None
+        self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
 
     def __len__(self) -> int:
@@ -56,6 +58,11 @@ class HistoryStore:
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)
+
+    def begin_step(self, step: int) -> None:
+        """Say that training step number `step` begins."""
+        self.step = step
+        self.moments.begin_step()
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_nodes, *]`, in plan order."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.passing.context import CallKey, HaloStore, MessageContext
-from lightning_gnnpipe.passing.intercept import find_convs, intercept, without_caches
+from lightning_gnnpipe.passing.intercept import (
+    Intercepted,
+    find_convs,
+    find_layers,
+    intercept,
+    without_caches,
+)
 from lightning_gnnpipe.passing.support import check_support
 
 __all__ = [
     "CallKey",
     "HaloStore",
+    "Intercepted",
     "MessageContext",
     "check_support",
     "find_convs",
+    "find_layers",
     "intercept",
     "without_caches",
 ]

@@ -31,12 +31,37 @@ class CallKey(NamedTuple):
     argument: str
 
 
+class Moments(Protocol):
+    """Mean and biased variance of `count` rows, `[channels]` each, in float64."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def mean(self) -> Tensor: ...
+    @property
+    def var(self) -> Tensor: ...
+
+
+class MomentSource(Protocol):
+    """Where norms find the statistics of the whole graph."""
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
+        """Add those of a chunk; return the last step's and, once complete, this step's."""
+
+
 class HaloStore(Protocol):
     """Where rows are pushed to and halo rows are pulled from."""
 
     @property
     def scale(self) -> float:
         """Factor on gradients between chunks."""
+
+    @property
+    def moments(self) -> MomentSource:
+        """The statistics of norms."""
 
     def push(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
@@ -107,6 +132,7 @@ class MessageContext:
         self.store = store
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.leaves: EdgeLeaves | None = None  # of the batch, for the time of a pass
+        self.is_refresh = False  # an exact pass for the histories alone
         self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._plan = plan
         self._scope: _Scope | None = None
@@ -165,6 +191,11 @@ class MessageContext:
         call = self._running.calls.get(layer, 0)
         self._running.calls[layer] = call + 1
         return call
+
+    def next_key(self, layer: str) -> CallKey:
+        """Name the next call of a layer with statistics over all nodes."""
+        call = self.next_call(f"statistics of {layer}")
+        return CallKey(self._running.segment, layer, call, "statistics")
 
     def is_flip(self, layer: str, edges: Tensor) -> bool:
         """Whether `edges`, given to `layer`, are the chunk's edges with their rows swapped.

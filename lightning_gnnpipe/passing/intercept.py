@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.normalize import localized
+from lightning_gnnpipe.passing.statistics import find_norms, whole_statistics
 
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
@@ -29,10 +31,30 @@ def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
     return {name: m for name, m in module.named_modules() if isinstance(m, MessagePassing)}
 
 
+@dataclass(frozen=True)
+class Intercepted:
+    """The layers of a model that see more than one row.
+
+    Attributes:
+        convs: The message-passing layers, by name.
+        norms: The norms with statistics over all nodes, by name.
+    """
+
+    convs: dict[str, MessagePassing]
+    norms: dict[str, nn.Module]
+
+
+def find_layers(module: nn.Module) -> Intercepted:
+    """Return the layers of `module` that are to be intercepted."""
+    return Intercepted(find_convs(module), find_norms(module))
+
+
 @contextmanager
-def intercept(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Let `convs` pass messages on the chunk that `context` says is running, within the block."""
+def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
+    """Let `layers` run on the chunk that `context` says is running, within the block."""
+    convs = layers.convs
     with ExitStack() as stack:
+        stack.enter_context(whole_statistics(layers.norms, context))
         stack.enter_context(without_caches(convs))
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():

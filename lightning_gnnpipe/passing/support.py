@@ -16,6 +16,7 @@ from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn.aggr.fused import FusedAggregation
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing.statistics import has_statistics
 
 EXACT_CONVS: frozenset[type] = frozenset(
     {
@@ -97,14 +98,7 @@ EXACT_AGGREGATIONS: frozenset[type] = frozenset(
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "its statistics are taken over all nodes"),
     (nn.modules.instancenorm._InstanceNorm, "its statistics are taken over all nodes"),
-    (gnn.BatchNorm, "its statistics are taken over all nodes"),
-    (gnn.HeteroBatchNorm, "its statistics are taken over all nodes"),
-    (gnn.InstanceNorm, "its statistics are taken over all nodes"),
-    (gnn.GraphNorm, "its statistics are taken over all nodes"),
-    (gnn.GraphSizeNorm, "it looks at the size of the graph"),
-    (gnn.PairNorm, "its statistics are taken over all nodes"),
-    (gnn.MeanSubtractionNorm, "its statistics are taken over all nodes"),
-    (gnn.DiffGroupNorm, "its statistics are taken over all nodes"),
+    (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
     (gnn.GPSConv, "its attention runs over all nodes"),
     (gnn.WLConv, "it numbers the colors of all nodes"),
 )
@@ -112,8 +106,8 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
 _SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HeteroConv, gnn.HypergraphConv, gnn.SignedConv)
 
 _REMEDY_NORM = (
-    "Use a norm that works row by row, such as torch.nn.LayerNorm or "
-    "torch_geometric.nn.LayerNorm(mode='node'), or train with num_chunks=1."
+    "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
+    "(torch.nn.LayerNorm), or train with num_chunks=1."
 )
 
 
@@ -160,13 +154,13 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterat
             "(RGCNConv, RGATConv).",
         )
         return
+    if has_statistics(layer):
+        return
     for kind, reason in _ROW_MIXING:
         if isinstance(layer, kind):
             yield _refuse(name, layer, reason, _REMEDY_NORM)
             return
-    if isinstance(layer, gnn.LayerNorm) and layer.mode == "graph":
-        yield _refuse(name, layer, "mode='graph' takes its statistics over all nodes", _REMEDY_NORM)
-    elif isinstance(layer, MessagePassing):
+    if isinstance(layer, MessagePassing):
         yield from _refused_conv(name, layer)
     elif isinstance(layer, aggr.Aggregation):
         yield from _refused_aggregation(module, name, layer)

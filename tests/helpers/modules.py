@@ -97,6 +97,13 @@ NETS = {
 """What each promise is tested with: linear aggregation, two inputs a conv, x_0 and a list of all
 layers that cross the cuts, attention (``edge_updater``), edge features and residuals."""
 
+NORMED_NETS = {
+    "batch_norm": lambda dropout: gnn.models.GCN(
+        NUM_FEATURES, WIDTH, 3, NUM_CLASSES, dropout=dropout, norm="BatchNorm", jk="max"
+    ),
+}
+"""With statistics over all nodes, which the oracle does not know."""
+
 OPTIMIZERS = {
     "sgd": lambda params, **options: torch.optim.SGD(params, **options),
     "momentum": lambda params, **options: torch.optim.SGD(params, momentum=0.9, **options),
@@ -108,7 +115,7 @@ class ReferenceModule(L.LightningModule):
     """Node classification, written for one device as any user would.
 
     Args:
-        name: Key of ``NETS``.
+        name: Key of ``NETS`` or ``NORMED_NETS``.
         optimizer: Key of ``OPTIMIZERS``.
         seed: Seed of the initial weights; the same seed gives the same weights.
     """
@@ -126,7 +133,7 @@ class ReferenceModule(L.LightningModule):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = NETS[name](dropout).double()
+            self.net = {**NETS, **NORMED_NETS}[name](dropout).double()
             for parameter in self.net.parameters():  # no zeros, which could hide an error
                 parameter.data += 0.1 * torch.rand_like(parameter)
         self.inputs = ("x", "edge_index", "edge_attr") if name == "edge" else ("x", "edge_index")

@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.history import HistoryStore
-from lightning_gnnpipe.passing import MessageContext, intercept
+from lightning_gnnpipe.passing import MessageContext, find_layers, intercept
 from lightning_gnnpipe.passing.adjacency import Adjacency, Pattern, SparseRows
 from lightning_gnnpipe.passing.aggregate import linear_rule
 from lightning_gnnpipe.passing.kernels import _KERNELS, _fastest, multiply
@@ -113,7 +113,7 @@ def test_no_message_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
     context = MessageContext(HistoryStore(N, plan.num_chunks), plan)
     conv = gnn.GCNConv(D, D)
-    with intercept({"conv": conv}, context):
+    with intercept(find_layers(conv), context):
         monkeypatch.setattr(conv, "message", message.__get__(conv), raising=False)
         for chunk in (*plan.whole.chunks, *plan.chunks):
             context.enter(chunk, 0)

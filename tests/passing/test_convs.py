@@ -14,7 +14,13 @@ from torch_geometric.utils import add_self_loops, degree
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.passing import MessageContext, check_support, find_convs, intercept
+from lightning_gnnpipe.passing import (
+    MessageContext,
+    check_support,
+    find_convs,
+    find_layers,
+    intercept,
+)
 from lightning_gnnpipe.passing.support import EXACT_AGGREGATIONS, EXACT_CONVS
 from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
 from tests.helpers.engines import one_process_engine
@@ -202,7 +208,7 @@ def test_interception_leaves_no_trace() -> None:
     net = nn.ModuleList([gnn.GCNConv(D, D, cached=True), gnn.ChebConv(D, D, K=2)])
     before = {name: dict(conv.__dict__) for name, conv in find_convs(net).items()}
     plan = plan_from_assignment(make_batch()["edge_index"], N, PARTITION)
-    with intercept(find_convs(net), MessageContext(None, plan)):
+    with intercept(find_layers(net), MessageContext(None, plan)):
         assert net[0].cached is False
     after = {name: dict(conv.__dict__) for name, conv in find_convs(net).items()}
     assert {n: set(d) for n, d in before.items()} == {n: set(d) for n, d in after.items()}
@@ -212,13 +218,11 @@ def test_interception_leaves_no_trace() -> None:
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (gnn.GENConv(D, D), "BatchNorm"),
         (gnn.SAGEConv(D, D, aggr="lstm"), "LSTMAggregation"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.LayerNorm(D)), "mode='graph'"),
-        (nn.Sequential(gnn.GCNConv(D, D), nn.BatchNorm1d(D)), "BatchNorm1d"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.GraphNorm(D)), "GraphNorm"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.PairNorm()), "PairNorm"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.InstanceNorm(D)), "InstanceNorm"),
+        (nn.Sequential(gnn.GCNConv(D, D), nn.InstanceNorm1d(D)), "InstanceNorm1d"),
+        (nn.Sequential(gnn.GCNConv(D, D), nn.SyncBatchNorm(D)), "SyncBatchNorm"),
+        (nn.Sequential(gnn.GCNConv(D, D), nn.BatchNorm2d(D)), "BatchNorm2d"),
+        (nn.Sequential(gnn.GCNConv(D, D), gnn.HeteroBatchNorm(D, 2)), "HeteroBatchNorm"),
         (nn.Sequential(gnn.GCNConv(D, D), gnn.MeanAggregation()), "pools"),
         (gnn.GCNConv(-1, D), "not initialized"),
         (nn.Sequential(gnn.GCNConv(D, D), spectral_norm(nn.Linear(D, D))), "power iteration"),

@@ -47,6 +47,7 @@ def fit(
         ("gcnii", (2, 3, 4), 0),
         ("gat_jk", (2, 3), 2),
         ("edge", (2,), NUM_EPOCHS),
+        ("batch_norm", (2, 3), 0),
     ],
 )
 def test_losses_do_not_depend_on_the_number_of_stages(
@@ -57,6 +58,8 @@ def test_losses_do_not_depend_on_the_number_of_stages(
         many = fit(name, num_stages, tmp_path, num_exact_epochs=num_exact_epochs)
         torch.testing.assert_close(many.losses, one.losses, rtol=1e-12, atol=1e-12)
         assert_steps_equal(many.steps, one.steps)
+        for key, value in one.state_dict.items():  # running statistics as well
+            torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
 
 
 def test_the_seed_alone_decides(tmp_path: Path) -> None:

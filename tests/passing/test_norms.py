@@ -1,0 +1,264 @@
+"""Norms over all nodes: whole-graph statistics of the last step, and PyG's own where exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import check_support
+from tests.helpers.engines import one_process_engine
+
+N, D = 22, 4
+PARTITION = torch.tensor([0] * 5 + [1] * 11 + [2] * 5 + [3])[torch.arange(N) * 5 % N]
+CHUNKS = 4
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(D),
+    "batch cumulative": lambda: nn.BatchNorm1d(D, momentum=None),
+    "batch untracked": lambda: nn.BatchNorm1d(D, track_running_stats=False, affine=False),
+    "pyg batch": lambda: gnn.BatchNorm(D, allow_single_element=True),
+    "graph": lambda: gnn.GraphNorm(D),
+    "graph size": lambda: gnn.GraphSizeNorm(),
+    "pair": lambda: gnn.PairNorm(scale=1.5),
+    "pair individual": lambda: gnn.PairNorm(scale_individually=True),
+    "instance": lambda: gnn.InstanceNorm(D),
+    "instance tracked": lambda: gnn.InstanceNorm(D, affine=True, track_running_stats=True),
+    "mean subtraction": lambda: gnn.MeanSubtractionNorm(),
+    "group": lambda: gnn.DiffGroupNorm(D, groups=3),
+    "layer": lambda: gnn.LayerNorm(D),
+    "layer plain": lambda: gnn.LayerNorm(D, affine=False),
+}
+TRACKED = ["batch", "batch cumulative", "pyg batch", "instance tracked", "group"]
+
+
+class Stack(nn.Module):
+    """A norm before message passing and, another one, behind it; the head has no neighbours."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = make(), make()
+        self.conv, self.lin = gnn.SimpleConv(aggr="sum"), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(self.lin(x))
+        return self.second(torch.tanh(self.conv(x, edge_index)) + x)
+
+
+def make_stack(name: str) -> Stack:
+    torch.manual_seed(1)
+    net = Stack(MAKE[name]).double()
+    for parameter in net.parameters():
+        parameter.data += 0.3 * torch.rand_like(parameter)
+    return net
+
+
+def make_graph() -> tuple[Tensor, Tensor]:
+    number = torch.arange(50)
+    edge_index = torch.stack([(number * 7 + 1) % (N - 1), (number * 3 + number // 8) % (N - 1)])
+    return torch.randn(N, D, dtype=torch.float64) + torch.arange(D), edge_index
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return found
+
+
+def assert_same(found: object, expected: object) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def normalised(norm: nn.Module, x: Tensor, seen: Tensor) -> Tensor:
+    """Return `x` normalised as if by the rows `seen`, constants; in the norms' own definitions."""
+    seen = seen.detach()
+    if isinstance(norm, gnn.BatchNorm):
+        norm = norm.module
+    if isinstance(norm, nn.BatchNorm1d | gnn.InstanceNorm):
+        out = (x - seen.mean(0)) / (seen.var(0, unbiased=False) + norm.eps).sqrt()
+        return out if norm.weight is None else out * norm.weight + norm.bias
+    if isinstance(norm, gnn.GraphNorm):
+        mean, shift = seen.mean(0), norm.mean_scale
+        var = (seen - mean).square().mean(0) + (1 - shift).square() * mean.square()
+        return norm.weight * (x - shift * mean) / (var + norm.eps).sqrt() + norm.bias
+    if isinstance(norm, gnn.PairNorm):
+        out, centered = x - seen.mean(0), seen - seen.mean(0)
+        if norm.scale_individually:
+            return norm.scale * out / (norm.eps + out.norm(dim=1, keepdim=True))
+        return norm.scale * out / (norm.eps + centered.square().sum(1).mean()).sqrt()
+    if isinstance(norm, gnn.MeanSubtractionNorm):
+        return x - seen.mean(0)
+    if isinstance(norm, gnn.LayerNorm):
+        out = (x - seen.mean()) / (seen.std(unbiased=False) + norm.eps)
+        return out if norm.weight is None else out * norm.weight + norm.bias
+    assert isinstance(norm, gnn.GraphSizeNorm)
+    return x / N**0.5
+
+
+class Oracle:
+    """The stack on all rows, in chunk order, with what each norm saw a step ago as constants."""
+
+    def __init__(self, net: Stack) -> None:
+        self.net = net
+        self.seen: dict[str, Tensor] = {}
+        self.sources = torch.zeros(N, D, dtype=torch.float64)
+
+    def exact(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Run plain PyG and remember."""
+        with ExitStack() as stack:
+            for name in ("first", "second"):
+                norm = getattr(self.net, name)
+                inner = norm.norm if isinstance(norm, gnn.DiffGroupNorm) else norm
+                hook = inner.register_forward_pre_hook(
+                    lambda _, args, name=name: self.seen.__setitem__(name, args[0].detach())
+                )
+                stack.callback(hook.remove)
+            hook = self.net.conv.register_forward_pre_hook(
+                lambda _, args: setattr(self, "sources", args[0].detach())
+            )
+            stack.callback(hook.remove)
+            return self.net(x, edge_index)
+
+    def chunked(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Run stale."""
+        fresh = self._norm("first", self.net.lin(x))
+        source, target = edge_index
+        is_fresh = (PARTITION[source] <= PARTITION[target]).unsqueeze(1)
+        messages = torch.where(is_fresh, fresh[source], self.sources[source])
+        summed = torch.zeros_like(fresh).index_add(0, target, messages)
+        self.sources = fresh.detach()
+        return self._norm("second", torch.tanh(summed) + fresh)
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        norm, stale = getattr(self.net, name), self.seen[name]
+        if not isinstance(norm, gnn.DiffGroupNorm):
+            self.seen[name] = x.detach()
+            return normalised(norm, x, stale)
+        shares = norm.lin(x).softmax(-1)
+        rows = (shares.unsqueeze(-1) * x.unsqueeze(1)).flatten(1)
+        self.seen[name] = rows.detach()
+        groups = normalised(norm.norm, rows, stale).view(-1, norm.groups, D)
+        return x + norm.lamda * groups.sum(1)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_norm_on_chunks_equals_the_oracle(name: str) -> None:
+    x, edge_index = make_graph()
+    net, reference = make_stack(name), make_stack(name)
+    check_support(net, num_chunks=CHUNKS)
+    oracle = Oracle(reference)
+    engine = one_process_engine(net, partition=PARTITION, shuffle_chunks=False)
+    weight = torch.randn(N, D, dtype=torch.float64)
+    for epoch in range(4):
+        expected = (oracle.exact if epoch == 0 else oracle.chunked)(x, edge_index)
+        (expected * weight).sum().backward()
+        engine.progress.step_index = epoch
+        found = engine.forward((x, edge_index), {})
+        (found * weight).sum().backward()
+        assert_same(found.detach(), expected.detach())
+        expected_grads, found_grads = gradients(reference), gradients(net)
+        assert_same(found_grads, expected_grads)
+        with torch.no_grad():
+            for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+                moves = 0.05 * torch.sin(torch.arange(mine.numel(), dtype=mine.dtype))
+                mine += moves.view_as(mine)
+                other += moves.view_as(other)
+
+
+@pytest.mark.parametrize("name", TRACKED)
+def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
+    """Each step counts once, with the mean and the unbiased variance of all rows that it saw."""
+    x, edge_index = make_graph()
+    net, reference = make_stack(name), make_stack(name)
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(4):  # nothing moves, so stale and whole are the same
+        engine.progress.step_index = step
+        engine.forward((x, edge_index), {}).sum().backward()
+        reference(x, edge_index)
+    assert dict(net.named_buffers()).keys() == dict(reference.named_buffers()).keys()
+    for key, buffer in reference.named_buffers():
+        assert_same(dict(net.named_buffers())[key], buffer)
+    net.eval()
+    reference.eval()
+    with torch.no_grad():
+        assert_same(engine.forward((x, edge_index), {}), reference(x, edge_index))
+
+
+def test_a_frozen_norm_uses_its_running_statistics() -> None:
+    x, edge_index = make_graph()
+    net, reference = make_stack("batch"), make_stack("batch")
+    for module in (net, reference):
+        module.first.running_mean.fill_(0.5)
+        module.first.eval()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(2):
+        engine.progress.step_index = step
+        found = engine.forward((x, edge_index), {})
+        found.sum().backward()
+        assert_same(found.detach(), reference(x, edge_index).detach())
+    assert float(net.first.running_mean.min()) == 0.5
+
+
+def test_a_refresh_renews_statistics_and_leaves_running_ones_alone() -> None:
+    x, edge_index = make_graph()
+    net, reference = make_stack("batch"), make_stack("batch")
+    engine = one_process_engine(net, partition=PARTITION)
+    engine.forward((x, edge_index), {}).sum().backward()
+    tracked = net.first.running_mean.clone()
+    with torch.no_grad():
+        for module in (net, reference):
+            module.lin.weight += 0.5
+    engine.controls.refreshes = True
+    engine.progress.step_index = 1
+    found = engine.forward((x, edge_index), {})
+    assert_same(found.detach(), reference(x, edge_index).detach())
+    mean = reference.lin(x).mean(0)
+    assert_same(net.first.running_mean, (0.9 * tracked + 0.1 * mean).detach())
+    found.sum().backward()
+
+
+def test_a_batch_vector_is_refused() -> None:
+    class Batched(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+            return self.first(self.conv(self.lin(x), edge_index), batch)
+
+    x, edge_index = make_graph()
+    net = Batched(lambda: gnn.GraphNorm(D)).double()
+    engine = one_process_engine(net, partition=PARTITION)
+    with pytest.raises(UnsupportedError, match="'first', a GraphNorm"):
+        engine.forward((x, edge_index, torch.zeros(N, dtype=torch.int64)), {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gnn.GENConv(D, D),
+        lambda: gnn.CGConv(D, batch_norm=True),
+        lambda: gnn.EdgeConv(nn.Sequential(nn.Linear(2 * D, D), nn.BatchNorm1d(D))),
+    ],
+)
+def test_norms_inside_of_layers_reach_a_fixed_point(make: Callable[[], nn.Module]) -> None:
+    """Also where they normalise messages: every edge belongs to one chunk."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make(), make()
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.second(self.first(x, edge_index), edge_index)
+
+    torch.manual_seed(0)
+    x, edge_index = make_graph()
+    net = Two().double()
+    expected = net(x, edge_index).detach()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(3):
+        engine.progress.step_index = step
+        found = engine.forward((x, edge_index), {})
+        found.sum().backward()
+        assert_same(found.detach(), expected)
