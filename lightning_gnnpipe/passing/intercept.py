@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
@@ -38,15 +39,18 @@ class Intercepted:
     Attributes:
         convs: The message-passing layers, by name.
         norms: The norms with statistics over all nodes, by name.
+        reversibles: Blocks that would compute their inputs again in backward, outside of a pass.
     """
 
     convs: dict[str, MessagePassing]
     norms: dict[str, nn.Module]
+    reversibles: list[InvertibleModule]
 
 
 def find_layers(module: nn.Module) -> Intercepted:
     """Return the layers of `module` that are to be intercepted."""
-    return Intercepted(find_convs(module), find_norms(module))
+    reversibles = [m for m in module.modules() if isinstance(m, InvertibleModule)]
+    return Intercepted(find_convs(module), find_norms(module), reversibles)
 
 
 @contextmanager
@@ -55,6 +59,8 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
     convs = layers.convs
     with ExitStack() as stack:
         stack.enter_context(whole_statistics(layers.norms, context))
+        for block in layers.reversibles:
+            stack.callback(replace_attributes(block, {"disable": True}))
         stack.enter_context(without_caches(convs))
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():
@@ -81,7 +87,7 @@ def without_caches(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
         yield
 
 
-def replace_attributes(conv: MessagePassing, attributes: Mapping[str, Any]) -> Callable[[], None]:
+def replace_attributes(conv: nn.Module, attributes: Mapping[str, Any]) -> Callable[[], None]:
     """Put `attributes` into the instance and return what puts the old ones back."""
     missing = object()
     before = {key: conv.__dict__.get(key, missing) for key in attributes}

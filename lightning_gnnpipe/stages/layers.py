@@ -17,11 +17,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.kinds import Kind
-from lightning_gnnpipe.stages.trace import root_of
+from lightning_gnnpipe.stages.trace import is_layer, root_of
 from lightning_gnnpipe.stages.values import Value
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
@@ -96,8 +95,7 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     calls = [
         i
         for i, node in enumerate(nodes)
-        if node.op == "call_module"
-        and isinstance(root.get_submodule(str(node.target)), MessagePassing)
+        if node.op == "call_module" and is_layer(root.get_submodule(str(node.target)))
     ]
     if not calls:
         raise UnsupportedError(

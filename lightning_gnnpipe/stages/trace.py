@@ -14,7 +14,8 @@ import torch
 import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.utils
 from torch import fx, nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import DeepGCNLayer, MessagePassing
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
@@ -59,7 +60,7 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
 def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
     before = _kept_tensors(module)
     try:
-        with _traceable_factories(), _without_progress(module):
+        with _traceable_factories(), _without_progress(module), _without_checkpoints(module):
             graph = _Tracer(module).trace(_Caller(module, call))
     except UnsupportedError:
         raise
@@ -139,6 +140,19 @@ def _without_progress(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _without_checkpoints(module: nn.Module) -> Iterator[None]:
+    """Trace DeepGCNLayer without its activation checkpoints: it asks inputs for `requires_grad`."""
+    layers = [m for m in module.modules() if isinstance(m, DeepGCNLayer) and m.ckpt_grad]
+    for layer in layers:
+        layer.ckpt_grad = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.ckpt_grad = True
+
+
+@contextmanager
 def _traceable_factories() -> Iterator[None]:
     """Let `torch.zeros(x.size(0), ...)` and the like take traced sizes, which torch's do not."""
     originals = {name: getattr(torch, name) for name in _FACTORIES}
@@ -180,8 +194,18 @@ def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{attribute}", value
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether `module` passes messages and is called as it is, on real tensors.
+
+    PyG's reversible blocks look at the shapes of their arguments.
+    """
+    return isinstance(module, MessagePassing) or (
+        isinstance(module, InvertibleModule) and _contains_passing(module)
+    )
+
+
 def _is_traced_through(module: nn.Module) -> bool:
-    return _contains_passing(module) and not isinstance(module, MessagePassing)
+    return _contains_passing(module) and not is_layer(module)
 
 
 def root_of(module: nn.Module) -> nn.Module:
@@ -226,7 +250,7 @@ class _Tracer(fx.Tracer):
         )
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, MessagePassing) or not _contains_passing(m)
+        return not _is_traced_through(m)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None

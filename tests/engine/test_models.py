@@ -1,0 +1,266 @@
+"""Whole models as users write them: trained in chunks, they equal plain PyG at the fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from lightning_gnnpipe.passing import check_support
+from tests.helpers.engines import one_process_engine
+
+N, D, C = 26, 8, 3
+PARTITION = torch.arange(N) * 7 % N // 9
+HISTOGRAM = torch.tensor([1, 3, 4, 3])
+FAMILY: dict[str, Callable[..., BasicGNN]] = {
+    "GCN": gnn.models.GCN,
+    "GraphSAGE": gnn.models.GraphSAGE,
+    "GIN": gnn.models.GIN,
+    "GAT": gnn.models.GAT,
+    "GATv2": lambda *args, **kw: gnn.models.GAT(*args, v2=True, heads=2, **kw),
+    "PNA": lambda *args, **kw: gnn.models.PNA(
+        *args, aggregators=["mean", "max"], scalers=["identity"], deg=HISTOGRAM, **kw
+    ),
+    "EdgeCNN": gnn.models.EdgeCNN,
+}
+
+
+def make_batch() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    number = torch.arange(61)
+    edge_index = torch.stack([(number * 11 + number // 7) % (N - 1), (number * 5 + 2) % (N - 1)])
+    return {
+        "x": torch.randn(N, D, dtype=torch.float64),
+        "edge_index": edge_index,
+        "edge_attr": torch.randn(61, D, dtype=torch.float64),
+    }
+
+
+def flat(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    return [
+        t for item in (output.values() if isinstance(output, dict) else output) for t in flat(item)
+    ]
+
+
+def loss_of(output: Any) -> Tensor:
+    return sum((t * torch.sin(torch.arange(t.numel())).view_as(t)).sum() for t in flat(output))
+
+
+def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
+    """An exact step equals plain PyG; a step in chunks after it has the same outputs."""
+    net = net.double()
+    for parameter in net.parameters():
+        parameter.data += 0.05 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
+    batch = make_batch()
+    kwargs = {name: batch[name] for name in names or ("x", "edge_index")}
+    check_support(net, num_chunks=3)
+    engine = one_process_engine(net, partition=PARTITION)
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    expected = net(**kwargs)
+    loss_of(expected).backward()
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad(set_to_none=True)
+    for name, buffer in net.named_buffers():
+        buffer.data = buffers[name]
+    for step in range(2):
+        engine.progress.step_index = step
+        found = engine.forward((), kwargs)
+        for ours, theirs in zip(flat(found), flat(expected), strict=True):
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-10, atol=1e-10)
+        loss_of(found).backward()
+        ours = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        assert ours.keys() == grads.keys()
+        if step == 0:
+            torch.testing.assert_close(ours, grads, rtol=1e-9, atol=1e-9)
+        net.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("jk", [None, "cat", "max", "lstm"])
+@pytest.mark.parametrize("norm", [None, "BatchNorm", "LayerNorm", "GraphNorm"])
+@pytest.mark.parametrize("act_first", [False, True])
+def test_basic_gnns(jk: str | None, norm: str | None, act_first: bool) -> None:
+    make = list(FAMILY.values())[(bool(jk) * 3 + len(norm or "") + act_first) % len(FAMILY)]
+    assert_trains_as_plain(make(D, 8, 3, C, norm=norm, jk=jk, act_first=act_first))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_basic_gnn(name: str) -> None:
+    assert_trains_as_plain(FAMILY[name](D, 8, 3, C, norm="BatchNorm", jk="cat"))
+
+
+class DeeperGCN(nn.Module):
+    """As in PyG's example for ogbn-proteins: the norm of the first block is the last norm."""
+
+    def __init__(self, block: str = "res+", norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.node_encoder, self.edge_encoder = nn.Linear(D, D), nn.Linear(D, D)
+        self.layers = nn.ModuleList()
+        for i in range(3):
+            conv = gnn.GENConv(D, D, aggr="softmax", learn_t=True, num_layers=2, norm="layer")
+            self.layers.append(
+                gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, dropout=0.0, ckpt_grad=i % 3 == 2)
+            )
+        self.lin = nn.Linear(2 * D if block == "dense" else D, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        x = self.node_encoder(x)
+        edge_attr = self.edge_encoder(edge_attr)
+        x = self.layers[0].conv(x, edge_index, edge_attr)
+        for layer in self.layers[1:]:
+            x = layer(x, edge_index, edge_attr)
+        return self.lin(self.layers[0].act(self.layers[0].norm(x)))
+
+
+class DenseGCN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            gnn.DeepGCNLayer(
+                gnn.SAGEConv(D * 2**i, D * 2**i), nn.BatchNorm1d(D * 2**i), nn.ReLU(), "dense", 0.0
+            )
+            for i in range(2)
+        )
+        self.lin = nn.Linear(4 * D, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("block", ["res+", "res", "plain"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_deeper_gcn(block: str, norm: type[nn.Module]) -> None:
+    assert_trains_as_plain(DeeperGCN(block, norm), "x", "edge_index", "edge_attr")
+
+
+def test_dense_blocks() -> None:
+    assert_trains_as_plain(DenseGCN())
+
+
+class GNNBlock(nn.Module):
+    """As in PyG's RevGNN example."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.conv = gnn.SAGEConv(channels, channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
+        x = self.norm(x).relu()
+        if self.training and dropout_mask is not None:
+            x = x * dropout_mask
+        return self.conv(x, edge_index)
+
+
+class RevGNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(D, D), nn.Linear(D, C)
+        self.norm = nn.LayerNorm(D)
+        self.convs = nn.ModuleList(
+            gnn.GroupAddRev(GNNBlock(D // 2), num_groups=2) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin1(x)
+        mask = torch.zeros_like(x).bernoulli_(1 - 0.0)
+        mask = mask.requires_grad_(False) / (1 - 0.0)
+        for conv in self.convs:
+            x = conv(x, edge_index, mask)
+        return self.lin2(self.norm(x).relu())
+
+
+def test_reversible_blocks() -> None:
+    assert_trains_as_plain(RevGNN())
+
+
+class GCNII(nn.Module):
+    """As in PyG's example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, C)])
+        self.convs = nn.ModuleList(
+            gnn.GCN2Conv(D, 0.1, 0.5, layer + 1, shared_weights=False, normalize=True)
+            for layer in range(4)
+        )
+        self.dropout = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = F.dropout(x, self.dropout, training=self.training)
+        x = x_0 = self.lins[0](x).relu()
+        for conv in self.convs:
+            x = F.dropout(x, self.dropout, training=self.training)
+            x = conv(x, x_0, edge_index)
+            x = x.relu()
+        x = F.dropout(x, self.dropout, training=self.training)
+        x = self.lins[1](x)
+        return x.log_softmax(dim=-1)
+
+
+class Checkpointed(GCNII):
+    """With activation checkpoints by hand."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x_0 = self.lins[0](x).relu()
+        for conv in self.convs:
+            x = checkpoint(conv, x, x_0, edge_index, use_reentrant=False).relu()
+        return self.lins[1](x)
+
+
+def test_gcnii() -> None:
+    assert_trains_as_plain(GCNII())
+
+
+def test_activation_checkpoints_in_the_model() -> None:
+    assert_trains_as_plain(Checkpointed())
+
+
+def sequential() -> nn.Module:
+    return gnn.Sequential(
+        "x, edge_index",
+        [
+            (nn.Dropout(p=0.0), "x -> x"),
+            (gnn.GCNConv(D, 16), "x, edge_index -> x1"),
+            nn.ReLU(inplace=True),
+            (gnn.GCNConv(16, 16), "x1, edge_index -> x2"),
+            nn.ReLU(inplace=True),
+            (lambda x1, x2: [x1, x2], "x1, x2 -> xs"),
+            (gnn.JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
+            nn.Linear(2 * 16, C),
+        ],
+    )
+
+
+def test_sequential() -> None:
+    assert_trains_as_plain(sequential())
+
+
+class EdgeUpdates(nn.Module):
+    """Edge features are updated between layers; two inputs, a dict with a tuple inside out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GINEConv(nn.Linear(D, D)) for _ in range(3))
+        self.edges = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(D, C) for _ in range(2))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
+        for conv, edge in zip(self.convs, self.edges, strict=True):
+            edge_attr = torch.tanh(edge(edge_attr)) + edge_attr
+            x = conv(x, edge_index, edge_attr).relu()
+        return {"logits": self.heads[0](x), "both": (self.heads[1](x), x)}
+
+
+def test_edge_updates_and_structured_outputs() -> None:
+    assert_trains_as_plain(EdgeUpdates(), "x", "edge_index", "edge_attr")
