@@ -30,6 +30,7 @@ class StrategyOptions:
     cross_chunk_grad_scale: float
     pipelined_module: str | None
     balance: BalanceOption
+    recompute: bool
     timeout: timedelta
     start_method: StartMethod
 

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.controls import Controls
@@ -31,6 +30,7 @@ from lightning_gnnpipe.engine import (
 )
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.processes import PipeProcesses
@@ -67,6 +67,8 @@ class GNNPipeStrategy(PipeProcesses):
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
             the number of layers of each stage.
+        recompute: Do not keep activations but compute them again in backward: less memory, more
+            time, the same numbers. Dropout repeats; histories are read as they were.
         timeout: Longest wait for another rank before the run ends.
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
@@ -91,6 +93,7 @@ class GNNPipeStrategy(PipeProcesses):
         cross_chunk_grad_scale: float = 1.0,
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
+        recompute: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -108,6 +111,7 @@ class GNNPipeStrategy(PipeProcesses):
             cross_chunk_grad_scale,
             pipelined_module,
             balance,
+            recompute,
             timeout,
             start_method,
         )
@@ -123,7 +127,7 @@ class GNNPipeStrategy(PipeProcesses):
         self.controls = Controls()
         self._engine: PipelineEngine | None = None
         self._prefix = ""
-        self._metrics: list[tuple[Metric, Any]] = []
+        self._metrics = LocalMetrics()
         self._fingerprints = BatchFingerprints()
 
     @property
@@ -195,13 +199,13 @@ class GNNPipeStrategy(PipeProcesses):
         )
         # Stages run one after the other in exact passes: without training there is no balance.
         balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
-        engine_options = EngineOptions(chunks, options.shuffle_chunks, balance, seed, is_fitting)
+        engine_options = EngineOptions(
+            chunks, options.shuffle_chunks, balance, options.recompute, seed, is_fitting
+        )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         engine = self._engine
         pipelined.__dict__["forward"] = lambda *args, **kwargs: engine.forward(args, kwargs)
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            self._metrics.append((metric, metric.distributed_available_fn))
-            metric.distributed_available_fn = _never
+        self._metrics.attach(module)
 
     def _detach(self) -> None:
         """Give the user's module, and everything else that was changed, back as it was."""
@@ -210,9 +214,7 @@ class GNNPipeStrategy(PipeProcesses):
         engine, self._engine = self._engine, None
         engine.model.module.__dict__.pop("forward", None)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        for metric, is_available in self._metrics:
-            metric.distributed_available_fn = is_available
-        self._metrics.clear()
+        self._metrics.detach()
         self.controls.reset()
         if not self._is_interrupted:
             engine.model.restore()
@@ -292,7 +294,3 @@ class GNNPipeStrategy(PipeProcesses):
         assert self.lightning_module is not None
         parameters = self.precision_plugin.main_params(optimizer)
         clip_by_total_norm(self.engine, self.lightning_module, parameters, clip_val)
-
-
-def _never() -> bool:
-    return False

@@ -41,6 +41,7 @@ class EngineOptions:
         chunks: How graphs are cut.
         shuffle_chunks: Draw a new chunk order each step.
         balance: How layers are dealt out.
+        recompute: Compute activations again in backward instead of keeping them.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
     """
@@ -48,6 +49,7 @@ class EngineOptions:
     chunks: ChunkOptions
     shuffle_chunks: bool
     balance: Balance
+    recompute: bool
     seed: int
     is_fitting: bool
 
@@ -67,7 +69,7 @@ class PipelineEngine:
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.balance, self._check)
-        self.graphs = GraphCache(options.chunks, transport)
+        self.graphs = GraphCache(options.chunks, transport, keeps_grads=not options.recompute)
         self.progress = Progress()
         self.num_training_passes = 0
         self._has_pending = False
@@ -221,6 +223,7 @@ class PipelineEngine:
             transport=self.transport,
             seed_of=seeds if self.model.module.training else None,
             is_training=is_training,
+            recompute=self.options.recompute,
         )
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:

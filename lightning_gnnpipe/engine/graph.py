@@ -53,17 +53,26 @@ class ChunkOptions:
 class PlannedGraph:
     """One graph: plan and batch; histories once it is trained on."""
 
-    def __init__(self, plan: ChunkPlan, cross_chunk_grad_scale: float) -> None:
+    def __init__(
+        self, plan: ChunkPlan, cross_chunk_grad_scale: float, *, keeps_grads: bool
+    ) -> None:
         self.plan = plan
         self.inputs = PlannedInputs(plan)
         self.reading = MessageContext(None, plan)
-        self.store = HistoryStore(plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale)
+        self.store = HistoryStore(
+            plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale, keeps_grads=keeps_grads
+        )
         self.writing = MessageContext(self.store, plan, self.reading.functions)
         self.is_filled = False
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
-        self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.scale)
+        self.store = HistoryStore(
+            self.plan.num_nodes,
+            self.plan.num_chunks,
+            self.store.scale,
+            keeps_grads=self.store.keeps_grads,
+        )
         self.writing = MessageContext(self.store, self.plan, self.reading.functions)
         self.is_filled = False
 
@@ -71,7 +80,8 @@ class PlannedGraph:
 class GraphCache:
     """The graphs of the last calls, by content, and the histories of the one trained on last."""
 
-    def __init__(self, options: ChunkOptions, transport: Transport) -> None:
+    def __init__(self, options: ChunkOptions, transport: Transport, *, keeps_grads: bool) -> None:
+        self._keeps_grads = keeps_grads
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -136,7 +146,8 @@ class GraphCache:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
         plan = trivial_plan(edge_index, inputs.num_nodes)
-        return PlannedGraph(plan.to(self._transport.axis.device), 1.0)
+        device = self._transport.axis.device
+        return PlannedGraph(plan.to(device), 1.0, keeps_grads=self._keeps_grads)
 
     def _cut(self, inputs: Inputs) -> PlannedGraph:
         options = self._options
@@ -155,7 +166,11 @@ class GraphCache:
 
         assignment = self._transport.run_on_first(partition)
         plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
-        return PlannedGraph(plan.to(self._transport.axis.device), options.cross_chunk_grad_scale)
+        return PlannedGraph(
+            plan.to(self._transport.axis.device),
+            options.cross_chunk_grad_scale,
+            keeps_grads=self._keeps_grads,
+        )
 
 
 def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:

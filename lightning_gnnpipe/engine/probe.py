@@ -223,8 +223,8 @@ class _ZeroHalo:
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
         return self._like[key]
 
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> None:
-        out.zero_()
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Tensor:
+        return out.zero_()
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None: ...
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...

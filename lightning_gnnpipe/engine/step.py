@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.recompute import run_recomputed
 from lightning_gnnpipe.engine.trace import Recorder
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import MessageContext
@@ -36,6 +37,7 @@ class StepParts:
         transport: The other ranks.
         seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
         is_training: Whether a backward pass follows.
+        recompute: Whether backward computes activations again instead of keeping them.
     """
 
     stage: Stage
@@ -46,6 +48,7 @@ class StepParts:
     transport: Transport
     seed_of: SeedOf | None
     is_training: bool
+    recompute: bool
 
 
 @dataclass(slots=True)
@@ -110,7 +113,8 @@ class Step:
         with self.recorder.record(f"{self._axis.stage}F{chunk.index}"):
             leaves = parts.inputs.slice(chunk, self._leaves)
             values = {**leaves, **dict(zip(parts.stage.received, received, strict=True))}
-            run_segments(
+            run = run_recomputed if parts.recompute and parts.is_training else run_segments
+            run(
                 parts.stage.segments,
                 values,
                 chunk,

@@ -7,6 +7,7 @@ forward (push, pull), take a snapshot, backward (gradient buffers), clear the gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +95,11 @@ class TrainingPass:
             )
         self._is_done = True
         actions = self._schedule.backward(self._stage)
-        self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))
+        with ExitStack() as stack:
+            if self._parts.recompute:
+                stack.enter_context(intercept(self._model.intercepted, self._parts.context))
+                stack.enter_context(own_random_stream(self._parts.transport.axis.device))
+            self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))
         self._graph.store.clear_grads()
         leaf_grads: list[Tensor | None] = []
         for slot in slots:

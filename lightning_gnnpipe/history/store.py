@@ -40,11 +40,19 @@ class HistoryStore:
         num_chunks: Chunks of the plan, K.
         cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's
             technique 3 is 2).
+        keeps_grads: Keep the memory of gradient buffers between steps; without, a buffer takes
+            memory only as chunks are back-propagated.
     """
 
     def __init__(
-        self, num_nodes: int, num_chunks: int, cross_chunk_grad_scale: float = 1.0
+        self,
+        num_nodes: int,
+        num_chunks: int,
+        cross_chunk_grad_scale: float = 1.0,
+        *,
+        keeps_grads: bool = True,
     ) -> None:
+        self.keeps_grads = keeps_grads
         self.num_nodes = num_nodes
         self.num_chunks = num_chunks
         self.scale = cross_chunk_grad_scale
@@ -88,9 +96,9 @@ class HistoryStore:
             self.recorder.record_reads(key, chunk, ages)
         return entry.rows
 
-    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> None:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`."""
-        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
+    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> Tensor:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`, and return it."""
+        return torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -117,9 +125,11 @@ class HistoryStore:
     def clear_grads(self) -> None:
         """Forget what was added for rows that were read stale: they are constants."""
         for entry in self._entries.values():
-            if entry.grad is not None and entry.has_grad:
+            if not self.keeps_grads:
+                entry.grad = None
+            elif entry.grad is not None and entry.has_grad:
                 entry.grad.zero_()
-                entry.has_grad = False
+            entry.has_grad = False
 
     def freeze(self) -> None:
         """Keep a snapshot of all histories, of which stale reads are served until the next one."""

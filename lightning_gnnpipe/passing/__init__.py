@@ -11,12 +11,14 @@ from lightning_gnnpipe.passing.intercept import (
     without_caches,
 )
 from lightning_gnnpipe.passing.support import check_support
+from lightning_gnnpipe.passing.tape import Tape
 
 __all__ = [
     "CallKey",
     "HaloStore",
     "Intercepted",
     "MessageContext",
+    "Tape",
     "check_support",
     "find_convs",
     "find_layers",

@@ -25,6 +25,7 @@ from lightning_gnnpipe.passing.kernels import multiply
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.context import CallKey, HaloStore
+    from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
 
 ROWS = "x"
@@ -91,6 +92,7 @@ class Aggregation:
         store: The histories; None where the whole graph runs and nothing is remembered.
         key: Names the history.
         is_whole: Whether the chunk is the whole graph: the rows themselves are the table then.
+        tape: Where the sums are kept, if the chunk's activations are not.
     """
 
     adjacency: Adjacency
@@ -98,16 +100,22 @@ class Aggregation:
     store: HaloStore | None
     key: CallKey
     is_whole: bool
+    tape: Tape | None
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return `[num_nodes, channels]`: the weighted sums of the sources' rows."""
-        if self.store is not None:
+        if self.store is not None and not (self.tape is not None and self.tape.is_replay):
             self.store.push(self.key, self.chunk, rows)
-        table = rows
-        if not self.is_whole:
-            assert self.store is not None
-            table = self.store.read(self.key, self.chunk)
-        return multiply(self.adjacency.rows(self.chunk, rows.dtype), table)
+        if self.is_whole:
+            return self._sum(rows)
+        assert self.store is not None
+        store = self.store
+        if self.tape is None:
+            return self._sum(store.read(self.key, self.chunk))
+        return self.tape.read(self.key, lambda: self._sum(store.read(self.key, self.chunk)))
+
+    def _sum(self, table: Tensor) -> Tensor:
+        return multiply(self.adjacency.rows(self.chunk, table.dtype), table)
 
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
 from lightning_gnnpipe.passing.pushpull import PushPull
+from lightning_gnnpipe.passing.tape import Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
 from lightning_gnnpipe.types import ChunkView, PlanView
 
@@ -66,8 +67,8 @@ class HaloStore(Protocol):
     def push(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
 
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> None:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`."""
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Tensor:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`, and return it."""
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -132,6 +133,7 @@ class MessageContext:
         self.store = store
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.leaves: EdgeLeaves | None = None  # of the batch, for the time of a pass
+        self.tape: Tape | None = None  # while activations may be computed again in backward
         self.is_refresh = False  # an exact pass for the histories alone
         self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._plan = plan
@@ -176,10 +178,28 @@ class MessageContext:
         edges = self._plan.whole.chunks[0].edge_index
         return int(self.perm[edges].max()) + 1 if edges.numel() else 0
 
+    def covers(self, chunk: ChunkView) -> bool:
+        """Whether `chunk` is the whole graph."""
+        return chunk.num_nodes == self._plan.num_nodes
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        """Record what layers read of other chunks within the block, or play it back."""
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether activations are computed a second time, for backward."""
+        return self.tape is not None and self.tape.is_replay
+
     @property
     def is_whole(self) -> bool:
         """Whether the whole graph is running as one chunk."""
-        return self.chunk.num_nodes == self._plan.num_nodes
+        return self.covers(self.chunk)
 
     @property
     def _running(self) -> _Scope:
@@ -276,9 +296,8 @@ class MessageContext:
                 )
         if adjacency is None:
             return None
-        return Aggregation(
-            adjacency, scope.chunk, self.store, CallKey(scope.segment, *key), self.is_whole
-        )
+        full_key = CallKey(scope.segment, *key)
+        return Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
 
     def widen(self, layer: str, call: int, argument: str, rows: Tensor, dim: int = 0) -> Tensor:
         """Return `rows` with the halo's behind the chunk's in dimension `dim`.
@@ -308,7 +327,8 @@ class MessageContext:
         else:
             key = CallKey(scope.segment, layer, call, argument)
             first = rows.movedim(dim, 0)
-            wide = cast(Any, PushPull).apply(first, self.store, key, scope.chunk).movedim(0, dim)
+            wide = cast(Any, PushPull).apply(first, self.store, key, scope.chunk, self.tape)
+            wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide
 

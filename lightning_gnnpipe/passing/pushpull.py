@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.context import CallKey, HaloStore
+    from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
 
 
@@ -27,24 +28,36 @@ class PushPull(torch.autograd.Function):
     """Widen a chunk's rows by its halo rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        store: HaloStore,
+        key: CallKey,
+        chunk: ChunkView,
+        tape: Tape | None,
+    ) -> Tensor:
         """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
         ctx.store, ctx.key, ctx.chunk = store, key, chunk
-        store.push(key, chunk, rows)
+        if tape is None or not tape.is_replay:
+            store.push(key, chunk, rows)
         if chunk.num_halo == 0:
             return rows.view_as(rows)
         wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
         wide[: chunk.num_nodes] = rows
-        store.pull(key, chunk, wide[chunk.num_nodes :])
+        halo = wide[chunk.num_nodes :]
+        if tape is None:
+            store.pull(key, chunk, halo)
+        else:
+            halo.copy_(tape.read(key, lambda: store.pull(key, chunk, halo)))
         return wide
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient of the chunk's rows, those of later chunks included."""
         chunk: ChunkView = ctx.chunk
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
         received = ctx.store.pull_grad(ctx.key, chunk)
-        return (own if received is None else own + received), None, None, None
+        return (own if received is None else own + received), None, None, None, None

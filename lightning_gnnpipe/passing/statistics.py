@@ -92,6 +92,9 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         if store is None or not _uses_statistics(norm):
             return cast(Tensor, original(*given, **kwargs))
         has_formula = kind in _FORMULAS and x.dim() == 2 and batch is None and not kwargs
+        if context.is_whole and context.is_replay:
+            with _kept_buffers(norm):
+                return cast(Tensor, original(*given, **kwargs))
         if context.is_whole:
             moments = store.moments.put(context.next_key(name), x) if has_formula else None
             if moments is None or not context.is_refresh:
@@ -111,6 +114,17 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         return _FORMULAS[kind](norm, x, moments.mean.to(x.dtype), moments.var.to(x.dtype))
 
     return run
+
+
+@contextmanager
+def _kept_buffers(norm: nn.Module) -> Iterator[None]:
+    """Leave running statistics as they are: this pass has counted before."""
+    before = [(buffer, buffer.clone()) for buffer in norm.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _uses_statistics(norm: Any) -> bool:

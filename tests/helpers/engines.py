@@ -13,7 +13,12 @@ from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 
 
 def one_process_engine(
-    module: nn.Module, *, partition: Tensor, shuffle_chunks: bool = True, scale: float = 1.0
+    module: nn.Module,
+    *,
+    partition: Tensor,
+    shuffle_chunks: bool = True,
+    scale: float = 1.0,
+    recompute: bool = False,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=60))
@@ -21,6 +26,7 @@ def one_process_engine(
         chunks=ChunkOptions("auto", partition, scale, seed=0),
         shuffle_chunks=shuffle_chunks,
         balance="uniform",
+        recompute=recompute,
         seed=0,
         is_fitting=True,
     )

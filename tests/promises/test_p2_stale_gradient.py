@@ -53,6 +53,7 @@ def assert_equals_oracle(
     scale: float = 1.0,
     optimizer: str = "momentum",
     validate: bool = False,
+    recompute: bool = False,
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
@@ -79,7 +80,11 @@ def assert_equals_oracle(
         max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
-        strategy_kwargs={"shuffle_chunks": shuffle, "cross_chunk_grad_scale": scale},
+        strategy_kwargs={
+            "shuffle_chunks": shuffle,
+            "cross_chunk_grad_scale": scale,
+            "recompute": recompute,
+        },
     )
     assert_steps_equal(fit.steps, expected)
     for key, value in oracle.state_dict().items():
@@ -153,6 +158,25 @@ def test_stages_equal_oracle(
 )
 def test_two_stages_equal_oracle_on(case: GraphCase, tmp_path: Path) -> None:
     assert_equals_oracle(case, tmp_path, name="edge", num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "rule"),
+    [("gcnii", 2, "warmup_snapshot"), ("gat_jk", 3, "live"), ("edge", 1, "exact")],
+)
+def test_recomputed_activations_equal_oracle(
+    name: str, num_stages: int, rule: str, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(5),
+        tmp_path,
+        name=name,
+        num_stages=num_stages,
+        rule=rule,
+        scale=2.0,
+        validate=True,
+        recompute=True,
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -1,0 +1,69 @@
+"""Running segments without keeping their activations: they are computed again in backward.
+
+Of a chunk, what crosses the cut before the stage is kept, and what it read of other chunks. Where
+the whole graph is one chunk that would hold all activations of the stage at once in backward, so
+there each layer's inputs are kept instead, and one layer at a time is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
+from lightning_gnnpipe.passing import MessageContext, Tape
+from lightning_gnnpipe.stages import Segment
+from lightning_gnnpipe.types import ChunkView
+
+
+def run_recomputed(
+    segments: Sequence[Segment],
+    values: dict[str, Tensor],
+    chunk: ChunkView,
+    context: MessageContext,
+    seed_of: SeedOf | None,
+    keep: Collection[str],
+) -> None:
+    """Do what `run_segments` does; gradients are the same.
+
+    Backward must run while the layers are intercepted with `context`, on its own random stream.
+    """
+    groups = [[s] for s in segments] if context.covers(chunk) else [list(segments)]
+    for index, group in enumerate(groups):
+        later = {name for g in groups[index + 1 :] for s in g for name in s.inputs}
+        needed = later | set(keep)
+        _run_group(group, values, chunk, context, seed_of, needed)
+        for name in values.keys() - needed:
+            del values[name]
+
+
+def _run_group(
+    group: Sequence[Segment],
+    values: dict[str, Tensor],
+    chunk: ChunkView,
+    context: MessageContext,
+    seed_of: SeedOf | None,
+    needed: Collection[str],
+) -> None:
+    own = {name for segment in group for name in segment.outputs}
+    inputs = sorted({n for segment in group for n in segment.inputs if n in values})
+    outputs = sorted(own & set(needed))
+    tape = Tape()
+
+    def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+        local = dict(zip(inputs, tensors, strict=True))
+        with context.taped(tape):
+            run_segments(group, local, chunk, context, seed_of, outputs)
+        tape.is_replay = True
+        return tuple(local[name] for name in outputs)
+
+    results = checkpoint(
+        compute,
+        *(values[name] for name in inputs),
+        use_reentrant=False,
+        preserve_rng_state=False,
+        early_stop=False,
+    )
+    values.update(zip(outputs, results, strict=True))

@@ -1,0 +1,99 @@
+"""Activations computed again in backward: the same numbers, and fewer tensors kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+from lightning_gnnpipe.models import GCNII
+from tests.helpers.engines import one_process_engine
+
+N, D = 24, 6
+PARTITION = torch.arange(N) * 5 % N // 7
+
+
+class Net(nn.Module):
+    """A linear layer, attention, a norm over all nodes, dropout, an overwritten sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = gnn.GCNConv(D, D), gnn.GATConv(D, D)
+        self.third, self.norm = gnn.SAGEConv(D, D), nn.BatchNorm1d(D)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index).relu_()
+        x = x + self.dropout(self.second(x, edge_index))
+        return self.third(self.norm(x).relu(), edge_index)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mixed": Net,
+    "gcnii": lambda: GCNII(D, D, 3, num_layers=4, dropout=0.5),
+}
+
+
+def graph() -> tuple[Tensor, Tensor]:
+    number = torch.arange(70)
+    edges = torch.stack([(number * 7 + number // 5) % N, (number * 3 + 1) % N])
+    return torch.sin(torch.arange(N * D, dtype=torch.float64)).view(N, D), edges
+
+
+def train(name: str, *, recompute: bool) -> list[dict[str, Tensor]]:
+    """Return outputs, gradients and buffers of an exact step and three steps in chunks."""
+    torch.manual_seed(0)
+    net = NETS[name]().double()
+    engine = one_process_engine(net, partition=PARTITION, recompute=recompute, scale=2.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    steps = []
+    for step in range(4):
+        engine.progress.step_index = step
+        output = engine.forward(graph(), {})
+        optimizer.zero_grad()
+        output.square().sum().backward()
+        found = {f"grad {n}": p.grad for n, p in net.named_parameters() if p.grad is not None}
+        buffers = {f"buffer {n}": b.clone() for n, b in net.named_buffers()}
+        steps.append({"output": output.detach(), **found, **buffers})
+        optimizer.step()
+    return steps
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_numbers_are_the_same(name: str) -> None:
+    kept, again = train(name, recompute=False), train(name, recompute=True)
+    for before, after in zip(kept, again, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_fewer_tensors_are_kept_between_forward_and_backward(is_exact: bool) -> None:
+    """Of N-row tensors a layer keeps its input, or its sums, and no more."""
+
+    def count(recompute: bool) -> int:
+        torch.manual_seed(0)
+        num_nodes, width = 997, 16
+        net = GCNII(width, width, 3, num_layers=8, dropout=0.5)
+        number = torch.arange(3000)
+        edges = torch.stack([(number * 7) % num_nodes, (number * 3 + 1) % num_nodes])
+        partition = torch.arange(num_nodes) * 8 // num_nodes
+        engine = one_process_engine(net, partition=partition, recompute=recompute)
+        x = torch.randn(num_nodes, width)
+        engine.forward((x, edges), {}).sum().backward()
+        engine.controls.is_exact = is_exact
+        engine.progress.step_index = 1
+        gc.collect()
+        saved: set[int] = set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+        ):
+            output = engine.forward((x, edges), {})
+        kept = len(saved)
+        output.sum().backward()
+        return kept
+
+    assert count(recompute=True) < count(recompute=False) / 3
