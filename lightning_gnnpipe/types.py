@@ -27,6 +27,11 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 RefreshMethod = Literal["snapshot", "exact"]
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class ChunkView(Protocol):
     """The part of a chunk that message passing and histories need; see `graph.Chunk`."""
 

@@ -55,6 +55,20 @@ class Module(L.LightningModule):
         return self.optimizer(self.parameters(), lr=0.1)
 
 
+class SharedNorm(nn.Module):
+    """Layers of both stages count in the same running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(conv(x, edge_index))
+        return x
+
+
 class Witness(L.Trainer):
     """Writes the error of each rank, and lets no rank end the others before they have one."""
 
@@ -157,6 +171,12 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         graph,
         {},
         "GPSConv.*attention runs over all nodes",
+    ),
+    "shared-norm": (
+        lambda: Module(SharedNorm()),
+        graph,
+        {},
+        "'norm', a BatchNorm1d, in stages .0, 1.",
     ),
     "unknown-conv": (
         lambda: Module(Net(gnn.SuperGATConv(4, 4))),

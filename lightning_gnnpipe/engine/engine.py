@@ -21,7 +21,7 @@ from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.chunk_run import make_seeds
 from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
-from lightning_gnnpipe.engine.inputs import PlannedInputs, version_of
+from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel, switched
 from lightning_gnnpipe.engine.probe import check_on_chunks, measure_layers
 from lightning_gnnpipe.engine.step import StepParts
@@ -31,6 +31,7 @@ from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, take_apart
+from lightning_gnnpipe.types import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class PipelineEngine:
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.balance, self._check)
-        self.graphs = GraphCache(options.chunks, transport, keeps_grads=not options.recompute)
+        self.graphs = GraphCache(options.chunks, transport, recomputes=options.recompute)
         self.progress = Progress()
         self.num_training_passes = 0
         self._has_pending = False
@@ -140,9 +141,9 @@ class PipelineEngine:
     def _train(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_training(self._fingerprint(inputs), inputs)
         mode = self._mode(call, inputs, graph)
-        if self.controls.refreshes and graph.is_filled and not self.controls.is_exact:
+        is_exact = self.controls.is_exact or mode.reads not in graph.filled
+        if self.controls.refreshes and not is_exact:
             self._refresh(call, inputs, graph)
-        is_exact = self.controls.is_exact or not graph.is_filled
         parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
         order = chunk_order(
             parts.plan.num_chunks,
@@ -153,6 +154,8 @@ class PipelineEngine:
         running = TrainingPass(parts, graph, self.model, order)
         graph.inputs.load(call, inputs)
         outputs = running.forward(self.controls, self.progress.step_index)
+        if is_exact:
+            graph.filled.add(mode.reads)
         self._has_pending = True
         self.num_training_passes += 1
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,17 +53,15 @@ class ChunkOptions:
 class PlannedGraph:
     """One graph: plan and batch; histories once it is trained on."""
 
-    def __init__(
-        self, plan: ChunkPlan, cross_chunk_grad_scale: float, *, keeps_grads: bool
-    ) -> None:
+    def __init__(self, plan: ChunkPlan, cross_chunk_grad_scale: float, *, recomputes: bool) -> None:
         self.plan = plan
         self.inputs = PlannedInputs(plan)
         self.reading = MessageContext(None, plan)
         self.store = HistoryStore(
-            plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale, keeps_grads=keeps_grads
+            plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale, recomputes=recomputes
         )
         self.writing = MessageContext(self.store, plan, self.reading.functions)
-        self.is_filled = False
+        self.filled: set[Hashable] = set()
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
@@ -71,17 +69,17 @@ class PlannedGraph:
             self.plan.num_nodes,
             self.plan.num_chunks,
             self.store.scale,
-            keeps_grads=self.store.keeps_grads,
+            recomputes=self.store.recomputes,
         )
         self.writing = MessageContext(self.store, self.plan, self.reading.functions)
-        self.is_filled = False
+        self.filled.clear()
 
 
 class GraphCache:
     """The graphs of the last calls, by content, and the histories of the one trained on last."""
 
-    def __init__(self, options: ChunkOptions, transport: Transport, *, keeps_grads: bool) -> None:
-        self._keeps_grads = keeps_grads
+    def __init__(self, options: ChunkOptions, transport: Transport, *, recomputes: bool) -> None:
+        self._recomputes = recomputes
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -147,7 +145,7 @@ class GraphCache:
         check_graph(edge_index, inputs.num_nodes)
         plan = trivial_plan(edge_index, inputs.num_nodes)
         device = self._transport.axis.device
-        return PlannedGraph(plan.to(device), 1.0, keeps_grads=self._keeps_grads)
+        return PlannedGraph(plan.to(device), 1.0, recomputes=self._recomputes)
 
     def _cut(self, inputs: Inputs) -> PlannedGraph:
         options = self._options
@@ -169,7 +167,7 @@ class GraphCache:
         return PlannedGraph(
             plan.to(self._transport.axis.device),
             options.cross_chunk_grad_scale,
-            keeps_grads=self._keeps_grads,
+            recomputes=self._recomputes,
         )
 
 

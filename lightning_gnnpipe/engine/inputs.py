@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.stages import Call, Inputs, Kind
+from lightning_gnnpipe.types import version_of
 
 
 @dataclass(slots=True)
@@ -21,11 +22,6 @@ class _Cached:
     source: Tensor
     version: int
     permuted: Tensor
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class PlannedInputs:

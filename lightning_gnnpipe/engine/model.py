@@ -8,9 +8,9 @@ as on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -49,10 +49,17 @@ Measure = Callable[[Layers], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A traced graph, cut into layers and dealt out to stages."""
+    """A traced graph, cut into layers and dealt out to stages.
+
+    Attributes:
+        layers: The layers.
+        stages: The stages, once the layers are dealt out.
+        reads: What decides which histories are read: modes with the same share them.
+    """
 
     layers: Layers
     stages: tuple[Stage, ...]
+    reads: Hashable
 
 
 class PipelinedModel:
@@ -177,6 +184,12 @@ class PipelinedModel:
         is_autocast = torch.is_autocast_enabled(self._transport.axis.device.type)
         return flags, options, frozen, leaves, call.signature, is_autocast
 
+    def _reads(self, call: Call) -> Hashable:
+        """Return what changes which rows and statistics are read, other than plain options."""
+        flags = tuple(norm.training for norm in self.intercepted.norms.values())
+        frozen = tuple(p.requires_grad for p in self.module.parameters())
+        return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
+
     def _trace(self, call: Call, inputs: Inputs) -> None:
         key = self._key(call, inputs)
         if key in self._modes:
@@ -190,7 +203,7 @@ class PipelinedModel:
             sample = draw_sample(self.module, call, inputs)
             layers = cut_layers(graph, self.module, learn_values(graph, self.module, sample))
             self._check(layers, call, inputs)
-        self._modes[key] = Mode(layers, ())
+        self._modes[key] = Mode(layers, (), self._reads(call))
 
     def _deal_out(self, measure: Measure) -> None:
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
@@ -207,7 +220,9 @@ class PipelinedModel:
             if self._transport.axis.is_first:
                 log.info("Layers of each stage: %s.", ", ".join(map(str, self._counts)))
         self._modes = {
-            key: mode if mode.stages else Mode(mode.layers, split_layers(mode.layers, self._counts))
+            key: mode
+            if mode.stages
+            else replace(mode, stages=split_layers(mode.layers, self._counts))
             for key, mode in self._modes.items()
         }
         users = self._users
@@ -215,8 +230,22 @@ class PipelinedModel:
             for name, stages in find_users(mode.stages, self.module).items():
                 users.setdefault(name, set()).update(stages)
         self._users = {name: users[name] for name in sorted(users)}
+        self._check_norms()
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
+
+    def _check_norms(self) -> None:
+        """Refuse running statistics that several stages would each update on their own."""
+        for name, norm in self.intercepted.norms.items():
+            users = self._users.get(f"{name}.running_mean", set())
+            if len(users) > 1:
+                raise UnsupportedError(
+                    explain(
+                        expected="a norm with running statistics to be called by one stage",
+                        found=f"'{name}', a {type(norm).__name__}, in stages {sorted(users)}",
+                        remedy="Give each layer a norm of its own.",
+                    )
+                )
 
     def _count_layers(self, num_layers: int, measure: Measure) -> tuple[int, ...]:
         num_stages = self._transport.axis.num_stages

@@ -76,7 +76,6 @@ class TrainingPass:
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
-        self._graph.is_filled |= self.is_exact
         if not controls.serves_snapshot:
             store.release_snapshot()
         elif self.is_exact or controls.takes_snapshot:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments of rows, a column at a time, in float64.
+    """Moments of rows, a column at a time; merged in float64.
 
     Attributes:
         count: Rows.
@@ -33,7 +33,9 @@ class Moments:
         if rows.size(0) == 0:
             zeros = torch.zeros(rows.size(1), dtype=torch.float64, device=rows.device)
             return Moments(0, zeros, zeros)
-        var, mean = torch.var_mean(rows.detach(), dim=0, correction=0)
+        rows = rows.detach()
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        var, mean = torch.var_mean(rows, dim=0, correction=0)
         return Moments(rows.size(0), mean.double(), var.double())
 
     def merged(self, other: Moments) -> Moments:

@@ -7,7 +7,7 @@ written is never read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,8 +28,10 @@ class _Entry:
     written: list[int]  # the step at which each chunk's rows were written
     frozen: Tensor | None = None
     frozen_written: list[int] = field(default_factory=list)
+    old: Tensor | None = None  # the rows before this step's, where they are read again
     grad: Tensor | None = None
     has_grad: bool = False
+    done: list[int] = field(default_factory=list)  # chunks whose outputs' gradients are in `grad`
 
 
 class HistoryStore:
@@ -40,8 +42,8 @@ class HistoryStore:
         num_chunks: Chunks of the plan, K.
         cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's
             technique 3 is 2).
-        keeps_grads: Keep the memory of gradient buffers between steps; without, a buffer takes
-            memory only as chunks are back-propagated.
+        recomputes: Whether activations are computed again in backward. The buffer of a linear
+            layer's output gradients then holds a chunk's outputs until their gradient comes.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class HistoryStore:
         num_chunks: int,
         cross_chunk_grad_scale: float = 1.0,
         *,
-        keeps_grads: bool = True,
+        recomputes: bool = False,
     ) -> None:
-        self.keeps_grads = keeps_grads
+        self.recomputes = recomputes
         self.num_nodes = num_nodes
         self.num_chunks = num_chunks
         self.scale = cross_chunk_grad_scale
@@ -76,13 +78,19 @@ class HistoryStore:
         """Return the history under `key`, `[num_nodes, *]`, in plan order."""
         return self._entries[key].rows
 
-    def push(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
-        """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
+    def push(
+        self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
         entry = self._entry(key, rows)
         chunks = range(self.num_chunks) if chunk.num_nodes == self.num_nodes else (chunk.index,)
         target = entry.rows[chunk.start : chunk.end]
         if self.recorder is not None and NEVER not in (entry.written[c] for c in chunks):
             self.recorder.record_drift(key, stale=target, fresh=rows)
+        if keeps_old and chunk.num_nodes < self.num_nodes:
+            if entry.old is None:
+                entry.old = torch.empty_like(entry.rows)
+            entry.old[chunk.start : chunk.end] = target
         target.copy_(rows)
         for c in chunks:
             entry.written[c] = self.step
@@ -96,9 +104,23 @@ class HistoryStore:
             self.recorder.record_reads(key, chunk, ages)
         return entry.rows
 
-    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> Tensor:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`, and return it."""
-        return torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
+    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
+        written = self._entries[key].written
+        return {c for c in chunk.halo_chunks if written[c] < self.step}
+
+    def pull_again(
+        self, key: Hashable, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None:
+        """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
+        entry = self._entries[key]
+        counts = list(chunk.halo_counts)
+        parts = torch.split(out, counts), torch.split(chunk.halo, counts)
+        for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
+            rows = entry.old if source in stale else entry.rows
+            assert rows is not None
+            torch.index_select(rows, 0, positions, out=target)
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -112,24 +134,40 @@ class HistoryStore:
         grad = entry.grad[chunk.start : chunk.end]
         return grad if self.scale == 1.0 else grad * self.scale
 
-    def add_output_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> Tensor:
+    def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
+        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+        self._grad(key, rows)[chunk.start : chunk.end] = rows
+
+    def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
+        """Return a copy of them."""
+        kept = self._entries[key].grad
+        assert kept is not None
+        return kept[chunk.start : chunk.end].clone()
+
+    def add_output_grad(
+        self, key: Hashable, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
         Returns:
-            `[num_nodes, *]`: those of all chunks since the last `clear_grads`, zero elsewhere.
+            `[num_nodes, *]`: those of all chunks since the last `clear_grads`, and these chunks; or
+            None for them if it is zero elsewhere.
         """
         total = self._grad(key, grad)
         total[chunk.start : chunk.end] = grad
-        return total
+        if not self.recomputes:
+            return total, None
+        done = self._entries[key].done
+        done.append(chunk.index)
+        return total, tuple(done)
 
     def clear_grads(self) -> None:
         """Forget what was added for rows that were read stale: they are constants."""
         for entry in self._entries.values():
-            if not self.keeps_grads:
-                entry.grad = None
-            elif entry.grad is not None and entry.has_grad:
+            entry.done.clear()
+            if entry.grad is not None and entry.has_grad:
                 entry.grad.zero_()
-            entry.has_grad = False
+                entry.has_grad = False
 
     def freeze(self) -> None:
         """Keep a snapshot of all histories, of which stale reads are served until the next one."""

@@ -9,7 +9,7 @@ views of two arrays for the graph, one in each order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,9 @@ class Pattern:
         self.targets_by_source = self.target[self.order].to(self._dtype)
         self.starts = self._starts(self.target)
         self.starts_by_source = self._starts(by_source)
-        self.is_cross = owner[by_source] != owner[self.targets_by_source.long()]
+        self.owner = owner[self.target[self.order]].to(self._dtype)
+        self.num_owners = int(owner.max()) + 1
+        self.is_cross = owner[by_source] != self.owner
 
     def _starts(self, sorted_positions: Tensor) -> Tensor:
         counts = torch.bincount(sorted_positions, minlength=self.num_nodes)
@@ -82,6 +84,7 @@ class Adjacency:
         self._values = values
         self._typed: dict[object, Tensor | None] = {}
         self._parts: dict[object, SparseRows] = {}
+        self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
         """Return the chunk's rows: the edges that end in it, columns are their sources."""
@@ -92,22 +95,44 @@ class Adjacency:
             self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
         return self._parts[key]
 
-    def columns(self, chunk: ChunkView, dtype: torch.dtype, scale: float) -> SparseRows:
+    def columns(
+        self,
+        chunk: ChunkView,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        targets: tuple[int, ...] | None = None,
+    ) -> SparseRows:
         """Return the chunk's columns as rows: the edges that start in it, by their targets.
 
         Args:
             chunk: The chunk.
             dtype: Of the values.
             scale: Factor on the entries between different chunks.
+            targets: The chunks whose entries count; None for all.
         """
         key = ("columns", chunk.start, chunk.end, dtype, scale)
+        pattern = self._pattern
         if key not in self._parts:
-            pattern = self._pattern
             values = self._in_order(dtype, by_source=True, scale=scale)
             self._parts[key] = _cut(
                 chunk, pattern.starts_by_source, pattern.targets_by_source, values
             )
-        return self._parts[key]
+        if targets is None:
+            return self._parts[key]
+        if self._masked is None or self._masked[0] != (key, targets):
+            self._masked = (key, targets), self._mask(self._parts[key], chunk, targets, dtype)
+        return self._masked[1]
+
+    def _mask(
+        self, rows: SparseRows, chunk: ChunkView, targets: tuple[int, ...], dtype: torch.dtype
+    ) -> SparseRows:
+        """Return `rows` with the entries of other targets zero; all layers of a chunk share it."""
+        pattern = self._pattern
+        counts = torch.zeros(pattern.num_owners, dtype=dtype, device=rows.indices.device)
+        counts[list(targets)] = 1.0
+        first = int(pattern.starts_by_source[chunk.start])
+        mask = counts[pattern.owner[first : first + rows.indices.numel()]]
+        return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)

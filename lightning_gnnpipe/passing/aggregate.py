@@ -77,9 +77,19 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
         and not {"message", "aggregate", "update"} & conv.__dict__.keys()
         and not conv.explain
         and conv.node_dim in (-2, 0)
+        and _is_pygs_own(kind)
+        and not conv.aggr_module._forward_hooks
+        and not conv.aggr_module._forward_pre_hooks
         and not any(hooks for name, hooks in vars(conv).items() if name.startswith(_HOOKED))
     )
     return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
+
+
+def _is_pygs_own(kind: type[MessagePassing]) -> bool:
+    """Whether `propagate` is PyG's, which it writes anew for each class from a template."""
+    written = f"{kind.__module__}_{kind.__name__}_propagate"
+    is_written = kind.propagate.__module__.startswith(written)
+    return is_written or kind.propagate is MessagePassing.propagate
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +114,30 @@ class Aggregation:
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return `[num_nodes, channels]`: the weighted sums of the sources' rows."""
-        if self.store is not None and not (self.tape is not None and self.tape.is_replay):
+        is_replay = self.tape is not None and self.tape.is_replay
+        if self.store is not None and not is_replay:
             self.store.push(self.key, self.chunk, rows)
         if self.is_whole:
             return self._sum(rows)
         assert self.store is not None
-        store = self.store
-        if self.tape is None:
-            return self._sum(store.read(self.key, self.chunk))
-        return self.tape.read(self.key, lambda: self._sum(store.read(self.key, self.chunk)))
+        if is_replay:
+            return self.store.kept_output(self.key, self.chunk)
+        output = self._sum(self.store.read(self.key, self.chunk))
+        if self.tape is not None:
+            self.store.keep_output(self.key, self.chunk, output)
+        return output
 
     def _sum(self, table: Tensor) -> Tensor:
         return multiply(self.adjacency.rows(self.chunk, table.dtype), table)
 
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
-        table, scale = grad, 1.0
-        if not self.is_whole:
-            assert self.store is not None
-            table, scale = self.store.add_output_grad(self.key, self.chunk, grad), self.store.scale
-        return multiply(self.adjacency.columns(self.chunk, grad.dtype, scale), table)
+        if self.is_whole:
+            return multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
+        assert self.store is not None
+        table, done = self.store.add_output_grad(self.key, self.chunk, grad)
+        columns = self.adjacency.columns(self.chunk, grad.dtype, self.store.scale, done)
+        return multiply(columns, table)
 
 
 class LinearAggregate(torch.autograd.Function):

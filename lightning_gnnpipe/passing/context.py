@@ -7,12 +7,13 @@ layer that passes messages several times in one forward pass has a history for e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -20,7 +21,7 @@ from lightning_gnnpipe.passing.aggregate import Aggregation
 from lightning_gnnpipe.passing.pushpull import PushPull
 from lightning_gnnpipe.passing.tape import Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
-from lightning_gnnpipe.types import ChunkView, PlanView
+from lightning_gnnpipe.types import ChunkView, PlanView, version_of
 
 
 class CallKey(NamedTuple):
@@ -64,11 +65,18 @@ class HaloStore(Protocol):
     def moments(self) -> MomentSource:
         """The statistics of norms."""
 
-    def push(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
-        """Write the chunk's rows, `[num_nodes_of_chunk, *]`."""
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
 
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Tensor:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`, and return it."""
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None:
+        """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -79,11 +87,20 @@ class HaloStore(Protocol):
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
         """Return the history, `[num_nodes_of_graph, *]`, for the chunk to read its sources from."""
 
-    def add_output_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
+        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return a copy of them."""
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
         Returns:
-            `[num_nodes_of_graph, *]`: those of all chunks so far, zero elsewhere.
+            `[num_nodes_of_graph, *]`: those of all chunks so far, and these chunks; or None for
+            them if it is zero elsewhere.
         """
 
 
@@ -134,6 +151,7 @@ class MessageContext:
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.leaves: EdgeLeaves | None = None  # of the batch, for the time of a pass
         self.tape: Tape | None = None  # while activations may be computed again in backward
+        self.dtypes: dict[CallKey, torch.dtype] = {}  # of norms' results on the whole graph
         self.is_refresh = False  # an exact pass for the histories alone
         self.is_passing = False  # inside of `propagate` or `edge_updater`
         self._plan = plan
@@ -144,7 +162,7 @@ class MessageContext:
         self, chunk: ChunkView, segment: int, leaves: Mapping[str, Tensor] | None = None
     ) -> None:
         """Say that `segment` runs over `chunk` from now on, on the chunk's parts of `leaves`."""
-        names = {id(tensor): (name, _version(tensor)) for name, tensor in (leaves or {}).items()}
+        names = {id(tensor): (name, version_of(tensor)) for name, tensor in (leaves or {}).items()}
         self._scope = _Scope(chunk, segment, names)
 
     def leave(self) -> None:
@@ -258,7 +276,7 @@ class MessageContext:
             return None
         scope = self._running
         part = whole[scope.chunk.edge_start : scope.chunk.edge_end]
-        scope.leaves[id(part)] = scope.leaves[id(tensor)][0], _version(part)
+        scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
         return part
 
     def whole_leaf(self, tensor: Tensor) -> Tensor | None:
@@ -266,11 +284,15 @@ class MessageContext:
 
         `[num_edges_of_graph, *]`, in the order of `whole.edge_index`.
         """
-        scope = self._running
-        name, version = scope.leaves.get(id(tensor), ("", 0))
-        if not name or self.leaves is None or version != _version(tensor):
+        name = self.leaf_name(tensor)
+        if name is None or self.leaves is None:
             return None
-        return self.leaves.whole_edge_leaf(name, reverse=scope.is_reverse)
+        return self.leaves.whole_edge_leaf(name, reverse=self._running.is_reverse)
+
+    def leaf_name(self, tensor: Tensor) -> str | None:
+        """Return the name of the leaf that `tensor` is the chunk's part of, unless written to."""
+        name, version = self._running.leaves.get(id(tensor), (None, 0))
+        return name if version == version_of(tensor) >= 0 else None
 
     def aggregation(
         self, key: tuple[str, int, str], edges: Tensor, weight: Tensor | None, *, is_mean: bool
@@ -291,8 +313,9 @@ class MessageContext:
         if adjacency is None and edges is scope.chunk.edge_index:
             leaf = None if weight is None else self.whole_leaf(weight)
             if weight is None or (leaf is not None and leaf.dim() == 1):
+                name = None if weight is None else self.leaf_name(weight)
                 adjacency = self.functions.batch_adjacency(
-                    self.whole.edge_index, leaf, is_reverse=scope.is_reverse, is_mean=is_mean
+                    (name, scope.is_reverse), self.whole.edge_index, leaf, is_mean=is_mean
                 )
         if adjacency is None:
             return None
@@ -309,8 +332,8 @@ class MessageContext:
             UnsupportedError: If `rows` does not have one row a node of the chunk.
         """
         scope = self._running
-        memo = (id(rows), _version(rows), scope.is_reverse)
-        if memo in scope.widened:
+        memo = (id(rows), version_of(rows), scope.is_reverse)
+        if version_of(rows) >= 0 and memo in scope.widened:
             return scope.widened[memo][1]
         if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != scope.chunk.num_nodes:
             raise UnsupportedError(
@@ -338,8 +361,3 @@ def _swaps(edges: Tensor, other: Tensor) -> bool:
     return edges.shape == other.shape and bool(
         (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
     )
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often `tensor` was written to, where torch counts it."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -113,6 +113,8 @@ def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callabl
     is_upstream = conv.flow == "target_to_source"
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if context.store is None:  # the whole graph, nothing to remember: PyG's own way
+            return original(*args, **kwargs)
         given, is_flip = _find_edges((*args, *kwargs.values()), name, context)
         if given is None and is_upstream and not context.is_whole:
             raise _refuse_direction(name, "edges that the model changed")
@@ -194,7 +196,7 @@ def _wrap(
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
         call = context.next_call(name)
-        if rule is not None:
+        if rule is not None and conv.flow == "source_to_target":
             summed = _aggregate((name, call), rule, edge_index, kwargs, context)
             if summed is not None:
                 return summed
@@ -230,6 +232,8 @@ def _aggregate(
         return None
     if weight is not None and (weight.requires_grad or weight.dim() != 1):
         return None
+    if weight is not None:  # as the product of messages and weights would be
+        rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
     aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
     if aggregation is None:
         return None

@@ -87,7 +87,10 @@ def _of_the_batch(
 
     with torch.inference_mode(False), torch.no_grad():
         return context.functions.part(
-            (key, context.is_reverse, weight is None), whole, context.chunk, compute
+            (key, context.is_reverse, None if weight is None else context.leaf_name(weight)),
+            whole,
+            context.chunk,
+            compute,
         )
 
 

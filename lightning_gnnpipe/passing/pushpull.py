@@ -39,7 +39,7 @@ class PushPull(torch.autograd.Function):
         """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
         ctx.store, ctx.key, ctx.chunk = store, key, chunk
         if tape is None or not tape.is_replay:
-            store.push(key, chunk, rows)
+            store.push(key, chunk, rows, keeps_old=tape is not None)
         if chunk.num_halo == 0:
             return rows.view_as(rows)
         wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
@@ -47,8 +47,10 @@ class PushPull(torch.autograd.Function):
         halo = wide[chunk.num_nodes :]
         if tape is None:
             store.pull(key, chunk, halo)
+        elif tape.is_replay:
+            store.pull_again(key, chunk, halo, tape.stale[key])
         else:
-            halo.copy_(tape.read(key, lambda: store.pull(key, chunk, halo)))
+            tape.stale[key] = store.pull(key, chunk, halo)
         return wide
 
     @staticmethod

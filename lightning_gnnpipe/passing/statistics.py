@@ -86,32 +86,35 @@ def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) ->
 def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
     original, kind = norm.forward, type(norm)
 
-    def run(x: Tensor, batch: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
-        given = (x,) if batch is None else (x, batch, *args)
         if store is None or not _uses_statistics(norm):
-            return cast(Tensor, original(*given, **kwargs))
-        has_formula = kind in _FORMULAS and x.dim() == 2 and batch is None and not kwargs
+            return cast(Tensor, original(*args, **kwargs))
         if context.is_whole and context.is_replay:
             with _kept_buffers(norm):
-                return cast(Tensor, original(*given, **kwargs))
+                return cast(Tensor, original(*args, **kwargs))
+        x, *others = (value for value in (*args, *kwargs.values()) if value is not None)
+        has_formula = kind in _FORMULAS and x.dim() == 2 and not others
+        key = context.next_key(name)
         if context.is_whole:
-            moments = store.moments.put(context.next_key(name), x) if has_formula else None
+            moments = store.moments.put(key, x) if has_formula else None
             if moments is None or not context.is_refresh:
-                return cast(Tensor, original(*given, **kwargs))
+                result = cast(Tensor, original(*args, **kwargs))
+                context.dtypes[key] = result.dtype
+                return result
         elif kind is gnn.BatchNorm:  # around nn.BatchNorm1d; a single element is one in the graph
             return cast(Tensor, norm.module(x))
-        elif kind is gnn.GraphSizeNorm and batch is None:
+        elif kind is gnn.GraphSizeNorm and not others:
             return x * context.whole.num_nodes**-0.5
         elif has_formula:
-            moments, complete = store.moments.exchange(
-                context.next_key(name), context.chunk.index, x
-            )
+            moments, complete = store.moments.exchange(key, context.chunk.index, x)
             if complete is not None:
                 _update_running(norm, complete)
         else:
             raise _refuse(name, norm, x)
-        return _FORMULAS[kind](norm, x, moments.mean.to(x.dtype), moments.var.to(x.dtype))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        result = _FORMULAS[kind](norm, x, moments.mean.to(dtype), moments.var.to(dtype))
+        return result.to(context.dtypes.get(key, result.dtype))
 
     return run
 
@@ -138,7 +141,8 @@ def _uses_statistics(norm: Any) -> bool:
 
 def _update_running(norm: Any, moments: Moments) -> None:
     """Update running statistics as one pass over all rows does."""
-    if getattr(norm, "running_mean", None) is None or not norm.training:
+    is_tracking = getattr(norm, "track_running_stats", False) and norm.training
+    if not is_tracking or norm.running_mean is None:
         return
     share = norm.momentum
     if isinstance(norm, nn.BatchNorm1d):  # PyG's InstanceNorm does not count

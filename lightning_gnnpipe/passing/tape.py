@@ -1,27 +1,22 @@
-"""What a chunk read of others, kept so that its activations can be computed again in backward.
+"""What a chunk read of others, noted so that its activations can be computed again in backward.
 
-By then the histories hold newer rows. The sums of linear layers are kept, and the halo rows of the
-others; rows that were pushed are not pushed again.
+By then the histories hold newer rows. The store keeps what is needed: the sums of linear layers,
+and for the others the rows that were overwritten. Rows that were pushed are not pushed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
-from torch import Tensor
+from collections.abc import Collection, Hashable
 
 
 class Tape:
-    """The reads of one run of some layers over one chunk: recorded once, then played back."""
+    """The reads of one run of some layers over one chunk: recorded once, then played back.
+
+    Attributes:
+        is_replay: Whether the layers run for the second time.
+        stale: For each read of halo rows the chunks whose rows were stale.
+    """
 
     def __init__(self) -> None:
         self.is_replay = False
-        self._saved: dict[Hashable, Tensor] = {}
-
-    def read(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute` gives, or gave when it was recorded."""
-        if self.is_replay:
-            return self._saved.pop(key)
-        result = compute()
-        self._saved[key] = result.clone()  # what comes next may overwrite it
-        return result
+        self.stale: dict[Hashable, Collection[int]] = {}

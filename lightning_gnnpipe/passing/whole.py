@@ -77,18 +77,17 @@ class EdgeFunctions:
         return self._matrix(known, is_mean)
 
     def batch_adjacency(
-        self, edges: Tensor, weight: Tensor | None, *, is_reverse: bool, is_mean: bool
+        self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
     ) -> Adjacency:
         """Return the matrix of the batch's own edges.
 
         Args:
+            key: Names their direction and their weight.
             edges: `[2, num_edges]` positions, sorted by target.
             weight: `[num_edges]` their weights in the same order, or None for ones.
-            is_reverse: Whether these are the edges turned round.
             is_mean: Divide each entry by the number of entries with the same target.
         """
-        key = ("batch", is_reverse, weight is None)
-        known = self._get(key, weight, lambda: (edges, weight), is_sorted=True)
+        known = self._get(("batch", key), weight, lambda: (edges, weight), is_sorted=True)
         return self._matrix(known, is_mean)
 
     def _get(

@@ -53,6 +53,18 @@ def test_sums_of_constant_multiples_are_linear(
     assert (linear_rule(make()) is not None) == is_linear
 
 
+class Propagates(gnn.SAGEConv):
+    def propagate(self, *args: object, **kwargs: object) -> Tensor:
+        return 2 * super().propagate(*args, **kwargs)
+
+
+def test_a_layer_with_a_propagate_of_its_own_keeps_it() -> None:
+    assert linear_rule(Propagates(D, D)) is None
+    conv = gnn.SAGEConv(D, D)
+    conv.aggr_module.register_forward_hook(lambda *_: None)
+    assert linear_rule(conv) is None
+
+
 def test_a_hooked_layer_keeps_its_messages() -> None:
     conv = gnn.GCNConv(D, D)
     handle = conv.register_message_forward_hook(lambda *_: None)

@@ -221,6 +221,69 @@ def test_a_refresh_renews_statistics_and_leaves_running_ones_alone() -> None:
     found.sum().backward()
 
 
+def test_a_norm_that_is_thawed_is_exact_once() -> None:
+    """Its statistics do not exist yet."""
+    x, edge_index = make_graph()
+    net, reference = make_stack("batch"), make_stack("batch")
+    engine = one_process_engine(net, partition=PARTITION)
+    for step, is_training in enumerate([False, False, True, True]):
+        engine.progress.step_index = step
+        for module in (net, reference):
+            module.first.train(is_training)
+        found = engine.forward((x, edge_index), {})
+        found.sum().backward()
+        assert_same(found.detach(), reference(x, edge_index).detach())
+        for key, buffer in reference.named_buffers():
+            assert_same(dict(net.named_buffers())[key], buffer)
+
+
+def test_a_norm_that_lightning_froze_does_not_count() -> None:
+    """`BaseFinetuning.freeze` leaves the buffers there and switches tracking off."""
+    x, edge_index = make_graph()
+    net = make_stack("batch")
+    net.first.track_running_stats = False
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(3):
+        engine.progress.step_index = step
+        engine.forward((x, edge_index), {}).sum().backward()
+    assert int(net.first.num_batches_tracked) == 0
+    assert int(net.second.num_batches_tracked) == 3
+
+
+def test_norms_take_their_arguments_by_name() -> None:
+    class Named(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = self.first(input=self.lin(x))
+            return gnn.GraphNorm.__call__(self.second, x=self.conv(x, edge_index), batch=None)
+
+    x, edge_index = make_graph()
+    net = Named(MAKE["batch"])
+    net.second = gnn.GraphNorm(D)
+    net = net.double()
+    expected = net(x, edge_index).detach()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(2):
+        engine.progress.step_index = step
+        assert_same(engine.forward((x, edge_index), {}).detach(), expected)
+        engine.abandon()
+
+
+@pytest.mark.parametrize("name", [n for n in MAKE if n != "pair individual"])
+def test_half_precision_by_autocast(name: str) -> None:
+    """Chunks give the dtype that the whole graph gives, and nearly the same numbers."""
+    x, edge_index = make_graph()
+    net = make_stack(name).float()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(3):
+        engine.progress.step_index = step
+        with torch.autocast("cpu", torch.bfloat16):
+            found = engine.forward((x.float(), edge_index), {})
+            expected = net.forward(x.float(), edge_index)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+        found.float().sum().backward()
+
+
 def test_a_batch_vector_is_refused() -> None:
     class Batched(Stack):
         def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""One training run, measured: prints step times, peak memory and bytes as one line of JSON.
+
+Run by the benchmarks in processes of their own; `OMP_NUM_THREADS` sets the threads of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+from common import make_edges
+from torch_geometric.data import Data
+
+sys.path.append(str(Path(__file__).parents[1]))
+from graphs import load_graph
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+
+NUM_CLASSES = 10
+NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
+MIB = 2**20
+
+
+class Measure(L.Callback):
+    """Times training steps and reads the peak of the process's memory."""
+
+    def __init__(self, profiles: bool) -> None:
+        self.step_s: list[float] = []
+        self.kernel_frac: float | None = None
+        self.stats: Any = None
+        self._profiles = profiles
+        self._profiler: Any = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._profiles and trainer.current_epoch == (trainer.max_epochs or 0) - 1:
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            )
+            self._profiler.start()
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        elapsed = time.perf_counter() - self._start
+        if self._profiler is None:
+            self.step_s.append(elapsed)
+        else:
+            self._profiler.stop()
+            events = self._profiler.key_averages()
+            kernels = sum(e.self_cpu_time_total for e in events if e.key.startswith("aten::"))
+            self.kernel_frac = kernels / (elapsed * 1e6)
+        if isinstance(trainer.strategy, GNNPipeStrategy):
+            self.stats = trainer.strategy.collect_stats()
+
+
+def main() -> None:
+    options = parse_options()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    data = make_data(options)
+    measure = Measure(options.profile)
+    strategy: Any = "auto"
+    if options.mode == "pipe":
+        strategy = GNNPipeStrategy(num_chunks=options.chunks, recompute=options.recompute)
+    elif options.sorted:
+        data.edge_index = data.edge_index[:, data.edge_index[1].argsort()]
+    net = GCNII(data.num_features, options.hidden, int(data.y.max()) + 1, options.layers, 0.0)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=options.stages,
+        strategy=strategy,
+        max_epochs=NUM_WARM_STEPS + options.steps + options.profile,
+        callbacks=[measure],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+    module = NodeClassifier(net, int(data.y.max()) + 1)
+    gc.collect()
+    base_mib = psutil.Process().memory_info().rss / MIB
+    reset_peak()
+    trainer.fit(module, FullGraphDataModule(data))
+    result = {
+        "step_s": measure.step_s[NUM_WARM_STEPS:],
+        "base_mib": base_mib,
+        "peak_mib": peak_mib(),
+        "kernel_frac": measure.kernel_frac,
+        "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
+    }
+    if trainer.global_rank == 0:
+        print(json.dumps(result))
+
+
+def parse_options() -> argparse.Namespace:
+    def flag(text: str) -> bool:
+        return text == "True"
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--mode", choices=["plain", "pipe"], default="pipe")
+    add("--dataset", default="synthetic")
+    add("--root", default=os.environ.get("GNNPIPE_DATA"))
+    add("--stages", type=int, default=1)
+    add("--chunks", type=int, default=8)
+    add("--layers", type=int, default=16)
+    add("--hidden", type=int, default=128)
+    add("--steps", type=int, default=5)
+    add("--sorted", type=flag, default=False)
+    add("--recompute", type=flag, default=False)
+    add("--profile", type=flag, default=False)
+    return parser.parse_args()
+
+
+def make_data(options: argparse.Namespace) -> Data:
+    if options.dataset != "synthetic":
+        return load_graph(options.dataset, options.root)
+    edges = make_edges()
+    num_nodes = int(edges.max()) + 1
+    is_train = torch.rand(num_nodes) < 0.5
+    return Data(
+        x=torch.randn(num_nodes, options.hidden),
+        edge_index=edges,
+        y=torch.randint(NUM_CLASSES, (num_nodes,)),
+        train_mask=is_train,
+        val_mask=~is_train,
+        test_mask=~is_train,
+    )
+
+
+def reset_peak() -> None:
+    """Let the kernel count the peak of this process's memory from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib() -> float:
+    """Return the peak resident memory since `reset_peak`, in MiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main()

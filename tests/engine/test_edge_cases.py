@@ -1,0 +1,191 @@
+"""Uses of layers in which a shortcut would be silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+from tests.helpers.engines import one_process_engine
+
+N, D = 23, 6
+WHOLE, CHUNKS = torch.zeros(N, dtype=torch.int64), torch.arange(N) % 3
+
+
+def make_batch() -> dict[str, Tensor]:
+    number = torch.arange(56)
+    edges = torch.stack([(number * 7 + number // 9) % N, (number * 5 + 1) % N])
+    torch.manual_seed(0)
+    return {"x": torch.randn(N, D), "edge_index": edges, "edge_attr": torch.rand(56, 1)}
+
+
+class Weighted(nn.Module):
+    """A layer on edges in some direction, with weights that are learned."""
+
+    def __init__(self, conv: nn.Module, is_flipped: bool) -> None:
+        super().__init__()
+        self.conv, self.lin, self.is_flipped = conv, nn.Linear(1, 1), is_flipped
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        weight = self.lin(edge_attr).sigmoid().squeeze(-1)
+        return self.conv(x, edge_index.flip(0) if self.is_flipped else edge_index, weight)
+
+
+UPSTREAM = {"flow": "target_to_source"}
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gnn.GraphConv(D, D),
+        lambda: gnn.GraphConv(D, D, **UPSTREAM),
+        lambda: gnn.GCNConv(D, D, **UPSTREAM),
+        lambda: gnn.ChebConv(D, D, K=2, **UPSTREAM),
+        lambda: gnn.GATConv(D, D, edge_dim=1, **UPSTREAM),
+    ],
+)
+def test_one_chunk_is_pyg_in_any_direction(make: Callable[[], nn.Module], is_flipped: bool) -> None:
+    batch, net = make_batch(), Weighted(make(), is_flipped)
+    expected = net(**batch)
+    found = one_process_engine(net, partition=WHOLE).forward((), batch)
+    torch.testing.assert_close(found, expected)
+
+
+class Clamped(nn.Module):
+    """Overwrites its edge weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        return self.conv(x, edge_index, edge_weight.clamp_(max=0.3))
+
+
+@pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
+def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None:
+    batch, net = make_batch(), Clamped()
+    batch["edge_weight"] = batch.pop("edge_attr").squeeze(-1)
+    expected = net(**{**batch, "edge_weight": batch["edge_weight"].clone()}).detach()
+    engine = one_process_engine(net, partition=partition)
+    for step in range(2):
+        engine.progress.step_index = step
+        found = engine.forward((), batch)
+        torch.testing.assert_close(found.detach(), expected)
+        found.sum().backward()
+    net.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(engine.forward((), batch), expected)
+
+
+class Thawed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        return self.conv(x, edge_index, edge_weight)
+
+
+def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
+    batch, net = make_batch(), Thawed()
+    batch["edge_weight"] = batch.pop("edge_attr").squeeze(-1)
+    engine = one_process_engine(net, partition=CHUNKS)
+    expected = net(**batch).detach()
+    for step in range(5):
+        engine.progress.step_index = step
+        batch["edge_weight"].requires_grad_(step >= 2)
+        found = engine.forward((), batch)
+        torch.testing.assert_close(found.detach(), expected)
+        found.sum().backward()
+    assert batch["edge_weight"].grad is not None
+
+
+class TwoWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        for i, conv in enumerate(self.convs):
+            x = conv(x, edge_index, second if i % 2 else first)
+        return x
+
+
+def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_gnnpipe.passing import whole
+
+    made: list[int] = []
+    original = whole.WholeEdges.__init__
+
+    def count(self: whole.WholeEdges, *args: object) -> None:
+        made.append(1)
+        original(self, *args)
+
+    monkeypatch.setattr(whole.WholeEdges, "__init__", count)
+    batch, net = make_batch(), TwoWeights()
+    batch["edge_first"] = batch.pop("edge_attr").squeeze(-1)
+    inputs = (batch["x"], batch["edge_index"], batch["edge_first"], batch["edge_first"] + 1)
+    expected = net(*inputs).detach()
+    engine = one_process_engine(net, partition=CHUNKS)
+    for step in range(3):
+        if step == 1:
+            made.clear()
+        engine.progress.step_index = step
+        found = engine.forward(inputs, {})
+        torch.testing.assert_close(found.detach(), expected)
+        found.sum().backward()
+    assert not made
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, in a part that is not traced."""
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randn(x.size(0), 1, generator=generator)
+            return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.conv = self.Noise(), gnn.SAGEConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(self.noise(x), edge_index)
+
+
+def test_random_numbers_are_no_difference() -> None:
+    batch = make_batch()
+    engine = one_process_engine(Noisy(), partition=CHUNKS)
+    for step in range(2):
+        engine.progress.step_index = step
+        engine.forward((batch["x"], batch["edge_index"]), {}).sum().backward()
+
+
+@pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.TAGConv, gnn.GraphConv])
+@pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
+def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: Tensor) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = conv(D, D, bias=False), conv(D, D, bias=False)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+
+    batch, net = make_batch(), Two()
+    engine = one_process_engine(net, partition=partition)
+    for step in range(2):
+        engine.progress.step_index = step
+        with torch.autocast("cpu", torch.bfloat16):
+            found = engine.forward((batch["x"], batch["edge_index"]), {})
+            expected = net(batch["x"], batch["edge_index"])
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+        found.float().sum().backward()
