@@ -17,10 +17,11 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.kinds import Kind
-from lightning_gnnpipe.stages.trace import is_layer, root_of
+from lightning_gnnpipe.stages.trace import contains_passing, root_of
 from lightning_gnnpipe.stages.values import Value
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
@@ -95,7 +96,7 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     calls = [
         i
         for i, node in enumerate(nodes)
-        if node.op == "call_module" and is_layer(root.get_submodule(str(node.target)))
+        if node.op == "call_module" and contains_passing(root.get_submodule(str(node.target)))
     ]
     if not calls:
         raise UnsupportedError(
@@ -250,10 +251,9 @@ class _Nowhere:
 
 def _is_inplace(node: fx.Node, module: nn.Module) -> bool:
     if node.op == "call_module":
-        return any(
-            getattr(m, "inplace", False) is True
-            for m in root_of(module).get_submodule(str(node.target)).modules()
-        )
+        layer = root_of(module).get_submodule(str(node.target))
+        is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
+        return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return (
         node.kwargs.get("inplace") is True

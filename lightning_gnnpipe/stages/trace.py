@@ -19,6 +19,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
+from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
 
 _ROOT = "module"
 _PLAIN = bool | int | float | str
@@ -184,8 +185,9 @@ def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield what a trace bakes in: plain attributes, and which tensors are attributes."""
+    listed = listed_parts(module)
     for name, m in module.named_modules():
-        if not _is_traced_through(m):
+        if id(m) in listed or not _is_traced_through(m):
             continue
         for attribute, value in (*vars(m).items(), *m._buffers.items()):
             if isinstance(value, torch.Tensor):
@@ -194,18 +196,19 @@ def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{name}.{attribute}", value
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether `module` passes messages and is called as it is, on real tensors.
-
-    PyG's reversible blocks look at the shapes of their arguments.
-    """
-    return isinstance(module, MessagePassing) or (
-        isinstance(module, InvertibleModule) and _contains_passing(module)
-    )
+def contains_passing(module: nn.Module) -> bool:
+    """Whether `module` is or holds a message-passing layer."""
+    return any(isinstance(m, MessagePassing) for m in module.modules())
 
 
 def _is_traced_through(module: nn.Module) -> bool:
-    return _contains_passing(module) and not is_layer(module)
+    """Whether the forward of `module` is traced.
+
+    Others are called as they are, on real tensors: message-passing layers, what holds none, PyG's
+    reversible blocks, which look at the shapes of their arguments.
+    """
+    is_called = isinstance(module, MessagePassing | InvertibleModule)
+    return contains_passing(module) and not is_called
 
 
 def root_of(module: nn.Module) -> nn.Module:
@@ -230,7 +233,10 @@ class _Caller(nn.Module):
 
     def forward(self, *leaves: Any) -> Any:
         args, kwargs = self._call.rebuild(leaves)
-        return getattr(self, _ROOT).forward(*args, **kwargs)
+        module = getattr(self, _ROOT)
+        if is_listed(module):
+            return run_listed(module, args, kwargs)
+        return module.forward(*args, **kwargs)
 
 
 class _Tracer(fx.Tracer):
@@ -244,13 +250,14 @@ class _Tracer(fx.Tracer):
             for name in torch_geometric.utils.__all__
             if callable(function := getattr(torch_geometric.utils, name))
         )
+        self._listed = listed_parts(module)
         super().__init__(autowrap_functions=(*functions, torch_geometric.nn.conv.gcn_conv.gcn_norm))
         self._autowrap_search.extend(
-            {sys.modules[type(m).__module__] for m in module.modules() if _contains_passing(m)}
+            {sys.modules[type(m).__module__] for m in module.modules() if contains_passing(m)}
         )
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not _is_traced_through(m)
+        return id(m) in self._listed or not _is_traced_through(m)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -260,7 +267,3 @@ class _Tracer(fx.Tracer):
             self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
         ]
         return type(self.root).forward, [self.root, *leaves]
-
-
-def _contains_passing(module: nn.Module) -> bool:
-    return any(isinstance(m, MessagePassing) for m in module.modules())

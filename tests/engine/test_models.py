@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import check_support
 from tests.helpers.engines import one_process_engine
 
@@ -244,6 +245,75 @@ def sequential() -> nn.Module:
 
 def test_sequential() -> None:
     assert_trains_as_plain(sequential())
+
+
+class Block(nn.Module):
+    """Its forward depends on values, so it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = gnn.GCNConv(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.conv(x, edge_index)
+        if float(self.lin.weight.sum()) > -1e9:
+            h += self.lin(x)
+        return h.relu_(), x
+
+
+class Listed(nn.Module):
+    """Says itself how it is cut."""
+
+    def __init__(self, last: str = "h, x, edge_index -> h, out") -> None:
+        super().__init__()
+        self.encoder = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.last = Head(), last
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.encoder(x)
+        for block in self.blocks:
+            h, _ = block(h, edge_index) if len(h) else (h, h)
+        return self.head(h, x, edge_index)
+
+    def pipeline_layers(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (self.encoder, "x -> h"),
+            *((block, "h, edge_index -> h, before") for block in self.blocks),
+            (self.head, self.last),
+        ]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.conv = nn.Linear(D, C), gnn.SAGEConv(D, C)
+
+    def forward(self, h: Tensor, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return h, self.lin(h) + self.conv(x, edge_index)
+
+
+def test_a_model_that_says_its_own_cut() -> None:
+    assert_trains_as_plain(Listed())
+    engine = one_process_engine(Listed(), partition=PARTITION)
+    batch = make_batch()
+    engine.forward((batch["x"].float(), batch["edge_index"]), {})
+    [mode] = {id(mode): mode for mode in engine.model._modes.values()}.values() or [None]
+    assert len(mode.layers.segments) == 4
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        ("h, y, edge_index -> h, out", "earlier outputs.*got y"),
+        ("h, h, edge_index -> h, out", "difference"),
+    ],
+)
+def test_a_wrong_cut_is_refused(last: str, text: str) -> None:
+    batch = make_batch()
+    engine = one_process_engine(Listed(last), partition=PARTITION)
+    with pytest.raises(UnsupportedError, match=text):
+        engine.forward((batch["x"].float(), batch["edge_index"]), {})
 
 
 class EdgeUpdates(nn.Module):
