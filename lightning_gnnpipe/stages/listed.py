@@ -20,17 +20,15 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
 
-def is_listed(module: nn.Module) -> bool:
+def is_listed(module: Any) -> bool:
     """Whether `module` lists its layers."""
     return hasattr(module, "pipeline_layers")
 
 
-def listed_parts(module: nn.Module) -> set[int]:
+def listed_parts(module: Any) -> set[int]:
     """Return the ids of the listed submodules and of all modules inside of them."""
     if not is_listed(module):
         return set()

@@ -72,8 +72,9 @@ def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
                 found=f"{type(error).__name__}: {error}",
                 remedy="Write it without control flow on the values or shapes of tensors and "
                 "without calls of self.log, move such code into training_step or into a submodule "
-                "without message passing, or name a smaller module by "
-                "GNNPipeStrategy(pipelined_module=...).",
+                "without message passing, name a smaller module by "
+                "GNNPipeStrategy(pipelined_module=...), or list its layers in a method "
+                "'pipeline_layers' (README, limits).",
             )
         ) from error
     finally:
