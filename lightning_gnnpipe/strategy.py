@@ -23,6 +23,7 @@ from lightning_gnnpipe.engine import (
     ChunkOptions,
     EngineOptions,
     PipelineEngine,
+    PipelinePlan,
     PipelineStats,
     clip_by_total_norm,
     full_state_dict,
@@ -33,6 +34,7 @@ from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.processes import PipeProcesses
 from lightning_gnnpipe.refuse import (
     check_callbacks,
@@ -60,9 +62,8 @@ class GNNPipeStrategy(PipeProcesses):
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         shuffle_chunks: Draw a new order of the chunks in each epoch.
-        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient of the
-            forward pass with stale rows as constants. 2: the paper's compensation for what
-            staleness cuts off.
+        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient with stale
+            rows as constants. 2: the paper's compensation for what staleness cuts off.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -73,11 +74,8 @@ class GNNPipeStrategy(PipeProcesses):
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
         process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: Passed on to Lightning, as are the following.
-        parallel_devices: See `lightning.pytorch.strategies.ParallelStrategy`.
-        cluster_environment: See there.
-        checkpoint_io: See there.
-        precision_plugin: See there.
+        accelerator: Passed on to Lightning's `ParallelStrategy`, as are `parallel_devices`,
+            `cluster_environment`, `checkpoint_io` and `precision_plugin`.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -154,6 +152,12 @@ class GNNPipeStrategy(PipeProcesses):
     def collect_staleness(self) -> dict[int, Staleness]:
         """Return who read whom stale in the last training step, by layer; call on every rank."""
         return self.engine.collect_staleness()
+
+    def plan(
+        self, module: pl.LightningModule, data: Any, *, num_stages: int = 2, **options: Any
+    ) -> PipelinePlan:
+        """Return how training would be cut and what a step would take; see `plan_pipeline`."""
+        return plan_pipeline(module, data, self.options, num_stages=num_stages, **options)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None

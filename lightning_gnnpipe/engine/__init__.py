@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_gnnpipe.engine.agree import BatchFingerprints
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
+from lightning_gnnpipe.engine.forecast import ForecastOptions, PipelinePlan, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.state import full_state_dict, merge_optimizer_states
@@ -15,10 +16,13 @@ __all__ = [
     "BatchFingerprints",
     "ChunkOptions",
     "EngineOptions",
+    "ForecastOptions",
     "PipelineEngine",
+    "PipelinePlan",
     "PipelineStats",
     "TraceEvent",
     "clip_by_total_norm",
+    "forecast",
     "full_state_dict",
     "merge_optimizer_states",
 ]

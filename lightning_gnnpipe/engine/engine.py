@@ -19,12 +19,14 @@ from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.chunk_run import make_seeds
+from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel, switched
-from lightning_gnnpipe.engine.probe import check_on_chunks, measure_layers
+from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel
+from lightning_gnnpipe.engine.probe import check_on_chunks
 from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
@@ -198,7 +200,8 @@ class PipelineEngine:
             plan = self.graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
             planned.load(call, inputs)
-            return measure_layers(self.model.module, layers, plan, planned)
+            costs = measure_layers(self.model.module, layers, plan, planned)
+            return [cost.forward_s + cost.backward_s for cost in costs]
 
         return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)
 

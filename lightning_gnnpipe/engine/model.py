@@ -8,7 +8,7 @@ as on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_layers, without_caches
 from lightning_gnnpipe.stages import (
@@ -195,7 +196,7 @@ class PipelinedModel:
         if key in self._modes:
             return
         with (
-            _plain(self.module),
+            own_forward(self.module),
             without_caches(self.intercepted.convs),
             torch.inference_mode(False),
         ):
@@ -275,32 +276,3 @@ class PipelinedModel:
                 if name in tensors:
                     buffer.copy_(tensors[name])
         self._shapes = {}
-
-
-@contextmanager
-def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put `module` into training or evaluation mode for the block, then as each part of it was.
-
-    The layers in `but` stay as they are.
-    """
-    flags = [(m, m.training) for m in module.modules()]
-    kept = [(m, m.training) for m in but]
-    module.train(training)
-    for m, flag in kept:
-        m.training = flag
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
-
-
-@contextmanager
-def _plain(module: nn.Module) -> Iterator[None]:
-    """Have `module` run its own forward within the block."""
-    attached = module.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        if attached is not None:
-            module.__dict__["forward"] = attached

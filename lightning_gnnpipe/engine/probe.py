@@ -1,13 +1,12 @@
-"""Trying the model out before training: is it right on chunks, and what does each layer cost?
+"""Trying the model out before training: is it right on chunks?
 
-The self-check runs the traced layers on a small sample of the user's graph, whole and then in
-chunks whose halos were just filled, with dropout switched off: both must equal the plain module.
-The cost pass times each layer, forward and backward, on one chunk.
+The traced layers run on a small sample of the user's graph, whole and then in chunks whose halos
+were just filled, with dropout switched off: both must equal the plain module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.history import HistoryStore, Moments
+from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
+from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import (
-    CallKey,
     MessageContext,
     find_convs,
     find_layers,
@@ -34,11 +32,9 @@ from lightning_gnnpipe.stages import (
     Kind,
     Layers,
     draw_sample,
-    measure_costs,
     restore_buffers,
     undisturbed,
 )
-from lightning_gnnpipe.types import ChunkView
 
 _NUM_CHUNKS = 3
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -200,101 +196,3 @@ def _flatten(output: Any) -> list[Tensor]:
     if isinstance(output, list | tuple):
         return [tensor for item in output for tensor in _flatten(item)]
     return []
-
-
-class _OwnMoments:
-    """Serves norms the statistics of the very rows they ask for."""
-
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        return Moments.of(rows)
-
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
-        return Moments.of(rows), None
-
-
-class _ZeroHalo:
-    """A store that serves zeros and keeps nothing: the costs are the same."""
-
-    scale = 1.0
-
-    def __init__(self, num_nodes: int) -> None:
-        self.moments = _OwnMoments()
-        self._num_nodes = num_nodes
-        self._zeros: dict[object, Tensor] = {}
-        self._like: dict[CallKey, Tensor] = {}
-
-    def push(
-        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
-    ) -> None:
-        shape = (self._num_nodes, *rows.shape[1:])
-        if (shape, rows.dtype) not in self._zeros:
-            self._zeros[shape, rows.dtype] = rows.new_zeros(shape)
-        self._like[key] = self._zeros[shape, rows.dtype]
-
-    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        return self._like[key]
-
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
-        out.zero_()
-        return ()
-
-    def pull_again(
-        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
-    ) -> None: ...
-
-    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None: ...
-    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
-    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
-    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        return self._like[key][chunk.start : chunk.end]
-
-    def add_output_grad(
-        self, key: CallKey, chunk: ChunkView, grad: Tensor
-    ) -> tuple[Tensor, tuple[int, ...] | None]:
-        return self._like[key], None
-
-
-def measure_layers(
-    module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
-) -> list[float]:
-    """Return the seconds that each layer takes, forward and backward, on a middle-sized chunk."""
-    chunk = sorted(plan.chunks, key=lambda c: c.num_nodes + c.num_edges)[plan.num_chunks // 2]
-    context = MessageContext(_ZeroHalo(plan.num_nodes), plan)
-    context.leaves = inputs
-    leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
-    values = inputs.slice(chunk, leaves)
-    with (
-        undisturbed(module),
-        intercept(find_layers(module), context),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        with torch.no_grad():
-            run_segments(layers.segments, values, chunk, context)
-        runs = [_timed_run(layers, i, values, chunk, context) for i in range(len(layers.segments))]
-        return measure_costs(runs, repeats=1)
-
-
-def _timed_run(
-    layers: Layers, index: int, known: Mapping[str, Tensor], chunk: Chunk, context: MessageContext
-) -> Callable[[], object]:
-    segment = layers.segments[index]
-    parameters = [p for p in segment.module.parameters() if p.requires_grad]
-
-    def run() -> None:
-        inputs = {name: _fresh(known[name], name, layers) for name in segment.inputs}
-        sources = [*parameters, *(t for t in inputs.values() if t.requires_grad)]
-        run_segments((segment,), inputs, chunk, context)
-        roots = [inputs[n] for n in segment.outputs if inputs[n].requires_grad]
-        if roots and sources:
-            torch.autograd.grad(
-                roots, sources, [torch.ones_like(r) for r in roots], allow_unused=True
-            )
-
-    return run
-
-
-def _fresh(tensor: Tensor, name: str, layers: Layers) -> Tensor:
-    known = layers.values.get(name)
-    is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
-    return tensor.detach().requires_grad_() if is_crossing else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.passing.context import CallKey, HaloStore, MessageContext
+from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.intercept import (
     Intercepted,
     find_convs,
@@ -10,6 +10,7 @@ from lightning_gnnpipe.passing.intercept import (
     intercept,
     without_caches,
 )
+from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
 from lightning_gnnpipe.passing.support import check_support
 from lightning_gnnpipe.passing.tape import Tape
 

@@ -24,7 +24,7 @@ from lightning_gnnpipe.passing.adjacency import Adjacency
 from lightning_gnnpipe.passing.kernels import multiply
 
 if TYPE_CHECKING:
-    from lightning_gnnpipe.passing.context import CallKey, HaloStore
+    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
 

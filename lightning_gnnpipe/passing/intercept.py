@@ -8,7 +8,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
+from lightning_gnnpipe.passing.direction import direct, replace_attributes
 from lightning_gnnpipe.passing.normalize import localized
 from lightning_gnnpipe.passing.statistics import find_norms, whole_statistics
 
@@ -65,7 +65,7 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():
             replaced: dict[str, Any] = {
-                "forward": _direct(name, conv, context),
+                "forward": direct(name, conv, context),
                 "propagate": _wrap(name, conv, "propagate", context),
                 "edge_updater": _wrap(name, conv, "edge_updater", context),
             }
@@ -85,102 +85,6 @@ def without_caches(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
                 empty = {cache: None for cache in _CACHES if hasattr(conv, cache)}
                 stack.callback(replace_attributes(conv, {"cached": False, **empty}))
         yield
-
-
-def replace_attributes(conv: nn.Module, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Put `attributes` into the instance and return what puts the old ones back."""
-    missing = object()
-    before = {key: conv.__dict__.get(key, missing) for key in attributes}
-    conv.__dict__.update(attributes)
-
-    def restore() -> None:
-        for key, value in before.items():
-            if value is missing:
-                conv.__dict__.pop(key, None)
-            else:
-                conv.__dict__[key] = value
-
-    return restore
-
-
-def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
-    """Return the layer's forward, with the chunk's edges in the direction that it reads them.
-
-    A layer that is given the flipped edges (DirGNNConv), or with flow "target_to_source", needs the
-    edges that start in the chunk. The latter runs as what it is: a layer on flipped edges.
-    """
-    original = conv.forward
-    is_upstream = conv.flow == "target_to_source"
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if context.store is None:  # the whole graph, nothing to remember: PyG's own way
-            return original(*args, **kwargs)
-        given, is_flip = _find_edges((*args, *kwargs.values()), name, context)
-        if given is None and is_upstream and not context.is_whole:
-            raise _refuse_direction(name, "edges that the model changed")
-        if given is None or not (is_flip or is_upstream):
-            return original(*args, **kwargs)
-        is_reverse = is_flip != is_upstream
-        with context.directed(is_reverse) as edges, _downstream(conv):
-
-            def turn(key: str, value: Any) -> Any:
-                if value is given:
-                    return edges
-                return _turn(name, key, value, context) if is_reverse else value
-
-            return original(
-                *(turn("", value) for value in args),
-                **{key: turn(key, value) for key, value in kwargs.items()},
-            )
-
-    return run
-
-
-@contextmanager
-def _downstream(conv: MessagePassing) -> Iterator[None]:
-    """Have row 1 of the edges be the receivers within the block."""
-    restore = replace_attributes(conv, {"flow": "source_to_target"})
-    try:
-        yield
-    finally:
-        restore()
-
-
-def _find_edges(
-    values: Sequence[Any], name: str, context: MessageContext
-) -> tuple[Tensor | None, bool]:
-    """Return the argument that holds the chunk's edges, and whether its rows are swapped."""
-    for value in values:
-        if value is context.chunk.edge_index:
-            return value, False
-    for value in values:
-        is_edges = isinstance(value, Tensor) and value.dim() == 2 and value.size(0) == 2
-        if is_edges and value.dtype == torch.int64 and context.is_flip(name, value):
-            return value, True
-    return None, False
-
-
-def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:
-    """Return an argument of a layer that runs on reversed edges."""
-    if not isinstance(value, Tensor):
-        return value
-    part = context.reversed_leaf(value)
-    if part is not None:
-        return part
-    if key.startswith("edge") and not context.is_whole:
-        raise _refuse_direction(name, f"'{key}' that the model computes, or that needs a gradient")
-    return value
-
-
-def _refuse_direction(name: str, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        explain(
-            expected=f"layer '{name}', in which messages flow against the edges, to read edges and "
-            "edge features of the batch as they are",
-            found=found,
-            remedy="Pass the reversed edges' features in, or train with num_chunks=1.",
-        )
-    )
 
 
 def _wrap(

@@ -18,7 +18,8 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing.context import MessageContext, Moments
+from lightning_gnnpipe.passing.context import MessageContext
+from lightning_gnnpipe.passing.interfaces import Moments
 
 Formula = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_gnnpipe.stages.balance import check_counts, check_num_stages, solve_balance
 from lightning_gnnpipe.stages.call import Call, take_apart
-from lightning_gnnpipe.stages.cost import measure_costs
 from lightning_gnnpipe.stages.find import find_pipelined
 from lightning_gnnpipe.stages.husk import fill_husks, make_husks
 from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
@@ -39,7 +38,6 @@ __all__ = [
     "find_users",
     "learn_values",
     "make_husks",
-    "measure_costs",
     "restore_buffers",
     "solve_balance",
     "split_layers",

@@ -1,0 +1,208 @@
+"""What each layer costs: timed, forward and backward, on a few chunks.
+
+All layers run on a chunk one after the other, then back, as in a training step, so that caches are
+as warm or cold as they will be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.engine.chunk_run import run_segments
+from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.history import Moments
+from lightning_gnnpipe.passing import CallKey, MessageContext, find_layers, intercept
+from lightning_gnnpipe.stages import Layers, Segment, undisturbed
+from lightning_gnnpipe.types import ChunkView
+
+_MAX_TIMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer's share of a training step over all nodes.
+
+    Attributes:
+        forward_s: Seconds, forward.
+        backward_s: Seconds, backward.
+        saved_bytes: What autograd keeps between them.
+        history_bytes: Its histories and gradient buffers.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    history_bytes: int
+
+
+def work_of(chunk: ChunkView) -> int:
+    """Return what the time of a chunk is taken to be proportional to: its rows and in-edges."""
+    return chunk.num_nodes + chunk.edge_end - chunk.edge_start
+
+
+def measure_layers(
+    module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
+) -> list[LayerCost]:
+    """Return the costs of all layers, from a few middle-sized chunks after one to warm up."""
+    ranked = sorted(plan.chunks, key=work_of)
+    num_timed = min(_MAX_TIMED, max(1, plan.num_chunks // 4))
+    first = (len(ranked) - num_timed) // 2
+    timed = ranked[first : first + num_timed]
+    total = sum(work_of(chunk) for chunk in plan.chunks)
+    context = MessageContext(_ZeroHalo(plan.num_nodes), plan)
+    context.leaves = inputs
+    with (
+        undisturbed(module),
+        intercept(find_layers(module), context),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        runs = [_run(layers, chunk, inputs, context) for chunk in (timed[0], *timed)][1:]
+    scales = [total / max(work_of(chunk), 1) for chunk in timed]
+
+    def over_chunks(values: list[float]) -> float:
+        return median(value * scale for value, scale in zip(values, scales, strict=True))
+
+    return [
+        LayerCost(
+            over_chunks([run[i].forward_s for run in runs]),
+            over_chunks([run[i].backward_s for run in runs]),
+            round(over_chunks([run[i].saved_bytes for run in runs])),
+            2 * _history_bytes(context, segment),
+        )
+        for i, segment in enumerate(layers.segments)
+    ]
+
+
+@dataclass(slots=True)
+class _Timed:
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    saved_bytes: float = 0.0
+
+
+def _run(
+    layers: Layers, chunk: Chunk, inputs: PlannedInputs, context: MessageContext
+) -> list[_Timed]:
+    """Run all layers over `chunk`, forward and backward, each cut off from its neighbours."""
+    leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
+    known = inputs.slice(chunk, leaves)
+    timed, graphs = [_Timed() for _ in layers.segments], []
+    for segment, one in zip(layers.segments, timed, strict=True):
+        values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
+        sources = [t for t in values.values() if t.requires_grad]
+        with _counted(one), _clocked(context, one, "forward_s"):
+            run_segments((segment,), values, chunk, context)
+        roots = [values[n] for n in segment.outputs if values[n].requires_grad]
+        known |= {name: values[name].detach() for name in segment.outputs}
+        graphs.append((roots, sources))
+    for segment, one, (roots, sources) in reversed(
+        list(zip(layers.segments, timed, graphs, strict=True))
+    ):
+        wanted = [*(p for p in segment.module.parameters() if p.requires_grad), *sources]
+        if not roots or not wanted:
+            continue
+        grads = [torch.ones_like(root) for root in roots]
+        with _clocked(context, one, "backward_s"):
+            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+    return timed
+
+
+@contextmanager
+def _clocked(context: MessageContext, one: _Timed, attribute: str) -> Iterator[None]:
+    is_cuda = torch.cuda.is_available() and context.perm.is_cuda
+    if is_cuda:
+        torch.cuda.synchronize(context.perm.device)
+    start = time.perf_counter()
+    yield
+    if is_cuda:
+        torch.cuda.synchronize(context.perm.device)
+    setattr(one, attribute, time.perf_counter() - start)
+
+
+@contextmanager
+def _counted(one: _Timed) -> Iterator[None]:
+    """Count the bytes that autograd keeps, parameters apart."""
+    seen: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
+            seen.add(storage.data_ptr())
+            one.saved_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _cut_off(tensor: Tensor, name: str, layers: Layers) -> Tensor:
+    known = layers.values.get(name)
+    is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
+    return tensor.detach().requires_grad_() if is_crossing else tensor
+
+
+def _history_bytes(context: MessageContext, segment: Segment) -> int:
+    store = context.store
+    assert isinstance(store, _ZeroHalo)
+    return sum(t.nbytes for key, t in store.tables.items() if key.segment == segment.index)
+
+
+class _OwnMoments:
+    """Serves norms the statistics of the very rows they ask for."""
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        return Moments.of(rows)
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
+        return Moments.of(rows), None
+
+
+class _ZeroHalo:
+    """A store that serves zeros and keeps nothing: the costs are the same."""
+
+    scale = 1.0
+
+    def __init__(self, num_nodes: int) -> None:
+        self.moments = _OwnMoments()
+        self._num_nodes = num_nodes
+        self._zeros: dict[object, Tensor] = {}
+        self.tables: dict[CallKey, Tensor] = {}
+
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        shape = (self._num_nodes, *rows.shape[1:])
+        if (shape, rows.dtype) not in self._zeros:  # one for all layers, each page of it written
+            self._zeros[shape, rows.dtype] = rows.new_empty(shape).zero_()
+        self.tables[key] = self._zeros[shape, rows.dtype]
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key]
+
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
+        out.zero_()
+        return ()
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None: ...
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None: ...
+    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key][chunk.start : chunk.end]
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        return self.tables[key], None

@@ -1,0 +1,100 @@
+"""What message passing asks of the engine and the histories."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from lightning_gnnpipe.types import ChunkView
+
+
+class CallKey(NamedTuple):
+    """Names one history: the `call`-th time that `layer` in `segment` widens `argument`."""
+
+    segment: int
+    layer: str
+    call: int
+    argument: str
+
+
+class Moments(Protocol):
+    """Mean and biased variance of `count` rows, `[channels]` each, in float64."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def mean(self) -> Tensor: ...
+    @property
+    def var(self) -> Tensor: ...
+
+
+class MomentSource(Protocol):
+    """Where norms find the statistics of the whole graph."""
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
+        """Add those of a chunk; return the last step's and, once complete, this step's."""
+
+
+class HaloStore(Protocol):
+    """Where rows are pushed to and halo rows are pulled from."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on gradients between chunks."""
+
+    @property
+    def moments(self) -> MomentSource:
+        """The statistics of norms."""
+
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
+
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None:
+        """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+        """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
+
+    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None:
+        """Return what other chunks have added for the chunk's rows, or None if nobody has."""
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return the history, `[num_nodes_of_graph, *]`, for the chunk to read its sources from."""
+
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
+        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return a copy of them."""
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+
+        Returns:
+            `[num_nodes_of_graph, *]`: those of all chunks so far, and these chunks; or None for
+            them if it is zero elsewhere.
+        """
+
+
+class EdgeLeaves(Protocol):
+    """The edge-level tensors of the batch that need no gradient."""
+
+    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+        """Return leaf `name`, `[num_edges, *]`, in the slots of the plan or of its reverse.
+
+        None if it is not edge-level, or needs a gradient.
+        """

@@ -1,0 +1,105 @@
+"""From a LightningModule and its data to a forecast of training, before any Trainer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch_geometric.data import Data, Dataset, InMemoryDataset
+
+from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
+
+
+class _Captured(Exception):
+    """Carries the arguments of the pipelined module out of `training_step`."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def plan_pipeline(
+    module: pl.LightningModule,
+    data: Data | Dataset | pl.LightningDataModule,
+    options: StrategyOptions,
+    *,
+    num_stages: int,
+    link_gbit_per_s: float = 10.0,
+) -> PipelinePlan:
+    """Return how `module` and `data` would be cut and what a training step would take.
+
+    Args:
+        module: The module; its `training_step` runs up to its call of the pipelined module.
+        data: A graph, a data set of one, or a data module.
+        options: Of the strategy; the number of stages is given apart.
+        num_stages: Stages, S.
+        link_gbit_per_s: Speed of the link between two devices, in Gbit/s each way.
+
+    Raises:
+        ConfigError: If `training_step` cannot run outside of a Trainer.
+        GNNPipeError: As training would.
+    """
+    _, pipelined = find_pipelined(module, options.pipelined_module)
+    args, kwargs = _capture(module, pipelined, _first_batch(data))
+    call = take_apart(pipelined, args, kwargs)
+    return forecast(
+        pipelined,
+        call,
+        classify(call),
+        ForecastOptions(
+            num_stages, options.expect_num_chunks(num_stages), options.partition, link_gbit_per_s
+        ),
+    )
+
+
+def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
+    if isinstance(data, pl.LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    return data[0] if isinstance(data, Dataset | InMemoryDataset) else data
+
+
+def _capture(
+    module: pl.LightningModule, pipelined: nn.Module, batch: Any
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    module.train()
+    try:
+        with _stopping(pipelined), torch.no_grad():
+            module.training_step(batch, 0)
+    except _Captured as captured:
+        return captured.arguments
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            explain(
+                expected="training_step to reach the pipelined module without a Trainer",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Call the module before self.log and self.trainer are used.",
+            )
+        ) from error
+    raise ConfigError(
+        explain(
+            expected="training_step to call the pipelined module",
+            found="none",
+            remedy="Name another by GNNPipeStrategy(pipelined_module=...).",
+        )
+    )
+
+
+@contextmanager
+def _stopping(pipelined: nn.Module) -> Iterator[None]:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise _Captured(args, kwargs)
+
+    pipelined.__dict__["forward"] = stop
+    try:
+        yield
+    finally:
+        del pipelined.__dict__["forward"]

@@ -1,0 +1,137 @@
+"""The forecast: what is counted is exact, what is timed adds up, and the command prints it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.cli import main
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+
+NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
+
+
+def make() -> tuple[NodeClassifier, Data]:
+    torch.manual_seed(0)
+    number = torch.arange(240)
+    edges = torch.stack([(number * 7 + number // 11) % NUM_NODES, (number * 3 + 1) % NUM_NODES])
+    mask = torch.arange(NUM_NODES) % 2 == 0
+    data = Data(
+        x=torch.randn(NUM_NODES, NUM_FEATURES),
+        edge_index=edges,
+        y=torch.arange(NUM_NODES) % NUM_CLASSES,
+        train_mask=mask,
+        val_mask=~mask,
+        test_mask=~mask,
+    )
+    net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.1)
+    return NodeClassifier(net, NUM_CLASSES), data
+
+
+def test_counts_are_those_of_a_run(tmp_path: Path) -> None:
+    module, data = make()
+    strategy = GNNPipeStrategy(num_chunks=4, start_method="fork", balance="uniform")
+    plan = strategy.plan(module, data, num_stages=2)
+
+    class Stats(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            assert isinstance(trainer.strategy, GNNPipeStrategy)
+            stats = trainer.strategy.collect_stats()
+            if trainer.global_rank == 0:
+                kinds = ("forward", "backward", "output")
+                total = sum(stats.bytes_by_kind[kind] for kind in kinds)
+                (tmp_path / "bytes.txt").write_text(str(total))
+
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        callbacks=[Stats()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, FullGraphDataModule(data))
+    assert int((tmp_path / "bytes.txt").read_text()) == plan.step_bytes
+    assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
+    assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
+    assert sum(plan.chunk_edges) == plan.num_edges == 240
+    assert sum(stage.num_layers for stage in plan.stages) == 6
+    assert sum(stage.num_parameters for stage in plan.stages) == sum(
+        p.numel() for p in module.parameters()
+    )
+
+
+def test_times_add_up() -> None:
+    module, data = make()
+    before = {name: p.clone() for name, p in module.state_dict().items()}
+    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e9)
+    assert sum(stage.compute_s for stage in plan.stages) == pytest.approx(plan.one_device_s)
+    assert plan.one_device_s / 3 < plan.step_s < plan.one_device_s
+    slow = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e-4)
+    assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
+    assert any("hardly faster" in line for line in slow.advice)
+    assert any("6 layers" in line for line in plan.advice)
+    assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
+    assert "forward" not in module.net.__dict__
+
+
+def test_a_data_module_serves_as_well() -> None:
+    module, data = make()
+    plan = GNNPipeStrategy().plan(module, FullGraphDataModule(data))
+    assert len(plan.chunk_rows) == 8 and len(plan.stages) == 2
+
+
+def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
+    class Impatient(NodeClassifier):
+        def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+            self.current = self.trainer.current_epoch
+            return super().training_step(batch, batch_idx)
+
+    _, data = make()
+    module = Impatient(GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=4), NUM_CLASSES)
+    with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
+        GNNPipeStrategy().plan(module, data)
+
+
+def test_the_command_prints_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    script = tmp_path / "my_model.py"
+    script.write_text("from tests.test_planning import make\n")
+    assert main(["plan", f"{script}:make", "--stages", "2", "--chunks", "5"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("6 layers in 2 stages", "60 nodes, 240 edges", "5 chunks", "graph parallel"):
+        assert text in printed
+    assert f"{2 * NUM_NODES * 2 * WIDTH * 4 + NUM_NODES * NUM_CLASSES * 4:,}" in printed
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [("nowhere.py:make", "FILE:FUNCTION"), ("{script}:other", "a function 'other'")],
+)
+def test_a_wrong_target_is_explained(
+    target: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "my_other_model.py"
+    script.write_text("")
+    assert main(["plan", target.format(script=script)]) == 1
+    assert text in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_too_many_stages_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "my_third_model.py"
+    script.write_text("from tests.test_planning import make\n")
+    assert main(["plan", f"{script}:make", "--stages", "9"]) == 1
+    assert "9 stages and 6 layers" in capsys.readouterr().err
