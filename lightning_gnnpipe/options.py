@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition, PartitionMethod, StartMethod
 
 BalanceOption = Literal["measured", "uniform"] | Sequence[int]
@@ -31,6 +33,7 @@ class StrategyOptions:
     pipelined_module: str | None
     balance: BalanceOption
     recompute: bool
+    history_dtype: torch.dtype | None
     timeout: timedelta
     start_method: StartMethod
 
@@ -48,12 +51,23 @@ class StrategyOptions:
                 self.cross_chunk_grad_scale,
                 "1 is the exact gradient of the stale function, 2 the paper's.",
             )
+        if self.history_dtype is not None and not self.history_dtype.is_floating_point:
+            _refuse(
+                "'history_dtype' to be a floating-point dtype",
+                self.history_dtype,
+                "Use torch.bfloat16, for instance.",
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
+
+    @property
+    def histories(self) -> HistoryOptions:
+        """How histories are kept."""
+        return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, self.history_dtype)
 
     def resolve_num_stages(self, world_size: int) -> int:
         """Return S, which must be the number of processes.

@@ -26,6 +26,7 @@ from lightning_gnnpipe.engine import (
     PipelinePlan,
     PipelineStats,
     clip_by_total_norm,
+    drop_foreign_states,
     full_state_dict,
     merge_optimizer_states,
 )
@@ -70,6 +71,8 @@ class GNNPipeStrategy(PipeProcesses):
             the number of layers of each stage.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
+        history_dtype: Keep histories in this dtype, such as `torch.bfloat16`; what layers read of
+            them is rounded. None: as computed.
         timeout: Longest wait for another rank before the run ends.
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
@@ -92,6 +95,7 @@ class GNNPipeStrategy(PipeProcesses):
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         recompute: bool = False,
+        history_dtype: torch.dtype | None = None,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -110,6 +114,7 @@ class GNNPipeStrategy(PipeProcesses):
             pipelined_module,
             balance,
             recompute,
+            history_dtype,
             timeout,
             start_method,
         )
@@ -198,13 +203,11 @@ class GNNPipeStrategy(PipeProcesses):
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
         seed = self._share_start(module)
-        chunks = ChunkOptions(
-            options.num_chunks, options.partition, options.cross_chunk_grad_scale, seed
-        )
+        chunks = ChunkOptions(options.num_chunks, options.partition, seed)
         # Stages run one after the other in exact passes: without training there is no balance.
         balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
         engine_options = EngineOptions(
-            chunks, options.shuffle_chunks, balance, options.recompute, seed, is_fitting
+            chunks, options.histories, options.shuffle_chunks, balance, seed, is_fitting
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         engine = self._engine
@@ -248,16 +251,10 @@ class GNNPipeStrategy(PipeProcesses):
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
         check_was_called(self._prefix, engine.num_training_passes > passes)
-        self._drop_foreign_states()
+        drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
         return output
-
-    def _drop_foreign_states(self) -> None:
-        """Forget optimizer states, loaded from a checkpoint, of parameters of other stages."""
-        for parameter in self.engine.model.husks():
-            for optimizer in self.optimizers:
-                optimizer.state.pop(parameter, None)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._is_split:

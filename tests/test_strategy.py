@@ -272,6 +272,7 @@ def test_the_strategy_is_registered() -> None:
         ({"partition": "meetis"}, "'partition' to be one of metis, random, contiguous"),
         ({"balance": "fair"}, "'balance' to be one of"),
         ({"start_method": "thread"}, "'start_method' to be one of"),
+        ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
         ({"cross_chunk_grad_scale": -1.0}, "'cross_chunk_grad_scale' to be at least 0"),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
     ],

@@ -8,7 +8,11 @@ from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, PipelinePlan, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
-from lightning_gnnpipe.engine.state import full_state_dict, merge_optimizer_states
+from lightning_gnnpipe.engine.state import (
+    drop_foreign_states,
+    full_state_dict,
+    merge_optimizer_states,
+)
 from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
 
 __all__ = [
@@ -22,6 +26,7 @@ __all__ = [
     "PipelineStats",
     "TraceEvent",
     "clip_by_total_norm",
+    "drop_foreign_states",
     "forecast",
     "full_state_dict",
     "merge_optimizer_states",

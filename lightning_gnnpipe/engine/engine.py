@@ -31,7 +31,7 @@ from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
-from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.history import HistoryOptions, Staleness
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, take_apart
 from lightning_gnnpipe.types import version_of
 
@@ -42,17 +42,17 @@ class EngineOptions:
 
     Attributes:
         chunks: How graphs are cut.
+        histories: How histories are kept, and whether activations are not.
         shuffle_chunks: Draw a new chunk order each step.
         balance: How layers are dealt out.
-        recompute: Compute activations again in backward instead of keeping them.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
     """
 
     chunks: ChunkOptions
+    histories: HistoryOptions
     shuffle_chunks: bool
     balance: Balance
-    recompute: bool
     seed: int
     is_fitting: bool
 
@@ -72,7 +72,7 @@ class PipelineEngine:
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.balance, self._check)
-        self.graphs = GraphCache(options.chunks, transport, recomputes=options.recompute)
+        self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.progress = Progress()
         self.num_training_passes = 0
         self._has_pending = False
@@ -229,7 +229,7 @@ class PipelineEngine:
             transport=self.transport,
             seed_of=seeds if self.model.module.training else None,
             is_training=is_training,
-            recompute=self.options.recompute,
+            recompute=self.options.histories.recomputes,
         )
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:

@@ -23,7 +23,7 @@ from lightning_gnnpipe.graph import (
     plan_from_assignment,
     trivial_plan,
 )
-from lightning_gnnpipe.history import HistoryStore
+from lightning_gnnpipe.history import HistoryOptions, HistoryStore
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Inputs
 from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition
@@ -40,37 +40,28 @@ class ChunkOptions:
     Attributes:
         num_chunks: K, or "auto" for 4 a stage.
         partition: A method, or the chunk of each node.
-        cross_chunk_grad_scale: Factor on gradients between chunks.
         seed: Seed of the partition.
     """
 
     num_chunks: int | Literal["auto"]
     partition: Partition
-    cross_chunk_grad_scale: float
     seed: int
 
 
 class PlannedGraph:
     """One graph: plan and batch; histories once it is trained on."""
 
-    def __init__(self, plan: ChunkPlan, cross_chunk_grad_scale: float, *, recomputes: bool) -> None:
+    def __init__(self, plan: ChunkPlan, histories: HistoryOptions) -> None:
         self.plan = plan
         self.inputs = PlannedInputs(plan)
         self.reading = MessageContext(None, plan)
-        self.store = HistoryStore(
-            plan.num_nodes, plan.num_chunks, cross_chunk_grad_scale, recomputes=recomputes
-        )
+        self.store = HistoryStore(plan.num_nodes, plan.num_chunks, histories)
         self.writing = MessageContext(self.store, plan, self.reading.functions)
         self.filled: set[Hashable] = set()
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
-        self.store = HistoryStore(
-            self.plan.num_nodes,
-            self.plan.num_chunks,
-            self.store.scale,
-            recomputes=self.store.recomputes,
-        )
+        self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.options)
         self.writing = MessageContext(self.store, self.plan, self.reading.functions)
         self.filled.clear()
 
@@ -78,8 +69,10 @@ class PlannedGraph:
 class GraphCache:
     """The graphs of the last calls, by content, and the histories of the one trained on last."""
 
-    def __init__(self, options: ChunkOptions, transport: Transport, *, recomputes: bool) -> None:
-        self._recomputes = recomputes
+    def __init__(
+        self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
+    ) -> None:
+        self._histories = histories
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -145,7 +138,7 @@ class GraphCache:
         check_graph(edge_index, inputs.num_nodes)
         plan = trivial_plan(edge_index, inputs.num_nodes)
         device = self._transport.axis.device
-        return PlannedGraph(plan.to(device), 1.0, recomputes=self._recomputes)
+        return PlannedGraph(plan.to(device), self._histories)
 
     def _cut(self, inputs: Inputs) -> PlannedGraph:
         options = self._options
@@ -164,11 +157,7 @@ class GraphCache:
 
         assignment = self._transport.run_on_first(partition)
         plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
-        return PlannedGraph(
-            plan.to(self._transport.axis.device),
-            options.cross_chunk_grad_scale,
-            recomputes=self._recomputes,
-        )
+        return PlannedGraph(plan.to(self._transport.axis.device), self._histories)
 
 
 def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.model import PipelinedModel
@@ -39,3 +41,10 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     for one in reversed(transport.all_gather_objects(state["state"])):
         merged |= one
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
+
+
+def drop_foreign_states(optimizers: Iterable[Optimizer], model: PipelinedModel) -> None:
+    """Forget optimizer states, loaded from a checkpoint, of parameters of other stages."""
+    for parameter in model.husks():
+        for optimizer in optimizers:
+            optimizer.state.pop(parameter, None)

@@ -34,34 +34,49 @@ class _Entry:
     done: list[int] = field(default_factory=list)  # chunks whose outputs' gradients are in `grad`
 
 
+@dataclass(frozen=True, slots=True)
+class HistoryOptions:
+    """How histories are kept.
+
+    Attributes:
+        scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
+        recomputes: Whether activations are computed again in backward. The buffer of a linear
+            layer's output gradients then holds a chunk's outputs until their gradient comes.
+        dtype: Of the rows; None for the dtype of what is pushed.
+    """
+
+    scale: float = 1.0
+    recomputes: bool = False
+    dtype: torch.dtype | None = None
+
+
+_DEFAULTS = HistoryOptions()
+
+
 class HistoryStore:
     """Histories of one stage over one plan.
 
     Args:
         num_nodes: Rows of each history, N.
         num_chunks: Chunks of the plan, K.
-        cross_chunk_grad_scale: Factor on what other chunks add to a row's gradient (GNNPipe's
-            technique 3 is 2).
-        recomputes: Whether activations are computed again in backward. The buffer of a linear
-            layer's output gradients then holds a chunk's outputs until their gradient comes.
+        options: How they are kept.
     """
 
     def __init__(
-        self,
-        num_nodes: int,
-        num_chunks: int,
-        cross_chunk_grad_scale: float = 1.0,
-        *,
-        recomputes: bool = False,
+        self, num_nodes: int, num_chunks: int, options: HistoryOptions = _DEFAULTS
     ) -> None:
-        self.recomputes = recomputes
+        self.options = options
         self.num_nodes = num_nodes
         self.num_chunks = num_chunks
-        self.scale = cross_chunk_grad_scale
         self.step = 0
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
+
+    @property
+    def scale(self) -> float:
+        """Factor on gradients between chunks."""
+        return self.options.scale
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -106,7 +121,7 @@ class HistoryStore:
 
     def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
-        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
+        _select(self.read(key, chunk), chunk.halo, out)
         written = self._entries[key].written
         return {c for c in chunk.halo_chunks if written[c] < self.step}
 
@@ -120,7 +135,7 @@ class HistoryStore:
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if source in stale else entry.rows
             assert rows is not None
-            torch.index_select(rows, 0, positions, out=target)
+            _select(rows, positions, target)
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -155,7 +170,7 @@ class HistoryStore:
         """
         total = self._grad(key, grad)
         total[chunk.start : chunk.end] = grad
-        if not self.recomputes:
+        if not self.options.recomputes:
             return total, None
         done = self._entries[key].done
         done.append(chunk.index)
@@ -199,11 +214,20 @@ class HistoryStore:
 
     def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
         entry = self._entries.get(key)
-        if entry is None or entry.rows.dtype != rows.dtype:
+        dtype = (self.options.dtype if rows.is_floating_point() else None) or rows.dtype
+        if entry is None or entry.rows.dtype != dtype:
             shape = (self.num_nodes, *rows.shape[1:])
             entry = _Entry(
-                torch.empty(shape, dtype=rows.dtype, device=rows.device),
+                torch.empty(shape, dtype=dtype, device=rows.device),
                 [NEVER] * self.num_chunks,
             )
             self._entries[key] = entry
         return entry
+
+
+def _select(rows: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Write `rows[positions]` to `out`, without a copy in between where the dtypes are equal."""
+    if rows.dtype == out.dtype:
+        torch.index_select(rows, 0, positions, out=out)
+    else:
+        out.copy_(rows.index_select(0, positions))

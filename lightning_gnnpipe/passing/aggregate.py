@@ -122,7 +122,7 @@ class Aggregation:
         assert self.store is not None
         if is_replay:
             return self.store.kept_output(self.key, self.chunk)
-        output = self._sum(self.store.read(self.key, self.chunk))
+        output = self._sum(self.store.read(self.key, self.chunk)).to(rows.dtype)
         if self.tape is not None:
             self.store.keep_output(self.key, self.chunk, output)
         return output

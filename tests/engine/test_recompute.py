@@ -70,6 +70,41 @@ def test_the_numbers_are_the_same(name: str) -> None:
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("make", [gnn.GCNConv, gnn.GATConv, gnn.SAGEConv])
+def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: bool) -> None:
+    """They take half the memory; outputs and gradients are rounded, and no more than that."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make(D, D), make(D, D)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.second(self.first(x, edge_index).tanh(), edge_index)
+
+    x, edges = graph()
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        net = Two()
+        engine = one_process_engine(
+            net, partition=PARTITION, recompute=recompute, history_dtype=dtype
+        )
+        for step in range(3):
+            engine.progress.step_index = step
+            output = engine.forward((x.float(), edges), {})
+            assert output.dtype == torch.float32
+            net.zero_grad()
+            output.square().sum().backward()
+        store = engine.graphs._trained.store
+        assert {store.rows(key).dtype for key in store} == {dtype or torch.float32}
+        found[dtype] = [output.detach(), *(p.grad for p in net.parameters())]
+    for rounded, exact in zip(found[torch.bfloat16], found[None], strict=True):
+        error = float((rounded - exact).norm() / exact.norm())
+        assert 0 < error < 0.02
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_fewer_tensors_are_kept_between_forward_and_backward(is_exact: bool) -> None:
     """Of N-row tensors a layer keeps its input, or its sums, and no more."""

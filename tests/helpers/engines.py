@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.comm import Meter, PipeAxis, Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
+from lightning_gnnpipe.history import HistoryOptions
 
 
 def one_process_engine(
@@ -19,14 +20,15 @@ def one_process_engine(
     shuffle_chunks: bool = True,
     scale: float = 1.0,
     recompute: bool = False,
+    history_dtype: torch.dtype | None = None,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=60))
     options = EngineOptions(
-        chunks=ChunkOptions("auto", partition, scale, seed=0),
+        chunks=ChunkOptions("auto", partition, seed=0),
+        histories=HistoryOptions(scale, recompute, history_dtype),
         shuffle_chunks=shuffle_chunks,
         balance="uniform",
-        recompute=recompute,
         seed=0,
         is_fitting=True,
     )

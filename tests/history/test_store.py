@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.history import HistoryStore, StalenessRecorder
+from lightning_gnnpipe.history import HistoryOptions, HistoryStore, StalenessRecorder
 
 # Chunk 0 = nodes 0, 1; chunk 1 = nodes 2, 3, 4. Edges 0 -> 2, 4 -> 1, 3 -> 1.
 EDGES = torch.tensor([[0, 4, 3], [2, 1, 1]])
@@ -40,7 +40,7 @@ def test_an_unwritten_row_is_never_read(plan: ChunkPlan) -> None:
 
 
 def test_gradients_wait_for_their_rows_and_are_scaled(plan: ChunkPlan) -> None:
-    store = HistoryStore(5, 2, cross_chunk_grad_scale=2.0)
+    store = HistoryStore(5, 2, HistoryOptions(scale=2.0))
     store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
     assert store.pull_grad("h", plan.chunks[1]) is None
     store.push_grad("h", plan.chunks[0], torch.tensor([[1.0], [5.0]]))
