@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module, data, num_stages=options.stages, link_gbit_per_s=options.link_gbit
         )
     except GNNPipeError as error:
-        Console(stderr=True).print(f"[red]{error}", markup=True, highlight=False)
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
         return 1
     print_plan(plan, Console())
     return 0

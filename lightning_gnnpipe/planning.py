@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, Dataset, InMemoryDataset
 
-from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast
+from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast, switched
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
@@ -46,17 +46,35 @@ def plan_pipeline(
         ConfigError: If `training_step` cannot run outside of a Trainer.
         GNNPipeError: As training would.
     """
+    if not 0 < link_gbit_per_s < float("inf"):
+        raise ConfigError(
+            explain(
+                expected="'link_gbit_per_s' to be positive",
+                found=str(link_gbit_per_s),
+                remedy="10 is usual between machines.",
+            )
+        )
     _, pipelined = find_pipelined(module, options.pipelined_module)
     args, kwargs = _capture(module, pipelined, _first_batch(data))
     call = take_apart(pipelined, args, kwargs)
-    return forecast(
-        pipelined,
-        call,
-        classify(call),
-        ForecastOptions(
-            num_stages, options.expect_num_chunks(num_stages), options.partition, link_gbit_per_s
-        ),
-    )
+    inputs = classify(call)
+    num_chunks = options.expect_num_chunks(num_stages)
+    if options.num_chunks == "auto":
+        num_chunks = min(num_chunks, inputs.num_nodes)
+    with switched(pipelined, True):
+        return forecast(
+            pipelined,
+            call,
+            inputs,
+            ForecastOptions(
+                num_stages,
+                num_chunks,
+                options.partition,
+                options.balance,
+                options.recompute,
+                link_gbit_per_s,
+            ),
+        )
 
 
 def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
@@ -70,9 +88,8 @@ def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
 def _capture(
     module: pl.LightningModule, pipelined: nn.Module, batch: Any
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    module.train()
     try:
-        with _stopping(pipelined), torch.no_grad():
+        with _stopping(pipelined), switched(module, True), torch.no_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
         return captured.arguments

@@ -8,12 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.cli import main
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
@@ -84,6 +85,54 @@ def test_times_add_up() -> None:
     assert any("6 layers" in line for line in plan.advice)
     assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
     assert "forward" not in module.net.__dict__
+
+
+def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
+    class Edges(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(2, NUM_FEATURES)
+            self.convs = nn.ModuleList(
+                gnn.GINEConv(nn.Linear(NUM_FEATURES, NUM_FEATURES)) for _ in range(4)
+            )
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+            edge_attr = self.encoder(edge_attr)
+            for conv in self.convs:
+                x = conv(x, edge_index, edge_attr)
+            return x
+
+        def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+            return self(batch.x, batch.edge_index, batch.edge_attr).sum()
+
+    _, data = make()
+    data.edge_attr = torch.rand(240, 2)
+    module = Edges().eval()
+    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=2)
+    rows = 2 * (NUM_NODES + 240) + NUM_NODES  # forth and back, and the outputs
+    assert plan.step_bytes == rows * NUM_FEATURES * 4
+    assert not module.training and not module.convs[0].training
+
+
+def test_options_of_the_strategy_count() -> None:
+    module, data = make()
+    kept = GNNPipeStrategy(num_chunks=4, balance=[1, 5]).plan(module, data)
+    again = GNNPipeStrategy(num_chunks=4, balance=[1, 5], recompute=True).plan(module, data)
+    assert [stage.num_layers for stage in kept.stages] == [1, 5]
+    assert again.stages[1].memory_bytes < kept.stages[1].memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "text"),
+    [
+        ({"edge_index": torch.tensor([[0, 99], [1, 2]])}, {}, "node 99"),
+        ({}, {"link_gbit_per_s": 0.0}, "'link_gbit_per_s' to be positive"),
+    ],
+)
+def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:
+    module, data = make()
+    with pytest.raises(GNNPipeError, match=text):
+        GNNPipeStrategy(num_chunks=4).plan(module, data.update(change), **options)
 
 
 def test_a_data_module_serves_as_well() -> None:

@@ -13,6 +13,7 @@ from lightning_gnnpipe.engine.state import (
     full_state_dict,
     merge_optimizer_states,
 )
+from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "forecast",
     "full_state_dict",
     "merge_optimizer_states",
+    "switched",
 ]

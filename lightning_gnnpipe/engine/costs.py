@@ -35,12 +35,14 @@ class LayerCost:
         backward_s: Seconds, backward.
         saved_bytes: What autograd keeps between them.
         history_bytes: Its histories and gradient buffers.
+        pushed_row_bytes: Bytes of one node's row in all of its histories.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int
     history_bytes: int
+    pushed_row_bytes: int
 
 
 def work_of(chunk: ChunkView) -> int:
@@ -51,7 +53,7 @@ def work_of(chunk: ChunkView) -> int:
 def measure_layers(
     module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
 ) -> list[LayerCost]:
-    """Return the costs of all layers, from a few middle-sized chunks after one to warm up."""
+    """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
     ranked = sorted(plan.chunks, key=work_of)
     num_timed = min(_MAX_TIMED, max(1, plan.num_chunks // 4))
     first = (len(ranked) - num_timed) // 2
@@ -65,7 +67,9 @@ def measure_layers(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        runs = [_run(layers, chunk, inputs, context) for chunk in (timed[0], *timed)][1:]
+        for chunk in timed:  # what is computed once for a chunk is no cost of a layer
+            _run(layers, chunk, inputs, context)
+        runs = [_run(layers, chunk, inputs, context) for chunk in timed]
     scales = [total / max(work_of(chunk), 1) for chunk in timed]
 
     def over_chunks(values: list[float]) -> float:
@@ -76,7 +80,8 @@ def measure_layers(
             over_chunks([run[i].forward_s for run in runs]),
             over_chunks([run[i].backward_s for run in runs]),
             round(over_chunks([run[i].saved_bytes for run in runs])),
-            2 * _history_bytes(context, segment),
+            2 * _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
+            _history_bytes(context, segment) // plan.num_nodes,
         )
         for i, segment in enumerate(layers.segments)
     ]
@@ -96,10 +101,12 @@ def _run(
     leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
     timed, graphs = [_Timed() for _ in layers.segments], []
+    parameters = (p for segment in layers.segments for p in segment.module.parameters())
+    given = {t.untyped_storage().data_ptr() for t in (*known.values(), *parameters)}
     for segment, one in zip(layers.segments, timed, strict=True):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
         sources = [t for t in values.values() if t.requires_grad]
-        with _counted(one), _clocked(context, one, "forward_s"):
+        with _counted(one, given), _clocked(context, one, "forward_s"):
             run_segments((segment,), values, chunk, context)
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
@@ -129,13 +136,13 @@ def _clocked(context: MessageContext, one: _Timed, attribute: str) -> Iterator[N
 
 
 @contextmanager
-def _counted(one: _Timed) -> Iterator[None]:
-    """Count the bytes that autograd keeps, parameters apart."""
-    seen: set[int] = set()
+def _counted(one: _Timed, given: set[int]) -> Iterator[None]:
+    """Count the bytes that autograd keeps, but for weights and the batch, at `given` places."""
+    seen = set(given)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
+        if storage.data_ptr() not in seen and tensor.is_floating_point():
             seen.add(storage.data_ptr())
             one.saved_bytes += tensor.numel() * tensor.element_size()
         return tensor

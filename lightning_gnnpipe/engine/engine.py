@@ -24,7 +24,7 @@ from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGrap
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel
-from lightning_gnnpipe.engine.probe import check_on_chunks
+from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
@@ -32,7 +32,7 @@ from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
 from lightning_gnnpipe.history import HistoryOptions, Staleness
-from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, take_apart
+from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
 from lightning_gnnpipe.types import version_of
 
 
@@ -155,7 +155,7 @@ class PipelineEngine:
         )
         running = TrainingPass(parts, graph, self.model, order)
         graph.inputs.load(call, inputs)
-        outputs = running.forward(self.controls, self.progress.step_index)
+        outputs = running.forward(self.controls, self.num_training_passes)
         if is_exact:
             graph.filled.add(mode.reads)
         self._has_pending = True
@@ -227,14 +227,15 @@ class PipelineEngine:
             inputs=graph.inputs,
             context=graph.writing if (is_training or writes) and has_stale else graph.reading,
             transport=self.transport,
-            seed_of=seeds if self.model.module.training else None,
+            seed_of=seeds if is_training or self.model.module.training else None,
             is_training=is_training,
             recompute=self.options.histories.recomputes,
         )
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        if self.graphs.has_chunks(inputs):
-            check_on_chunks(self.model.module, layers, call, inputs)
+        module, has_chunks = self.model.module, self.graphs.has_chunks(inputs)
+        if has_chunks or is_listed(module):
+            check_layers(module, layers, call, inputs, on_chunks=has_chunks)
 
     def _fingerprint(self, inputs: Inputs) -> int:
         """Return the graph's fingerprint; loaders that copy the graph cost one comparison."""

@@ -15,9 +15,12 @@ from torch import nn
 
 from lightning_gnnpipe.engine.costs import LayerCost, measure_layers, work_of
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
+    check_graph,
     edge_cut_frac,
     partition_nodes,
     replicas_per_node,
@@ -35,8 +38,11 @@ from lightning_gnnpipe.schedule import (
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
+    Kind,
     Layers,
     Stage,
+    Value,
+    check_counts,
     cut_layers,
     draw_sample,
     find_users,
@@ -123,12 +129,16 @@ class ForecastOptions:
         num_stages: Stages, S.
         num_chunks: Chunks, K.
         partition: How nodes are dealt out to chunks.
+        balance: How layers are dealt out to stages.
+        recompute: Whether activations are computed again in backward.
         link_gbit_per_s: Speed of the link between two devices, each way.
     """
 
     num_stages: int
     num_chunks: int
     partition: Partition
+    balance: Balance
+    recompute: bool
     link_gbit_per_s: float
 
 
@@ -138,14 +148,17 @@ def forecast(
     """Cut `module` and the graph of `call`, time each layer on a few chunks, simulate a step.
 
     Raises:
+        GraphError: If the graph is malformed.
         UnsupportedError: If the module cannot be pipelined.
         ConfigError: If there are more stages than layers, or more chunks than nodes.
     """
     check_support(module, options.num_chunks)
+    check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
     with without_caches(find_convs(module)):
         graph = trace(module, call)
         sample = draw_sample(module, call, inputs)
         layers = cut_layers(graph, module, learn_values(graph, module, sample))
+    check_layers(module, layers, call, inputs, on_chunks=options.num_chunks > 1)
     edge_index = inputs.edge_index.cpu()
     plan = build_chunk_plan(
         edge_index,
@@ -156,9 +169,16 @@ def forecast(
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
     costs = measure_layers(module, layers, plan, planned)
-    counts = solve_balance([c.forward_s + c.backward_s for c in costs], options.num_stages)
-    stages = split_layers(layers, counts)
+    stages = split_layers(layers, _count_layers(costs, options))
     return _Forecaster(module, layers, costs, stages, plan, options).plan(inputs)
+
+
+def _count_layers(costs: Sequence[LayerCost], options: ForecastOptions) -> Sequence[int]:
+    if not isinstance(options.balance, str):
+        return check_counts(options.balance, len(costs), options.num_stages)
+    is_measured = options.balance == "measured"
+    weights = [c.forward_s + c.backward_s if is_measured else 1.0 for c in costs]
+    return solve_balance(weights, options.num_stages)
 
 
 class _Forecaster:
@@ -188,9 +208,14 @@ class _Forecaster:
         step_bytes = pipeline_bytes(
             num_stages=num_stages,
             num_nodes=num_nodes,
-            row_bytes=[self._row_bytes(stage.sent) for stage in self.stages[:-1]],
+            row_bytes=[0] * (num_stages - 1),
             output_row_bytes=output_bytes,
         )
+        for stage in self.stages[:-1]:
+            values = [self.layers.values[name] for name in stage.sent]
+            step_bytes += sum(self._bytes(v, num_nodes, edge_index.size(1)) for v in values)
+            back = [v for v in values if v.requires_grad]
+            step_bytes += sum(self._bytes(v, num_nodes, edge_index.size(1)) for v in back)
         spread_s = (num_stages - 1) * num_nodes * output_bytes / self.bytes_per_s
         compute_s = sum(cost.forward_s + cost.backward_s for cost in self.costs)
         rival_bytes = self._graph_parallel_bytes(edge_index, num_nodes)
@@ -222,10 +247,19 @@ class _Forecaster:
         if action.op is Op.F:
             return share * sum(cost.forward_s for cost in costs)
         if action.op is Op.B:
-            return share * sum(cost.backward_s for cost in costs)
+            again = sum(cost.forward_s for cost in costs) if self.options.recompute else 0.0
+            return share * (again + sum(cost.backward_s for cost in costs))
+        chunk = self.chunks.chunks[action.chunk]
         names = stage.sent if action.op is Op.SEND_F else stage.received
-        num_rows = self.chunks.chunks[action.chunk].num_nodes
-        return num_rows * self._row_bytes(names) / self.bytes_per_s
+        values = [self.layers.values[name] for name in names]
+        if action.op is Op.SEND_B:
+            values = [value for value in values if value.requires_grad]
+        total = sum(self._bytes(value, chunk.num_nodes, chunk.num_edges) for value in values)
+        return total / self.bytes_per_s
+
+    @staticmethod
+    def _bytes(value: Value, num_nodes: int, num_edges: int) -> int:
+        return value.row_bytes * (num_nodes if value.kind is Kind.NODE else num_edges)
 
     def _row_bytes(self, names: Sequence[str]) -> int:
         return sum(self.layers.values[name].row_bytes for name in names)
@@ -237,14 +271,23 @@ class _Forecaster:
         shards = partition_nodes(
             edge_index, num_nodes, num_chunks=num_shards, method="metis", seed=0
         )
-        rows = [self._row_bytes(self.layers.crossing[s.index]) for s in self.layers.segments]
+        exchanged = sum(cost.pushed_row_bytes for cost in self.costs)
         return graph_parallel_bytes(
-            num_layers=len(self.layers.segments),
+            num_layers=1,
             replicas_per_node=replicas_per_node(edge_index, num_nodes, shards),
             num_nodes=num_nodes,
-            row_bytes=max(rows),
+            row_bytes=exchanged,
             weight_bytes=sum(p.numel() * p.element_size() for p in self.module.parameters()),
             num_shards=num_shards,
+        )
+
+    def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
+        """Return the bytes that are kept between forward and backward."""
+        if not self.options.recompute:
+            return sum(cost.saved_bytes for cost in costs)
+        values = [self.layers.values[name] for name in stage.received]
+        return sum(
+            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges) for value in values
         )
 
     def _names(self) -> list[str]:
@@ -270,7 +313,8 @@ class _Forecaster:
                     num_parameters=sum(p.numel() for p in own),
                     compute_s=sum(cost.forward_s + cost.backward_s for cost in costs),
                     memory_bytes=4 * weight_bytes
-                    + sum(cost.saved_bytes + cost.history_bytes for cost in costs),
+                    + sum(cost.history_bytes for cost in costs)
+                    + self._activations(stage, costs),
                 )
             )
         return found

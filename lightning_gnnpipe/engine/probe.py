@@ -74,8 +74,10 @@ class _NoRandomness(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> None:
-    """Refuse a module whose layers, on chunks of a small graph, do not give what it gives.
+def check_layers(
+    module: nn.Module, layers: Layers, call: Call, inputs: Inputs, *, on_chunks: bool
+) -> None:
+    """Refuse a module whose layers do not give what it gives, on a small graph and its chunks.
 
     Raises:
         UnsupportedError: With the layer where the difference begins, or the error that a layer
@@ -88,18 +90,21 @@ def check_on_chunks(module: nn.Module, layers: Layers, call: Call, inputs: Input
     with undisturbed(module), torch.no_grad(), _NoRandomness():
         args, kwargs = small.rebuild(small.leaves)
         with without_caches(find_convs(module)):
-            expected = _flatten(module.forward(*args, **kwargs))
+            expected = module.forward(*args, **kwargs)
         _check_buffers(module, before)
         assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)
         plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
         checker = _Checker(module, layers, plan.to(sample.edge_index.device), small, kinds)
         reference = checker.run(plan.whole)
-        found = _flatten(layers.rebuild_output([reference[name] for name in layers.outputs]))
-        for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            _compare(f"output {index}", ours, theirs)
-        on_chunks = checker.run(plan)
+        found = layers.rebuild_output([reference[name] for name in layers.outputs])
+        _check_structure(found, expected)
+        for index, pair in enumerate(zip(_flatten(found), _flatten(expected), strict=True)):
+            _compare(f"output {index}", *pair)
+        if not on_chunks:
+            return
+        chunked = checker.run(plan)
         for name in checker.order:
-            _compare(name, on_chunks[name], reference[name])
+            _compare(name, chunked[name], reference[name])
 
 
 class _Checker:
@@ -185,6 +190,27 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
                 "once a chunk; replace it, or train with num_chunks=1.",
             )
         )
+
+
+def _check_structure(ours: Any, theirs: Any) -> None:
+    found, expected = _structure(ours), _structure(theirs)
+    if found != expected:
+        raise UnsupportedError(
+            explain(
+                expected=f"the layers to give what forward gives: {expected}",
+                found=str(found),
+                remedy="Let 'pipeline_layers' end with the same outputs.",
+            )
+        )
+
+
+def _structure(output: Any) -> Any:
+    """Return `output` with tensors by the word."""
+    if isinstance(output, Mapping):
+        return {key: _structure(item) for key, item in output.items()}
+    if isinstance(output, list | tuple):
+        return [_structure(item) for item in output]
+    return "tensor" if isinstance(output, Tensor) else repr(output)
 
 
 def _flatten(output: Any) -> list[Tensor]:

@@ -7,7 +7,8 @@ there each layer's inputs are kept instead, and one layer at a time is computed 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -54,7 +55,7 @@ def _run_group(
 
     def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
         local = dict(zip(inputs, tensors, strict=True))
-        with context.taped(tape):
+        with context.taped(tape), _kept_buffers(group if tape.is_replay else ()):
             run_segments(group, local, chunk, context, seed_of, outputs)
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
@@ -67,3 +68,14 @@ def _run_group(
         early_stop=False,
     )
     values.update(zip(outputs, results, strict=True))
+
+
+@contextmanager
+def _kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
+    """Leave running statistics and the like as they are: the first run has counted."""
+    kept = [(b, b.clone()) for segment in segments for b in segment.module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.data.copy_(value)  # not a write that autograd would object to

@@ -62,11 +62,16 @@ class TrainingPass:
         self._is_done = False
         self.is_exact = parts.plan is graph.plan.whole
 
-    def forward(self, controls: Controls, step_index: int) -> list[Tensor]:
-        """Run the forward phase and return the outputs, detached."""
+    def forward(self, controls: Controls, number: int) -> list[Tensor]:
+        """Run the forward phase and return the outputs, detached.
+
+        Args:
+            controls: The switches.
+            number: How many training passes the run has made; ages of rows are counted in them.
+        """
         store = self._graph.store
         self._parts.transport.meter.reset()
-        store.begin_step(step_index)
+        store.begin_step(number)
         store.recorder = StalenessRecorder() if controls.records_staleness else None
         if controls.serves_snapshot and not self.is_exact:
             store.restore()
@@ -96,6 +101,7 @@ class TrainingPass:
         actions = self._schedule.backward(self._stage)
         with ExitStack() as stack:
             if self._parts.recompute:
+                self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))
                 stack.enter_context(own_random_stream(self._parts.transport.axis.device))
             self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))

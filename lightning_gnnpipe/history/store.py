@@ -85,7 +85,7 @@ class HistoryStore:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
-        """Say that training step number `step` begins."""
+        """Say that training pass number `step` begins."""
         self.step = step
         self.moments.begin_step()
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import DeepGCNLayer, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
@@ -39,18 +39,24 @@ class Intercepted:
     Attributes:
         convs: The message-passing layers, by name.
         norms: The norms with statistics over all nodes, by name.
-        reversibles: Blocks that would compute their inputs again in backward, outside of a pass.
+        blocks: PyG's blocks that would run layers again in backward, outside of a pass, and the
+            attributes that switch this off.
     """
 
     convs: dict[str, MessagePassing]
     norms: dict[str, nn.Module]
-    reversibles: list[InvertibleModule]
+    blocks: list[tuple[nn.Module, dict[str, bool]]]
 
 
 def find_layers(module: nn.Module) -> Intercepted:
     """Return the layers of `module` that are to be intercepted."""
-    reversibles = [m for m in module.modules() if isinstance(m, InvertibleModule)]
-    return Intercepted(find_convs(module), find_norms(module), reversibles)
+    blocks: list[tuple[nn.Module, dict[str, bool]]] = []
+    for m in module.modules():
+        if isinstance(m, InvertibleModule):
+            blocks.append((m, {"disable": True}))
+        elif isinstance(m, DeepGCNLayer):
+            blocks.append((m, {"ckpt_grad": False}))
+    return Intercepted(find_convs(module), find_norms(module), blocks)
 
 
 @contextmanager
@@ -59,8 +65,8 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
     convs = layers.convs
     with ExitStack() as stack:
         stack.enter_context(whole_statistics(layers.norms, context))
-        for block in layers.reversibles:
-            stack.callback(replace_attributes(block, {"disable": True}))
+        for block, attributes in layers.blocks:
+            stack.callback(replace_attributes(block, attributes))
         stack.enter_context(without_caches(convs))
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():

@@ -89,11 +89,9 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
-        if store is None or not _uses_statistics(norm):
+        is_known = context.is_whole and context.is_replay
+        if store is None or is_known or not _uses_statistics(norm):
             return cast(Tensor, original(*args, **kwargs))
-        if context.is_whole and context.is_replay:
-            with _kept_buffers(norm):
-                return cast(Tensor, original(*args, **kwargs))
         x, *others = (value for value in (*args, *kwargs.values()) if value is not None)
         has_formula = kind in _FORMULAS and x.dim() == 2 and not others
         key = context.next_key(name)
@@ -118,17 +116,6 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
-
-
-@contextmanager
-def _kept_buffers(norm: nn.Module) -> Iterator[None]:
-    """Leave running statistics as they are: this pass has counted before."""
-    before = [(buffer, buffer.clone()) for buffer in norm.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 def _uses_statistics(norm: Any) -> bool:

@@ -8,6 +8,7 @@ from lightning_gnnpipe.stages.find import find_pipelined
 from lightning_gnnpipe.stages.husk import fill_husks, make_husks
 from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
 from lightning_gnnpipe.stages.layers import Layers, Segment, cut_layers
+from lightning_gnnpipe.stages.listed import is_listed
 from lightning_gnnpipe.stages.split import Stage, find_users, split_layers
 from lightning_gnnpipe.stages.trace import trace, traced_options
 from lightning_gnnpipe.stages.values import (
@@ -36,6 +37,7 @@ __all__ = [
     "fill_husks",
     "find_pipelined",
     "find_users",
+    "is_listed",
     "learn_values",
     "make_husks",
     "restore_buffers",

@@ -20,6 +20,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
 
@@ -32,7 +34,29 @@ def listed_parts(module: Any) -> set[int]:
     """Return the ids of the listed submodules and of all modules inside of them."""
     if not is_listed(module):
         return set()
-    return {id(part) for layer, _ in module.pipeline_layers() for part in layer.modules()}
+    return {id(part) for layer, _ in _entries(module) for part in layer.modules()}
+
+
+def _entries(module: Any) -> list[tuple[nn.Module, str]]:
+    """Return the listed layers.
+
+    Raises:
+        UnsupportedError: If an entry is not a submodule and what it reads and computes.
+    """
+    own = {id(part) for part in module.modules()}
+    entries = list(module.pipeline_layers())
+    for entry in entries:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        if not is_pair or id(entry[0]) not in own or str(entry[1]).count("->") != 1:
+            raise UnsupportedError(
+                explain(
+                    expected="'pipeline_layers' to list pairs of a submodule of the module and a "
+                    "text such as 'h, edge_index -> h'",
+                    found=repr(entry),
+                    remedy="Register the submodules in __init__.",
+                )
+            )
+    return [(layer, str(text)) for layer, text in entries]
 
 
 def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -45,7 +69,7 @@ def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     bound.apply_defaults()
     values = dict(bound.arguments)
     outputs: list[str] = []
-    for layer, text in module.pipeline_layers():
+    for layer, text in _entries(module):
         inputs, outputs = ([name.strip() for name in side.split(",")] for side in text.split("->"))
         missing = [name for name in inputs if name not in values]
         if missing:

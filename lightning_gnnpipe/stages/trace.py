@@ -144,14 +144,14 @@ def _without_progress(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_checkpoints(module: nn.Module) -> Iterator[None]:
     """Trace DeepGCNLayer without its activation checkpoints: it asks inputs for `requires_grad`."""
-    layers = [m for m in module.modules() if isinstance(m, DeepGCNLayer) and m.ckpt_grad]
-    for layer in layers:
+    before = [(m, m.ckpt_grad) for m in module.modules() if isinstance(m, DeepGCNLayer)]
+    for layer, _ in before:
         layer.ckpt_grad = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.ckpt_grad = True
+        for layer, value in before:
+            layer.ckpt_grad = value
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class DeeperGCN(nn.Module):
         for i in range(3):
             conv = gnn.GENConv(D, D, aggr="softmax", learn_t=True, num_layers=2, norm="layer")
             self.layers.append(
-                gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, dropout=0.0, ckpt_grad=i % 3 == 2)
+                gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, dropout=0.0, ckpt_grad=i % 3)
             )
         self.lin = nn.Linear(2 * D if block == "dense" else D, C)
 
@@ -313,6 +313,51 @@ def test_a_wrong_cut_is_refused(last: str, text: str) -> None:
     engine = one_process_engine(Listed(last), partition=PARTITION)
     with pytest.raises(UnsupportedError, match=text):
         engine.forward((batch["x"].float(), batch["edge_index"]), {})
+
+
+def test_a_cut_that_computes_something_else_is_refused_on_one_chunk_too() -> None:
+    batch = make_batch()
+    inputs = (batch["x"].float(), batch["edge_index"])
+    one = torch.zeros(N, dtype=torch.int64)
+    for last, text in (("h, h, edge_index -> h, out", "difference"), ("h, x, edge_index -> h", "")):
+        with pytest.raises(UnsupportedError, match=text):
+            one_process_engine(Listed(last), partition=one).forward(inputs, {})
+
+
+@pytest.mark.parametrize("entry", [(torch.relu, "h -> h"), (nn.Linear(D, D), "h -> h"), "h"])
+def test_a_malformed_list_is_refused(entry: Any) -> None:
+    class Malformed(Listed):
+        def pipeline_layers(self) -> list[Any]:
+            return [*super().pipeline_layers(), entry]
+
+    batch = make_batch()
+    with pytest.raises(UnsupportedError, match="list pairs of a submodule"):
+        one_process_engine(Malformed(), partition=PARTITION).forward(
+            (batch["x"].float(), batch["edge_index"]), {}
+        )
+
+
+class ListedBlocks(DeeperGCN):
+    """Blocks with activation checkpoints, called as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.ckpt_grad = 1
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        h = self.node_encoder(x)
+        for layer in self.layers:
+            h = layer(h, edge_index, edge_attr)
+        return self.lin(h)
+
+    def pipeline_layers(self) -> list[tuple[nn.Module, str]]:
+        blocks = [(layer, "h, edge_index, edge_attr -> h") for layer in self.layers]
+        return [(self.node_encoder, "x -> h"), *blocks, (self.lin, "h -> out")]
+
+
+def test_listed_blocks_with_checkpoints() -> None:
+    assert_trains_as_plain(ListedBlocks(), "x", "edge_index", "edge_attr")
 
 
 class EdgeUpdates(nn.Module):

@@ -8,7 +8,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
-from lightning_gnnpipe.engine.probe import check_on_chunks
+from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import (
     classify,
@@ -121,7 +121,7 @@ def check(module: nn.Module) -> None:
     layers = cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, inputs))
     )
-    check_on_chunks(module, layers, call, inputs)
+    check_layers(module, layers, call, inputs, on_chunks=True)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,43 @@ def test_the_numbers_are_the_same(name: str) -> None:
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
+class AlwaysDrops(nn.Module):
+    """Drops in evaluation as well, between layers that keep their halos."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = gnn.GATConv(D, D), gnn.GATConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(nn.functional.dropout(self.first(x, edge_index), 0.5), edge_index)
+
+
+@pytest.mark.parametrize("case", ["eval", "twice a step", "one chunk"])
+def test_the_numbers_are_the_same_in_odd_cases(case: str) -> None:
+    """Dropout in evaluation; two passes in one step; one chunk, with an evaluation in between."""
+    found = []
+    partition = torch.zeros_like(PARTITION) if case == "one chunk" else PARTITION
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = (AlwaysDrops() if case == "eval" else Net()).double()
+        engine = one_process_engine(net, partition=partition, recompute=recompute)
+        net.train(case != "eval")
+        for number in range(4):
+            engine.progress.step_index = 0 if case == "twice a step" else number
+            output = engine.forward(graph(), {})
+            if case == "one chunk":
+                with torch.no_grad():
+                    engine.forward(graph(), {})
+            net.zero_grad()
+            output.square().sum().backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter -= 0.05 * parameter.grad
+        named = {name: value.clone() for name, value in net.state_dict().items()}
+        found.append({"output": output.detach(), **named})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [gnn.GCNConv, gnn.GATConv, gnn.SAGEConv])
 def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: bool) -> None:
