@@ -5,9 +5,10 @@ from __future__ import annotations
 from lightning_gnnpipe.engine.agree import BatchFingerprints
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
-from lightning_gnnpipe.engine.forecast import ForecastOptions, PipelinePlan, forecast
+from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.engine.state import (
     drop_foreign_states,
     full_state_dict,
