@@ -33,7 +33,6 @@ from lightning_gnnpipe.schedule import (
     add_transfers,
     fill_drain,
     graph_parallel_bytes,
-    pipeline_bytes,
     simulate,
 )
 from lightning_gnnpipe.stages import (
@@ -138,19 +137,7 @@ class _Forecaster:
             add_transfers(fill_drain(num_stages, tuple(range(self.chunks.num_chunks)))),
             cost=self._seconds,
         )
-        output_bytes = self._row_bytes(self.layers.outputs)
-        step_bytes = pipeline_bytes(
-            num_stages=num_stages,
-            num_nodes=num_nodes,
-            row_bytes=[0] * (num_stages - 1),
-            output_row_bytes=output_bytes,
-        )
-        for stage in self.stages[:-1]:
-            values = [self.layers.values[name] for name in stage.sent]
-            step_bytes += sum(self._bytes(v, num_nodes, edge_index.size(1)) for v in values)
-            back = [v for v in values if v.requires_grad]
-            step_bytes += sum(self._bytes(v, num_nodes, edge_index.size(1)) for v in back)
-        spread_s = (num_stages - 1) * num_nodes * output_bytes / self.bytes_per_s
+        spread_bytes = (num_stages - 1) * num_nodes * self._row_bytes(self.layers.outputs)
         compute_s = sum(cost.forward_s + cost.backward_s for cost in self.costs)
         rival_bytes = self._graph_parallel_bytes(edge_index, num_nodes)
         owner = self.chunks.chunk_of_position()
@@ -164,9 +151,9 @@ class _Forecaster:
             chunk_edges=tuple(chunk.num_edges for chunk in self.chunks.chunks),
             halo_rows=tuple(chunk.num_halo for chunk in self.chunks.chunks),
             edge_cut_frac=edge_cut_frac(self.chunks.whole.chunks[0].edge_index, owner),
-            step_s=timeline.span + spread_s,
+            step_s=timeline.span + spread_bytes / self.bytes_per_s,
             bubble_frac=timeline.bubble_frac,
-            step_bytes=step_bytes,
+            step_bytes=spread_bytes + self._crossing_bytes(),
             one_device_s=compute_s,
             graph_parallel_s=compute_s / num_stages + rival_bytes / num_stages / self.bytes_per_s,
             graph_parallel_bytes=rival_bytes,
@@ -190,6 +177,16 @@ class _Forecaster:
             values = [value for value in values if value.requires_grad]
         total = sum(self._bytes(value, chunk.num_nodes, chunk.num_edges) for value in values)
         return total / self.bytes_per_s
+
+    def _crossing_bytes(self) -> int:
+        """Return what crosses the cuts: values forth, and gradients back where there are any."""
+        names = [name for stage in self.stages[:-1] for name in stage.sent]
+        values = [self.layers.values[name] for name in names]
+        return sum(
+            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges)
+            * (2 if value.requires_grad else 1)
+            for value in values
+        )
 
     @staticmethod
     def _bytes(value: Value, num_nodes: int, num_edges: int) -> int:
