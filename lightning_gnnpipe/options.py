@@ -34,6 +34,8 @@ class StrategyOptions:
     balance: BalanceOption
     recompute: bool
     history_dtype: torch.dtype | None
+    history_device: torch.device | str | None
+    self_check: bool
     timeout: timedelta
     start_method: StartMethod
 
@@ -57,6 +59,7 @@ class StrategyOptions:
                 self.history_dtype,
                 "Use torch.bfloat16, for instance.",
             )
+        _check_device(self.history_device)
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -67,7 +70,10 @@ class StrategyOptions:
     @property
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
-        return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, self.history_dtype)
+        device = None if self.history_device is None else torch.device(self.history_device)
+        return HistoryOptions(
+            self.cross_chunk_grad_scale, self.recompute, self.history_dtype, device
+        )
 
     def resolve_num_stages(self, world_size: int) -> int:
         """Return S, which must be the number of processes.
@@ -99,6 +105,15 @@ def _check_count(name: str, value: object, limit: str) -> None:
             value,
             f"Leave it at '{name}=\"auto\"'.",
         )
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    try:
+        is_storage = device is None or torch.device(device).type != "meta"
+    except (RuntimeError, TypeError):
+        is_storage = False
+    if not is_storage:
+        _refuse("'history_device' to be a device with memory", device, "Use 'cpu', for instance.")
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat
+from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
@@ -27,16 +28,12 @@ from lightning_gnnpipe.engine import (
     PipelineStats,
     clip_by_total_norm,
     drop_foreign_states,
-    full_state_dict,
-    merge_optimizer_states,
 )
-from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
-from lightning_gnnpipe.processes import PipeProcesses
 from lightning_gnnpipe.refuse import (
     check_callbacks,
     check_optimizers,
@@ -49,7 +46,7 @@ from lightning_gnnpipe.types import Partition, StartMethod
 log = logging.getLogger(__name__)
 
 
-class GNNPipeStrategy(PipeProcesses):
+class GNNPipeStrategy(PipeCheckpoints):
     """Trains a GNN on the whole graph, its layers in stages on several devices.
 
     Chunks of the graph are in flight between the stages.
@@ -71,8 +68,12 @@ class GNNPipeStrategy(PipeProcesses):
             the number of layers of each stage.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
-        history_dtype: Keep histories in this dtype, such as `torch.bfloat16`; what layers read of
-            them is rounded. None: as computed.
+        history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
+            such as `torch.bfloat16`; what is read of them is rounded. None: as computed.
+        history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
+            is a transfer. None: where the layers compute.
+        self_check: Try the module out on a small graph before training, chunks against whole,
+            forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
@@ -96,6 +97,8 @@ class GNNPipeStrategy(PipeProcesses):
         balance: BalanceOption = "measured",
         recompute: bool = False,
         history_dtype: torch.dtype | None = None,
+        history_device: torch.device | str | None = None,
+        self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -115,6 +118,8 @@ class GNNPipeStrategy(PipeProcesses):
             balance,
             recompute,
             history_dtype,
+            history_device,
+            self_check,
             timeout,
             start_method,
         )
@@ -128,27 +133,8 @@ class GNNPipeStrategy(PipeProcesses):
             precision_plugin=precision_plugin,
         )
         self.controls = Controls()
-        self._engine: PipelineEngine | None = None
-        self._prefix = ""
         self._metrics = LocalMetrics()
         self._fingerprints = BatchFingerprints()
-
-    @property
-    def engine(self) -> PipelineEngine:
-        """The engine, while a fit, validate, test or predict runs.
-
-        Raises:
-            ConfigError: Outside of a run.
-        """
-        if self._engine is None:
-            raise ConfigError(
-                explain(
-                    expected="the engine to be asked for while the Trainer runs",
-                    found="no run in progress",
-                    remedy="Ask in a hook such as on_train_epoch_end.",
-                )
-            )
-        return self._engine
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
@@ -207,7 +193,13 @@ class GNNPipeStrategy(PipeProcesses):
         # Stages run one after the other in exact passes: without training there is no balance.
         balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
         engine_options = EngineOptions(
-            chunks, options.histories, options.shuffle_chunks, balance, seed, is_fitting
+            chunks,
+            options.histories,
+            options.shuffle_chunks,
+            balance,
+            seed,
+            is_fitting,
+            options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         engine = self._engine
@@ -255,41 +247,6 @@ class GNNPipeStrategy(PipeProcesses):
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
         return output
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self._is_split:
-            self.engine.model.restore()
-        super().load_model_state_dict(checkpoint, strict)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if not self._is_split or self._is_interrupted:
-            return self.lightning_module.state_dict()
-        return full_state_dict(self.lightning_module, self._prefix, self.engine.model)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        if not self._has_peers or self._is_interrupted:
-            return state
-        return merge_optimizer_states(self._pipe, state)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        if self._is_split and self._is_interrupted:
-            log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @property
-    def _is_split(self) -> bool:
-        """Whether this rank holds only its stage's parameters."""
-        return self._has_peers and self._engine is not None and self._engine.model.is_split
-
-    @property
-    def _is_interrupted(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.interrupted
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.lightning_module is not None

@@ -177,6 +177,7 @@ class _ZeroHalo:
     """A store that serves zeros and keeps nothing: the costs are the same."""
 
     scale = 1.0
+    is_local = True
 
     def __init__(self, num_nodes: int) -> None:
         self.moments = _OwnMoments()

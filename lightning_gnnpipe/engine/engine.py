@@ -47,6 +47,7 @@ class EngineOptions:
         balance: How layers are dealt out.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
+        self_check: Whether a new trace is tried out on a small graph.
     """
 
     chunks: ChunkOptions
@@ -55,6 +56,7 @@ class EngineOptions:
     balance: Balance
     seed: int
     is_fitting: bool
+    self_check: bool = True
 
 
 class PipelineEngine:
@@ -234,8 +236,9 @@ class PipelineEngine:
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
         module, has_chunks = self.model.module, self.graphs.has_chunks(inputs)
-        if has_chunks or is_listed(module):
-            check_layers(module, layers, call, inputs, on_chunks=has_chunks)
+        if self.options.self_check and (has_chunks or is_listed(module)):
+            trains = self.options.is_fitting and (module.training or torch.is_grad_enabled())
+            check_layers(module, layers, call, inputs, on_chunks=has_chunks, with_gradients=trains)
 
     def _fingerprint(self, inputs: Inputs) -> int:
         """Return the graph's fingerprint; loaders that copy the graph cost one comparison."""

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_gnnpipe.engine.costs import LayerCost, measure_layers, work_of
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.names import LayerNames
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan, StageForecast, with_advice
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.graph import (
@@ -144,7 +145,7 @@ class _Forecaster:
         found = PipelinePlan(
             num_nodes=num_nodes,
             num_edges=edge_index.size(1),
-            layer_names=tuple(self._names()),
+            layer_names=tuple(map(LayerNames(self.module).of, self.layers.segments)),
             layer_costs=tuple(self.costs),
             stages=tuple(self._stages()),
             chunk_rows=tuple(chunk.num_nodes for chunk in self.chunks.chunks),
@@ -220,14 +221,6 @@ class _Forecaster:
         return sum(
             self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges) for value in values
         )
-
-    def _names(self) -> list[str]:
-        convs = {id(conv): name for name, conv in find_convs(self.module).items()}
-        names = []
-        for segment in self.layers.segments:
-            used = [name for m in segment.module.modules() if (name := convs.get(id(m)))]
-            names.append(", ".join(dict.fromkeys(used)) or f"layer {segment.index}")
-        return names
 
     def _stages(self) -> list[StageForecast]:
         users = find_users(self.stages, self.module)

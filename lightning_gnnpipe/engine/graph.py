@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -72,6 +72,8 @@ class GraphCache:
     def __init__(
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
     ) -> None:
+        if histories.device == transport.axis.device:
+            histories = replace(histories, device=None)
         self._histories = histories
         self._options = options
         self._transport = transport

@@ -6,7 +6,7 @@ of its own rows to the ones that the next epoch will read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,9 @@ class MomentStore:
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks
         self._entries: dict[Hashable, _Entry] = {}
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._entries)
 
     def begin_step(self) -> None:
         """Serve from now on what the last step has gathered, where all chunks took part."""

@@ -31,6 +31,7 @@ class _Entry:
     old: Tensor | None = None  # the rows before this step's, where they are read again
     grad: Tensor | None = None
     has_grad: bool = False
+    is_filled: bool = False  # whether every chunk's rows were written
     done: list[int] = field(default_factory=list)  # chunks whose outputs' gradients are in `grad`
 
 
@@ -42,12 +43,15 @@ class HistoryOptions:
         scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
         recomputes: Whether activations are computed again in backward. The buffer of a linear
             layer's output gradients then holds a chunk's outputs until their gradient comes.
-        dtype: Of the rows; None for the dtype of what is pushed.
+        dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for
+            the dtype of what is pushed.
+        device: Of the histories and their gradient buffers; None for where the layers compute.
     """
 
     scale: float = 1.0
     recomputes: bool = False
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
 
 _DEFAULTS = HistoryOptions()
@@ -72,11 +76,17 @@ class HistoryStore:
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
+        self._halos: dict[int, tuple[ChunkView, Tensor]] = {}
 
     @property
     def scale(self) -> float:
         """Factor on gradients between chunks."""
         return self.options.scale
+
+    @property
+    def is_local(self) -> bool:
+        """Whether histories are where the layers compute, so that they can be read in place."""
+        return self.options.device is None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,8 +110,8 @@ class HistoryStore:
         entry = self._entry(key, rows)
         chunks = range(self.num_chunks) if chunk.num_nodes == self.num_nodes else (chunk.index,)
         target = entry.rows[chunk.start : chunk.end]
-        if self.recorder is not None and NEVER not in (entry.written[c] for c in chunks):
-            self.recorder.record_drift(key, stale=target, fresh=rows)
+        if self.recorder is not None and all(entry.written[c] != NEVER for c in chunks):
+            self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and chunk.num_nodes < self.num_nodes:
             if entry.old is None:
                 entry.old = torch.empty_like(entry.rows)
@@ -109,11 +119,13 @@ class HistoryStore:
         target.copy_(rows)
         for c in chunks:
             entry.written[c] = self.step
+        entry.is_filled = entry.is_filled or NEVER not in entry.written
 
     def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
         """Return the history, `[num_nodes, *]`, for the chunk to read its halo rows from."""
         entry = self._entries[key]
-        assert NEVER not in (entry.written[c] for c in chunk.halo_chunks), f"unwritten row of {key}"
+        if not entry.is_filled:
+            assert all(entry.written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
         if self.recorder is not None:
             ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
             self.recorder.record_reads(key, chunk, ages)
@@ -121,7 +133,7 @@ class HistoryStore:
 
     def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
-        _select(self.read(key, chunk), chunk.halo, out)
+        _select(self.read(key, chunk), self._halo(chunk), out)
         written = self._entries[key].written
         return {c for c in chunk.halo_chunks if written[c] < self.step}
 
@@ -131,7 +143,7 @@ class HistoryStore:
         """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
         entry = self._entries[key]
         counts = list(chunk.halo_counts)
-        parts = torch.split(out, counts), torch.split(chunk.halo, counts)
+        parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if source in stale else entry.rows
             assert rows is not None
@@ -139,19 +151,20 @@ class HistoryStore:
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        self._grad(key, grad).index_add_(0, chunk.halo, grad)
+        total = self._grad(key, grad.dtype)
+        total.index_add_(0, self._halo(chunk), grad.to(total.device))
 
     def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
         """Return what other chunks have added for the chunk's rows, scaled; None if nobody has."""
         entry = self._entries[key]
         if entry.grad is None or not entry.has_grad:
             return None
-        grad = entry.grad[chunk.start : chunk.end]
+        grad = entry.grad[chunk.start : chunk.end].to(chunk.halo.device)
         return grad if self.scale == 1.0 else grad * self.scale
 
     def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
-        self._grad(key, rows)[chunk.start : chunk.end] = rows
+        self._grad(key, self._linear_dtype(rows))[chunk.start : chunk.end] = rows
 
     def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
         """Return a copy of them."""
@@ -168,7 +181,7 @@ class HistoryStore:
             `[num_nodes, *]`: those of all chunks since the last `clear_grads`, and these chunks; or
             None for them if it is zero elsewhere.
         """
-        total = self._grad(key, grad)
+        total = self._grad(key, self._linear_dtype(grad))
         total[chunk.start : chunk.end] = grad
         if not self.options.recomputes:
             return total, None
@@ -205,12 +218,26 @@ class HistoryStore:
         for entry in self._entries.values():
             entry.frozen = None
 
-    def _grad(self, key: Hashable, like: Tensor) -> Tensor:
+    def _grad(self, key: Hashable, dtype: torch.dtype) -> Tensor:
         entry = self._entries[key]
-        if entry.grad is None or entry.grad.dtype != like.dtype:
-            entry.grad = torch.zeros_like(entry.rows, dtype=like.dtype)
+        if entry.grad is None or entry.grad.dtype != dtype:
+            entry.grad = torch.zeros_like(entry.rows, dtype=dtype)
         entry.has_grad = True
         return entry.grad
+
+    def _linear_dtype(self, like: Tensor) -> torch.dtype:
+        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
+        dtype = self.options.dtype
+        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
+        return dtype if dtype is not None and is_wide else like.dtype
+
+    def _halo(self, chunk: ChunkView) -> Tensor:
+        """Return the positions of the chunk's halo, where the histories are."""
+        if self.options.device is None:
+            return chunk.halo
+        if chunk.index not in self._halos or self._halos[chunk.index][0] is not chunk:
+            self._halos[chunk.index] = chunk, chunk.halo.to(self.options.device)
+        return self._halos[chunk.index][1]
 
     def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
         entry = self._entries.get(key)
@@ -218,7 +245,7 @@ class HistoryStore:
         if entry is None or entry.rows.dtype != dtype:
             shape = (self.num_nodes, *rows.shape[1:])
             entry = _Entry(
-                torch.empty(shape, dtype=dtype, device=rows.device),
+                torch.empty(shape, dtype=dtype, device=self.options.device or rows.device),
                 [NEVER] * self.num_chunks,
             )
             self._entries[key] = entry
@@ -227,7 +254,7 @@ class HistoryStore:
 
 def _select(rows: Tensor, positions: Tensor, out: Tensor) -> None:
     """Write `rows[positions]` to `out`, without a copy in between where the dtypes are equal."""
-    if rows.dtype == out.dtype:
+    if (rows.dtype, rows.device) == (out.dtype, out.device):
         torch.index_select(rows, 0, positions, out=out)
     else:
         out.copy_(rows.index_select(0, positions))

@@ -121,7 +121,7 @@ class Aggregation:
             return self._sum(rows)
         assert self.store is not None
         if is_replay:
-            return self.store.kept_output(self.key, self.chunk)
+            return self.store.kept_output(self.key, self.chunk).to(rows.dtype)
         output = self._sum(self.store.read(self.key, self.chunk)).to(rows.dtype)
         if self.tape is not None:
             self.store.keep_output(self.key, self.chunk, output)
@@ -136,8 +136,8 @@ class Aggregation:
             return multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
         assert self.store is not None
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
-        columns = self.adjacency.columns(self.chunk, grad.dtype, self.store.scale, done)
-        return multiply(columns, table)
+        columns = self.adjacency.columns(self.chunk, table.dtype, self.store.scale, done)
+        return multiply(columns, table).to(grad.dtype)
 
 
 class LinearAggregate(torch.autograd.Function):

@@ -217,9 +217,12 @@ class MessageContext:
             is_mean: Whether sums are divided by the number of messages.
 
         Returns:
-            None unless edges and weights are the batch's own, or a function of them.
+            None unless edges and weights are the batch's own, or a function of them, and the
+            history can be read in place.
         """
         scope = self._running
+        if self.store is not None and not self.store.is_local and not self.is_whole:
+            return None
         adjacency = self.functions.adjacency(edges, weight, is_mean=is_mean)
         if adjacency is None and edges is scope.chunk.edge_index:
             leaf = None if weight is None else self.whole_leaf(weight)

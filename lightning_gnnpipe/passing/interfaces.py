@@ -48,6 +48,10 @@ class HaloStore(Protocol):
         """Factor on gradients between chunks."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether histories are where the layers compute, so that they can be read in place."""
+
+    @property
     def moments(self) -> MomentSource:
         """The statistics of norms."""
 

@@ -24,6 +24,8 @@ _REPEATS = 3
 
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
     """Return `[num_rows, channels]`: the rows times `table`, `[num_columns, channels]`."""
+    if not torch.is_autocast_enabled(table.device.type):
+        return _choose(rows, table)(rows, table)
     with torch.autocast(table.device.type, enabled=False):
         return _choose(rows, table)(rows, table)
 

@@ -85,13 +85,12 @@ def _of_the_batch(
     def compute() -> tuple[Tensor, Tensor]:
         return function(context.whole.edge_index, whole)
 
-    with torch.inference_mode(False), torch.no_grad():
-        return context.functions.part(
-            (key, context.is_reverse, None if weight is None else context.leaf_name(weight)),
-            whole,
-            context.chunk,
-            compute,
-        )
+    return context.functions.part(
+        (key, context.is_reverse, None if weight is None else context.leaf_name(weight)),
+        whole,
+        context.chunk,
+        compute,
+    )
 
 
 class _LocalNorm:

@@ -45,7 +45,7 @@ class EdgeFunctions:
     def __init__(self, plan: PlanView) -> None:
         self._plan = plan
         self._known: dict[Hashable, WholeEdges] = {}
-        self._owners: dict[int, WholeEdges] = {}
+        self._owners: dict[int, tuple[WholeEdges, int]] = {}
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute
@@ -62,8 +62,9 @@ class EdgeFunctions:
         known = self._get(key, source, compute, is_sorted=False)
         place = -1 if chunk.num_nodes == self._plan.num_nodes else chunk.index
         if place not in known.parts:
-            known.parts[place] = _cut(known, chunk)
-            self._owners[id(known.parts[place][0])] = known
+            with torch.inference_mode(False), torch.no_grad():
+                known.parts[place] = _cut(known, chunk)
+            self._owners[id(known.parts[place][0])] = known, place
         return known.parts[place]
 
     def adjacency(self, edges: Tensor, values: Tensor | None, *, is_mean: bool) -> Adjacency | None:
@@ -71,10 +72,12 @@ class EdgeFunctions:
 
         None if it did not.
         """
-        known = self._owners.get(id(edges))
-        if known is None or not any(e is edges and v is values for e, v in known.parts.values()):
+        known, place = self._owners.get(id(edges), (None, 0))
+        if known is None:
             return None
-        return self._matrix(known, is_mean)
+        part = known.parts[place]
+        is_that = part[0] is edges and part[1] is values
+        return self._matrix(known, is_mean) if is_that else None
 
     def batch_adjacency(
         self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
@@ -102,11 +105,12 @@ class EdgeFunctions:
                 pattern = known.pattern
             for edges, _ in known.parts.values():
                 self._owners.pop(id(edges), None)
-        edges, values = compute()
-        if not is_sorted:
-            target, order = edges[1].sort(stable=True)
-            edges = torch.stack([edges[0][order], target])
-            values = None if values is None else values[order]
+        with torch.inference_mode(False), torch.no_grad():
+            edges, values = compute()
+            if not is_sorted:
+                target, order = edges[1].sort(stable=True)
+                edges = torch.stack([edges[0][order], target])
+                values = None if values is None else values[order]
         made = self._known[key] = WholeEdges(source, edges, values, pattern)
         return made
 

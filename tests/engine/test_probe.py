@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
 from lightning_gnnpipe.engine.probe import check_layers
@@ -18,6 +22,7 @@ from lightning_gnnpipe.stages import (
     take_apart,
     trace,
 )
+from tests.helpers.engines import one_process_engine
 
 N, D = 30, 4
 
@@ -104,6 +109,59 @@ class Counts(Base):
         return self.counter(x)
 
 
+class StopsGradients(Base):
+    """A trace does not see the `no_grad`: it would train what the module does not."""
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().between(x, edge_index)
+
+
+class _CenteredGrad(torch.autograd.Function):
+    """The identity, whose gradient is centered over all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(dim=0, keepdim=True)
+
+
+class CentersGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _CenteredGrad.apply(x)
+
+
+class MixesRowsOfGradients(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = CentersGradients()
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.center(x)
+
+
+class BothWays(Base):
+    """Edges in both directions, and a norm over all nodes: gradients of chunks are not plain's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs[0] = gnn.DirGNNConv(gnn.SAGEConv(D, D))
+        self.norm = nn.BatchNorm1d(D)
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.norm(x).relu()
+
+
+class Reentrant(Base):
+    """An activation checkpoint that refuses `torch.autograd.grad`."""
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return checkpoint(self.convs[1], x, edge_index, use_reentrant=True)
+
+
 class ReturnsTwice(Base):
     """The same tensor under two names, and an input."""
 
@@ -125,7 +183,17 @@ def check(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Base, CountsTargets, AttendsByHand, ReturnsTwice, Noisy, ChangesEdges]
+    "kind",
+    [
+        Base,
+        CountsTargets,
+        AttendsByHand,
+        ReturnsTwice,
+        Noisy,
+        ChangesEdges,
+        BothWays,
+        Reentrant,
+    ],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_p4_what_is_right_on_chunks_passes(kind: type[Base], training: bool) -> None:
@@ -135,16 +203,19 @@ def test_p4_what_is_right_on_chunks_passes(kind: type[Base], training: bool) -> 
     weights = [p.clone() for p in module.parameters()]
     check(module)
     assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in module.parameters())
     assert state is not None
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (MixesRows, "a difference of .* begins at"),
+        (MixesRows, "same values .* a difference of .* begins at or beside layer 'convs.1'"),
         (CountsSources, "run on a chunk|a difference of"),
         (GathersByHand, "run on a chunk of the graph .*IndexError"),
         (Counts, "leave the buffers .* changed"),
+        (StopsGradients, "same gradients .* begins at or beside layer 'convs.0'"),
+        (MixesRowsOfGradients, "same gradients .* begins at or beside layer 'convs.1'"),
     ],
 )
 def test_p4_what_is_wrong_on_chunks_is_refused(kind: type[Base], text: str) -> None:
@@ -161,3 +232,15 @@ def test_the_check_disturbs_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, buffers[name])
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_the_check_can_be_switched_off(self_check: bool) -> None:
+    """Then a module that differs is the user's own responsibility."""
+    edges = torch.randint(0, N, (2, 80), generator=torch.Generator().manual_seed(0))
+    engine = one_process_engine(
+        StopsGradients(), partition=torch.arange(N) // 8, self_check=self_check
+    )
+    refused = pytest.raises(UnsupportedError, match="the same gradients")
+    with refused if self_check else nullcontext():
+        engine.forward((torch.randn(N, D), edges), {})

@@ -44,12 +44,16 @@ def graph() -> tuple[Tensor, Tensor]:
     return torch.sin(torch.arange(N * D, dtype=torch.float64)).view(N, D), edges
 
 
-def train(name: str, *, recompute: bool) -> list[dict[str, Tensor]]:
+def train(
+    name: str, *, recompute: bool, history_device: torch.device | None = None
+) -> list[dict[str, Tensor]]:
     """Return outputs, gradients and buffers of an exact step and three steps in chunks."""
     torch.manual_seed(0)
     net = NETS[name]().double()
-    engine = one_process_engine(net, partition=PARTITION, recompute=recompute, scale=2.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = one_process_engine(
+        net, partition=PARTITION, recompute=recompute, scale=2.0, history_device=history_device
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     steps = []
     for step in range(4):
         engine.progress.step_index = step
@@ -67,6 +71,18 @@ def train(name: str, *, recompute: bool) -> list[dict[str, Tensor]]:
 def test_the_numbers_are_the_same(name: str) -> None:
     kept, again = train(name, recompute=False), train(name, recompute=True)
     for before, after in zip(kept, again, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_histories_on_another_device(name: str, recompute: bool) -> None:
+    """`cpu:0` is the same memory as `cpu`, and another device to all that compares the two."""
+    elsewhere = torch.device("cpu:0")
+    assert elsewhere != torch.device("cpu")
+    here = train(name, recompute=recompute)
+    there = train(name, recompute=recompute, history_device=elsewhere)
+    for before, after in zip(here, there, strict=True):
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 

@@ -21,15 +21,18 @@ def one_process_engine(
     scale: float = 1.0,
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
+    history_device: torch.device | None = None,
+    self_check: bool = True,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=60))
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
-        histories=HistoryOptions(scale, recompute, history_dtype),
+        histories=HistoryOptions(scale, recompute, history_dtype, history_device),
         shuffle_chunks=shuffle_chunks,
         balance="uniform",
         seed=0,
         is_fitting=True,
+        self_check=self_check,
     )
     return PipelineEngine(module, Transport(axis, Meter()), options, Controls())

@@ -1,0 +1,20 @@
+"""Names of layers, as users know them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_gnnpipe.passing import find_convs
+from lightning_gnnpipe.stages import Segment
+
+
+class LayerNames:
+    """Finds the message-passing layers of `module` in its segments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._convs = {id(conv): name for name, conv in find_convs(module).items()}
+
+    def of(self, segment: Segment) -> str:
+        """Return the names of the message-passing layers in `segment`."""
+        names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
+        return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"

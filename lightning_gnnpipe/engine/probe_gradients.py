@@ -1,0 +1,227 @@
+"""Trying the model's gradients out: those of its layers on chunks against those of plain autograd.
+
+A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
+row is read stale. The small graph has its edges turned so that they lead from a chunk to itself or
+to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
+edges in both directions, or normalise with statistics of the last step, are compared on the whole
+graph only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.engine.trial import (
+    Trial,
+    chunk_of_node,
+    flatten,
+    refuse_difference,
+)
+from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.history import StalenessRecorder
+from lightning_gnnpipe.passing import CallKey, find_convs, without_caches
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Segment
+
+# Of the norm of a gradient: a rectifier may fall to the other side by rounding, one row of many.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-2}
+_ROUGH = 0.2  # half precision
+_FLOOR = 0.1  # of that share of a layer's largest gradient: below it, all is rounding
+
+
+def check_gradients(
+    module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
+) -> None:
+    """Refuse a module whose layers give other gradients than it gives itself.
+
+    Args:
+        module: The pipelined module.
+        layers: Its layers.
+        call: Arguments that hold a small graph.
+        kinds: What they are.
+        on_chunks: Whether chunks are compared as well.
+
+    Raises:
+        UnsupportedError: With the layer where the difference begins.
+    """
+    edges = _ascending(kinds.edge_index, kinds.num_nodes)
+    leaves = tuple(
+        edges if kind is Kind.EDGE_INDEX else _copy(leaf)
+        for kind, leaf in zip(kinds.kinds, call.leaves, strict=True)
+    )
+    turned = replace(call, leaves=leaves)
+    trial = Trial(module, layers, turned, replace(kinds, edge_index=edges))
+    checker = _GradientCheck(module, trial)
+    values = checker.check_whole(turned)
+    if on_chunks:
+        with trial.running():
+            for segment in layers.segments:
+                checker.check_chunks(segment, values)
+
+
+def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return the edges, `[2, num_edges]`, those that lead to an earlier chunk turned around."""
+    chunk = chunk_of_node(num_nodes).to(edge_index.device)[edge_index]
+    return torch.where(chunk[0] > chunk[1], edge_index.flip(0), edge_index)
+
+
+class _GradientCheck:
+    def __init__(self, module: nn.Module, trial: Trial) -> None:
+        self.module, self.trial, self.layers = module, trial, trial.layers
+        self.whole = trial.plan.whole.chunks
+
+    def check_whole(self, call: Call) -> dict[str, Tensor]:
+        """Compare the layers on the whole graph with the module; return every value."""
+        segments, (chunk,) = self.layers.segments, self.whole
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        args, kwargs = call.rebuild(call.leaves)
+        with without_caches(find_convs(self.module)):
+            outputs = flatten(self.module.forward(*args, **kwargs))
+        own = [leaf for leaf in call.leaves if leaf.requires_grad]
+        expected = _grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
+        leaves = self.trial.slice_leaves(segments, chunk)
+        values = dict(leaves)
+        with self.trial.running():
+            self.trial.run(segments, chunk, values)
+        roots = [values[name] for name in self.layers.outputs]
+        cotangents = [_cotangent(root)[self.trial.plan.perm] for root in roots]
+        found = _grads(roots, [*parameters, *leaves.values()], cotangents)
+        for leaf, grad in zip(leaves.values(), found[len(parameters) :], strict=True):
+            leaf.grad = grad
+        self.trial.inputs.add_grads(chunk, {n: t for n, t in leaves.items() if t.requires_grad})
+        whole = [
+            self.trial.inputs.take_grad(slot)
+            for slot, leaf in enumerate(call.leaves)
+            if leaf.requires_grad
+        ]
+        pairs = dict(zip(map(id, parameters), zip(found, expected, strict=False), strict=False))
+        for segment in reversed(segments):  # a wrong gradient spreads to the layers before
+            self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
+        self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
+        return {name: value.detach() for name, value in values.items()}
+
+    def check_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
+        """Compare one layer on chunks with itself on the whole graph, from the same `values`."""
+        store = self.trial.store
+        expected = self._run(segment, self.whole, values)
+        if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments):
+            return  # its statistics are constants on chunks
+        for chunks in (self.trial.plan.chunks, self.trial.plan.chunks[::-1]):
+            store.begin_step(store.step + 1)
+            store.recorder = StalenessRecorder()
+            found = self._run(segment, chunks, values)
+            if not any(one.stale_rows for one in store.recorder.by_key.values()):
+                self._compare(segment, list(zip(found, expected, strict=True)))
+                return
+
+    def _run(
+        self, segment: Segment, chunks: Sequence[Chunk], values: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the layer's weights, then of its inputs in plan order."""
+        parameters = _trained(segment)
+        runs = []
+        for chunk in chunks:
+            local = {name: self._part(name, chunk, values) for name in segment.inputs}
+            sources = {name: t for name, t in local.items() if t.requires_grad}
+            self.trial.run((segment,), chunk, local)
+            runs.append((chunk, [local[name] for name in segment.outputs], sources))
+        totals: list[Tensor | None] = [None] * len(parameters)
+        inputs: dict[str, Tensor] = {}
+        for chunk, roots, sources in reversed(runs):
+            cotangents = [
+                self._rows(_cotangent(values[name]), name, chunk) for name in segment.outputs
+            ]
+            grads = _grads(roots, [*parameters, *sources.values()], cotangents)
+            for i, grad in enumerate(grads[: len(parameters)]):
+                earlier = totals[i]
+                totals[i] = grad if earlier is None or grad is None else earlier + grad
+            for name, grad in zip(sources, grads[len(parameters) :], strict=True):
+                total = inputs.setdefault(name, torch.zeros_like(values[name]))
+                if grad is not None:
+                    self._rows(total, name, chunk).add_(grad)
+        self.trial.store.clear_grads()
+        return [*totals, *inputs.values()]
+
+    def _part(self, name: str, chunk: Chunk, values: dict[str, Tensor]) -> Tensor:
+        if name.startswith("leaf_"):
+            return self.trial.inputs.slice(chunk, [name])[name]
+        part = self._rows(values[name], name, chunk).clone()
+        return part.requires_grad_(self.layers.values[name].requires_grad)
+
+    def _rows(self, tensor: Tensor, name: str, chunk: Chunk) -> Tensor:
+        """Return the chunk's part of `tensor`, which is like the value `name`."""
+        kind = self.trial.kind_of(name)
+        if kind is Kind.NODE:
+            return tensor[chunk.start : chunk.end]
+        return tensor[chunk.edge_start : chunk.edge_end] if kind is Kind.EDGE else tensor
+
+    def _compare(
+        self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> None:
+        both = [(_filled(a, b), _filled(b, a)) for a, b in pairs]
+        largest = max((float(b.norm()) for _, b in both), default=0.0)
+        for ours, theirs in both:
+            is_rough = torch.is_autocast_enabled(theirs.device.type)
+            tolerance = _ROUGH if is_rough else _TOLERANCE.get(theirs.dtype, _ROUGH)
+            difference = float((ours.double() - theirs.double()).norm())
+            floor = tolerance * _FLOOR * largest
+            if not difference <= tolerance * float(theirs.double().norm()) + floor:
+                raise refuse_difference("gradients", self.trial.names.of(segment), difference)
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _trained(segment: Segment) -> list[nn.Parameter]:
+    return [p for p in segment.module.parameters() if p.requires_grad]
+
+
+def _cotangent(tensor: Tensor) -> Tensor:
+    """Return some gradient for `tensor`, the same in each run."""
+    numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    return numbers.cos().to(tensor.dtype).view(tensor.shape)
+
+
+def _grads(
+    roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of `wanted`; None for those that need none or are not reached."""
+    reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
+    needed = [tensor for tensor in wanted if tensor.requires_grad]
+    if not reached or not needed:
+        return [None] * len(wanted)
+    ends, given = zip(*reached, strict=True)
+    grads: tuple[Tensor | None, ...]
+    try:
+        grads = torch.autograd.grad(ends, needed, given, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        grads = _accumulated(ends, needed, given)
+    found = iter(grads)
+    return [next(found) if tensor.requires_grad else None for tensor in wanted]
+
+
+def _accumulated(
+    roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the same through `.grad`, the only way through reentrant activation checkpoints."""
+    before = [tensor.grad for tensor in wanted]
+    for tensor in wanted:
+        tensor.grad = None
+    torch.autograd.backward(roots, cotangents)
+    found = tuple(tensor.grad for tensor in wanted)
+    for tensor, grad in zip(wanted, before, strict=True):
+        tensor.grad = grad
+    return found
+
+
+def _filled(grad: Tensor | None, other: Tensor | None) -> Tensor:
+    """Return `grad`, or zeros where there is none."""
+    if grad is not None:
+        return grad
+    return torch.zeros(()) if other is None else torch.zeros_like(other)
