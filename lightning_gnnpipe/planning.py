@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +20,8 @@ from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast, sw
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
+
+_NUM_TIMED = 3
 
 
 class _Captured(Exception):
@@ -54,8 +61,9 @@ def plan_pipeline(
                 remedy="10 is usual between machines.",
             )
         )
-    _, pipelined = find_pipelined(module, options.pipelined_module)
-    args, kwargs = _capture(module, pipelined, _first_batch(data))
+    name, pipelined = find_pipelined(module, options.pipelined_module)
+    batch = _first_batch(data)
+    args, kwargs = _capture(module, pipelined, batch)
     call = take_apart(pipelined, args, kwargs)
     inputs = classify(call)
     num_chunks = options.expect_num_chunks(num_stages)
@@ -74,6 +82,7 @@ def plan_pipeline(
                 options.recompute,
                 link_gbit_per_s,
             ),
+            partial(_time_loss, module, name, batch),
         )
 
 
@@ -108,6 +117,29 @@ def _capture(
             remedy="Name another by GNNPipeStrategy(pipelined_module=...).",
         )
     )
+
+
+def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -> float:
+    """Return the seconds that `training_step` and backward take around the pipelined module.
+
+    Run on a copy of `module`, whose metrics are its own; 0 if that is not possible.
+    """
+    try:
+        twin = copy.deepcopy(module)
+        twin.get_submodule(name).__dict__["forward"] = lambda *args, **kwargs: output
+        with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # `self.log` without a Trainer
+            return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
+    except (RuntimeError, AttributeError, TypeError, ValueError):
+        return 0.0
+
+
+def _time_step(module: pl.LightningModule, batch: Any) -> float:
+    start = time.perf_counter()
+    result: Any = module.training_step(batch, 0)
+    loss = result["loss"] if isinstance(result, Mapping) else result
+    loss.backward()
+    return time.perf_counter() - start
 
 
 @contextmanager

@@ -77,7 +77,9 @@ def test_times_add_up() -> None:
     module, data = make()
     before = {name: p.clone() for name, p in module.state_dict().items()}
     plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e9)
-    assert sum(stage.compute_s for stage in plan.stages) == pytest.approx(plan.one_device_s)
+    compute_s = sum(stage.compute_s for stage in plan.stages)
+    assert compute_s + plan.loss_s == pytest.approx(plan.one_device_s)
+    assert 0 < plan.loss_s < plan.step_s
     assert plan.one_device_s / 3 < plan.step_s < plan.one_device_s
     slow = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e-4)
     assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2

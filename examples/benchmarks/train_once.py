@@ -19,8 +19,12 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
-from common import make_edges
+from common import NUM_EDGES, NUM_NODES, make_edges
+from torch import Tensor
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
+from torch_geometric.nn import GCN2Conv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
@@ -70,17 +74,29 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     data = make_data(options)
-    measure = Measure(options.profile)
-    strategy: Any = "auto"
-    if options.mode == "pipe":
-        strategy = GNNPipeStrategy(num_chunks=options.chunks, recompute=options.recompute)
-    elif options.sorted:
+    num_classes = int(data.y.max()) + 1
+    net = GCNII(data.num_features, options.hidden, num_classes, options.layers, 0.0)
+    module = NodeClassifier(net, num_classes)
+    piped = GNNPipeStrategy(
+        num_chunks=options.chunks,
+        recompute=options.recompute,
+        history_dtype=getattr(torch, options.histories),
+    )
+    if options.mode == "plan":
+        print(json.dumps(forecast(piped, module, data, options)))
+        return
+    if options.mode == "sorted":
         data.edge_index = data.edge_index[:, data.edge_index[1].argsort()]
-    net = GCNII(data.num_features, options.hidden, int(data.y.max()) + 1, options.layers, 0.0)
+    elif options.mode == "csr":
+        data.edge_index = normalised_csr(data)
+        for conv in net.convs:
+            assert isinstance(conv, GCN2Conv)
+            conv.normalize = False
+    measure = Measure(options.profile)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.stages,
-        strategy=strategy,
+        strategy=piped if options.mode == "pipe" else "auto",
         max_epochs=NUM_WARM_STEPS + options.steps + options.profile,
         callbacks=[measure],
         logger=False,
@@ -90,11 +106,14 @@ def main() -> None:
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
-    module = NodeClassifier(net, int(data.y.max()) + 1)
     gc.collect()
     base_mib = psutil.Process().memory_info().rss / MIB
     reset_peak()
-    trainer.fit(module, FullGraphDataModule(data))
+    source: Any = FullGraphDataModule(data)
+    if options.mode == "csr":  # a data module expects 'edge_index'
+        whole: Any = [data]
+        source = DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
+    trainer.fit(module, source)
     result = {
         "step_s": measure.step_s[NUM_WARM_STEPS:],
         "base_mib": base_mib,
@@ -106,13 +125,32 @@ def main() -> None:
         print(json.dumps(result))
 
 
+def forecast(
+    strategy: GNNPipeStrategy, module: L.LightningModule, data: Data, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what `strategy.plan` predicts, under the keys of a measurement."""
+    plan = strategy.plan(module, data, num_stages=options.stages, link_gbit_per_s=options.link_gbit)
+    return {
+        "step_s": [plan.step_s],
+        "one_device_s": plan.one_device_s,
+        "bubble_frac": plan.bubble_frac,
+    }
+
+
+def normalised_csr(data: Data) -> Tensor:
+    """Return the transposed adjacency matrix, self-loops and weights as GCN's: PyG's best route."""
+    edges, weights = gcn_norm(data.edge_index, None, data.num_nodes, dtype=torch.float32)
+    size = (data.num_nodes, data.num_nodes)
+    return torch.sparse_coo_tensor(edges.flip(0), weights, size).coalesce().to_sparse_csr()
+
+
 def parse_options() -> argparse.Namespace:
     def flag(text: str) -> bool:
         return text == "True"
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--mode", choices=["plain", "pipe"], default="pipe")
+    add("--mode", choices=["pipe", "plan", "plain", "sorted", "csr"], default="pipe")
     add("--dataset", default="synthetic")
     add("--root", default=os.environ.get("GNNPIPE_DATA"))
     add("--stages", type=int, default=1)
@@ -120,8 +158,11 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=128)
     add("--steps", type=int, default=5)
-    add("--sorted", type=flag, default=False)
+    add("--nodes", type=int, default=NUM_NODES)
+    add("--edges", type=int, default=NUM_EDGES)
+    add("--link-gbit", type=float, default=10.0)
     add("--recompute", type=flag, default=False)
+    add("--histories", choices=["float32", "bfloat16"], default="float32")
     add("--profile", type=flag, default=False)
     return parser.parse_args()
 
@@ -129,8 +170,8 @@ def parse_options() -> argparse.Namespace:
 def make_data(options: argparse.Namespace) -> Data:
     if options.dataset != "synthetic":
         return load_graph(options.dataset, options.root)
-    edges = make_edges()
-    num_nodes = int(edges.max()) + 1
+    num_nodes = options.nodes
+    edges = make_edges(num_nodes, options.edges)
     is_train = torch.rand(num_nodes) < 0.5
     return Data(
         x=torch.randn(num_nodes, options.hidden),

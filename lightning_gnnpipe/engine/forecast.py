@@ -7,8 +7,9 @@ link speed                                  /
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,9 +78,20 @@ class ForecastOptions:
 
 
 def forecast(
-    module: nn.Module, call: Call, inputs: Inputs, options: ForecastOptions
+    module: nn.Module,
+    call: Call,
+    inputs: Inputs,
+    options: ForecastOptions,
+    time_loss: Callable[[Any], float],
 ) -> PipelinePlan:
     """Cut `module` and the graph of `call`, time each layer on a few chunks, simulate a step.
+
+    Args:
+        module: The pipelined module.
+        call: Its arguments.
+        inputs: What they are.
+        options: See `ForecastOptions`.
+        time_loss: Takes an output of `module`, returns the seconds that the step goes on for.
 
     Raises:
         GraphError: If the graph is malformed.
@@ -104,7 +116,23 @@ def forecast(
     planned.load(call, inputs)
     costs = measure_layers(module, layers, plan, planned)
     stages = split_layers(layers, _count_layers(costs, options))
-    return _Forecaster(module, layers, costs, stages, plan, options).plan(inputs)
+    loss_s = time_loss(_blank_output(layers, inputs))
+    return _Forecaster(module, layers, costs, stages, plan, options).plan(inputs, loss_s)
+
+
+def _blank_output(layers: Layers, inputs: Inputs) -> Any:
+    """Return what the module would return, in shape."""
+    known = (layers.values[name] for name in layers.outputs)
+    tensors = [
+        torch.zeros(
+            (inputs.num_nodes, *value.row_shape),
+            dtype=value.dtype,
+            device=inputs.edge_index.device,
+            requires_grad=value.requires_grad,
+        )
+        for value in known
+    ]
+    return layers.rebuild_output(tensors)
 
 
 def _count_layers(costs: Sequence[LayerCost], options: ForecastOptions) -> Sequence[int]:
@@ -131,7 +159,7 @@ class _Forecaster:
         self.shares = [work_of(chunk) / total for chunk in plan.chunks]
         self.bytes_per_s = options.link_gbit_per_s * 1e9 / 8
 
-    def plan(self, inputs: Inputs) -> PipelinePlan:
+    def plan(self, inputs: Inputs, loss_s: float) -> PipelinePlan:
         edge_index, num_nodes = inputs.edge_index.cpu(), inputs.num_nodes
         num_stages = len(self.stages)
         timeline = simulate(
@@ -152,11 +180,12 @@ class _Forecaster:
             chunk_edges=tuple(chunk.num_edges for chunk in self.chunks.chunks),
             halo_rows=tuple(chunk.num_halo for chunk in self.chunks.chunks),
             edge_cut_frac=edge_cut_frac(self.chunks.whole.chunks[0].edge_index, owner),
-            step_s=timeline.span + spread_bytes / self.bytes_per_s,
+            step_s=timeline.span + spread_bytes / self.bytes_per_s + loss_s,
+            loss_s=loss_s,
             bubble_frac=timeline.bubble_frac,
             step_bytes=spread_bytes + self._crossing_bytes(),
-            one_device_s=compute_s,
-            graph_parallel_s=compute_s / num_stages + rival_bytes / num_stages / self.bytes_per_s,
+            one_device_s=compute_s + loss_s,
+            graph_parallel_s=(compute_s + loss_s + rival_bytes / self.bytes_per_s) / num_stages,
             graph_parallel_bytes=rival_bytes,
             link_gbit_per_s=self.options.link_gbit_per_s,
         )

@@ -44,7 +44,10 @@ class PipelinePlan:
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes outside that each chunk reads.
         edge_cut_frac: Share of the edges that join two chunks.
-        step_s: Predicted seconds a training step of the pipeline, without loss and optimizer.
+        step_s: Predicted seconds a training step of the pipeline, without the optimizer, on one
+            device a stage: stages that share a memory's bandwidth slow each other down.
+        loss_s: Its part behind the pipelined module: loss and metrics, which every device takes of
+            all nodes; 0 if it cannot be timed without a Trainer.
         bubble_frac: Share of all stages' time in which they do not compute.
         step_bytes: Bytes a step sends.
         one_device_s: Predicted seconds of the same chunks on one device.
@@ -65,6 +68,7 @@ class PipelinePlan:
     halo_rows: tuple[int, ...]
     edge_cut_frac: float
     step_s: float
+    loss_s: float
     bubble_frac: float
     step_bytes: int
     one_device_s: float
