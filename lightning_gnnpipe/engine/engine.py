@@ -7,7 +7,7 @@ forward, without         ->  exact pass, histories untouched
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
 from lightning_gnnpipe.history import HistoryOptions, Staleness
+from lightning_gnnpipe.passing import guard_losses
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
 from lightning_gnnpipe.types import version_of
 
@@ -79,6 +80,17 @@ class PipelineEngine:
         self._num_inferences = 0
         self._last_graph: _KnownEdges | None = None
         self._last: PassRecord | None = None
+        self._unguard: Callable[[], None] = lambda: None
+
+    def attach(self) -> None:
+        """Run behind the module's forward from now on."""
+        self.model.module.__dict__["forward"] = lambda *args, **kwargs: self.forward(args, kwargs)
+        self._unguard = guard_losses(self.model.intercepted.convs)
+
+    def detach(self) -> None:
+        """Give the module its own forward back."""
+        self.model.module.__dict__.pop("forward", None)
+        self._unguard()
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module on a batch; a collective call that gives the same output on every rank.

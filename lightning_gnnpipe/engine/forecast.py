@@ -26,7 +26,7 @@ from lightning_gnnpipe.graph import (
     partition_nodes,
     replicas_per_node,
 )
-from lightning_gnnpipe.passing import check_support, find_convs, without_caches
+from lightning_gnnpipe.passing import check_support, find_convs, without_memory
 from lightning_gnnpipe.schedule import (
     Action,
     Op,
@@ -87,7 +87,7 @@ def forecast(
     """
     check_support(module, options.num_chunks)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-    with without_caches(find_convs(module)):
+    with without_memory(find_convs(module)):
         graph = trace(module, call)
         sample = draw_sample(module, call, inputs)
         layers = cut_layers(graph, module, learn_values(graph, module, sample))

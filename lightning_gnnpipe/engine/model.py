@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.comm import Transport, share_tensors
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import find_layers, without_caches
+from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
@@ -197,7 +197,7 @@ class PipelinedModel:
             return
         with (
             own_forward(self.module),
-            without_caches(self.intercepted.convs),
+            without_memory(self.intercepted.convs),
             torch.inference_mode(False),
         ):
             graph = trace(self.module, call)

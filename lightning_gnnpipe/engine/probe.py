@@ -24,7 +24,7 @@ from lightning_gnnpipe.passing import (
     find_convs,
     find_layers,
     intercept,
-    without_caches,
+    without_memory,
 )
 from lightning_gnnpipe.stages import (
     Call,
@@ -89,7 +89,7 @@ def check_layers(
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with undisturbed(module), torch.no_grad(), _NoRandomness():
         args, kwargs = small.rebuild(small.leaves)
-        with without_caches(find_convs(module)):
+        with without_memory(find_convs(module)):
             expected = module.forward(*args, **kwargs)
         _check_buffers(module, before)
         assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)

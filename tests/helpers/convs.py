@@ -268,6 +268,12 @@ CASES: list[ConvCase] = [
     ConvCase("SimpleConv", lambda: gnn.SimpleConv(aggr="mean", combine_root="sum")),
     ConvCase("SimpleConv set to set", lambda: gnn.SimpleConv(gnn.aggr.Set2Set(D, 2))),
     ConvCase("SimpleConv loop", lambda: gnn.SimpleConv("sum", "self_loop"), weighted),
+    ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D, heads=2)),
+    ConvCase(
+        "SuperGATConv scaled",
+        lambda: gnn.SuperGATConv(D, D, 2, concat=False, attention_type="SD", add_self_loops=False),
+    ),
+    ConvCase("SuperGATConv upstream", upstream(gnn.SuperGATConv, D, D)),
     ConvCase("TAGConv", lambda: gnn.TAGConv(D, D, K=2)),
     ConvCase("TAGConv weight", lambda: gnn.TAGConv(D, D, K=2), weighted),
     ConvCase("TransformerConv", lambda: gnn.TransformerConv(D, D, heads=2, beta=True)),
@@ -359,7 +365,6 @@ REFUSED: dict[str, Callable[[], nn.Module] | None] = {
     "PANConv": lambda: gnn.PANConv(D, D, filter_size=2),
     "SignedConv": lambda: gnn.SignedConv(D, D, first_aggr=True),
     "SplineConv": None,
-    "SuperGATConv": lambda: gnn.SuperGATConv(D, D),
     "WLConv": lambda: gnn.WLConv(),
     "XConv": None,
 }

@@ -21,7 +21,7 @@ from lightning_gnnpipe.passing import (
     find_layers,
     intercept,
 )
-from lightning_gnnpipe.passing.support import EXACT_AGGREGATIONS, EXACT_CONVS
+from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
@@ -175,6 +175,7 @@ def test_every_conv_is_exact_or_refused() -> None:
     exact = {case.conv for case in CASES}
     assert not exact & REFUSED.keys()
     assert exact | REFUSED.keys() == {getattr(gnn.conv, name).__name__ for name in exported}
+    assert {kind.__name__ for kind in REFUSED_CONVS} == REFUSED.keys() - {"MessagePassing"}
     listed = {kind.__name__ for kind in EXACT_CONVS}
     assert listed <= exact
     composed = exact - listed
@@ -187,6 +188,40 @@ def test_p4_other_convs_are_refused_by_name(name: str) -> None:
     assert make is not None
     with pytest.raises(UnsupportedError, match=f"(?s){name}.*(num_chunks=1|edge_index)"):
         check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
+
+
+@pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
+def test_p4_a_loss_over_random_pairs_is_refused(partition: Tensor) -> None:
+    """SuperGATConv's own loss: nothing of it is left from a pass, and nobody gets an old one."""
+    batch = make_batch()
+    net = ConvNet(ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D)), batch)
+    net(*batch.values())
+    before = net.first.att_x
+    engine = one_process_engine(net, partition=partition)
+    engine.attach()
+    net(**batch).sum().backward()
+    assert net.first.att_x is before
+    with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'first'"):
+        net.first.get_attention_loss()
+    assert net.eval().first.get_attention_loss() == 0
+    engine.detach()
+    assert not {"forward", "get_attention_loss"} & {*net.__dict__, *net.first.__dict__}
+    assert net.train().first.get_attention_loss().requires_grad
+
+
+def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SuperGATConv(D, D)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+            return self.conv(x, edge_index), self.conv.get_attention_loss()
+
+    batch = make_batch()
+    engine = one_process_engine(Net(), partition=PARTITION)
+    with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'conv'"):
+        engine.forward((batch["x"], batch["edge_index"]), {})
 
 
 @pytest.mark.parametrize("case", BY_SELF_CHECK, ids=lambda case: case.name)
