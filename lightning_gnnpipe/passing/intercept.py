@@ -23,6 +23,7 @@ from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import direct, replace_attributes
 from lightning_gnnpipe.passing.memory import without_memory
 from lightning_gnnpipe.passing.normalize import localized
+from lightning_gnnpipe.passing.order import check_order
 from lightning_gnnpipe.passing.statistics import find_norms, whole_statistics
 
 
@@ -90,6 +91,7 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
+        check_order(name, conv, edge_index, context)
         call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":
             summed = _aggregate((name, call), rule, edge_index, kwargs, context)

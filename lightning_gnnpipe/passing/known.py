@@ -36,6 +36,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.LEConv,
         gnn.LGConv,
         gnn.MFConv,
+        gnn.MeshCNNConv,
         gnn.MixHopConv,
         gnn.NNConv,
         gnn.PDNConv,
@@ -83,7 +84,7 @@ EXACT_AGGREGATIONS: frozenset[type] = frozenset(
     }
 )
 
-_KNN = "it looks for the nearest among all nodes"
+_KNN = "it needs pyg-lib and looks for the nearest among all nodes"
 _CUGRAPH = "it needs pylibcugraphops, and its kernels read the whole graph"
 
 REFUSED_CONVS: dict[type, str] = {
@@ -98,7 +99,6 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.HGTConv: "it joins the nodes of all types in one graph of its own",
     gnn.HeteroConv: "it passes messages over several relations",
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
-    gnn.MeshCNNConv: "it is not known to be exact on chunks",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
     gnn.SignedConv: "it passes messages over several relations",
     gnn.SplineConv: "it is not known to be exact on chunks",

@@ -46,6 +46,27 @@ class EdgeFunctions:
         self._plan = plan
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, WholeEdges] = {}
+        self._has_groups: dict[int, bool] = {}
+
+    def has_groups(self, size: int) -> bool:
+        """Whether each `size` edges of the user's, from the first, end in one node.
+
+        They then follow each other in the plan as well, in the same order.
+        """
+        if size not in self._has_groups:
+            target = self._plan.whole.chunks[0].edge_index[1]
+            edge = self._plan.edge_perm
+            is_whole = edge.numel() % size == 0
+            if is_whole:
+                first = edge[::size].repeat_interleave(size)
+                place = torch.arange(edge.numel(), device=edge.device) % size
+                is_whole = bool(
+                    (edge == first + place).all()
+                    and (first % size == 0).all()
+                    and (target == target[::size].repeat_interleave(size)).all()
+                )
+            self._has_groups[size] = is_whole
+        return self._has_groups[size]
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute

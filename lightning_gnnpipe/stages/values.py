@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric.nn import MeshCNNConv
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
@@ -21,6 +22,7 @@ from lightning_gnnpipe.stages.kinds import Inputs, Kind
 from lightning_gnnpipe.stages.trace import root_of
 
 _SAMPLE_EDGES = 48
+_GROUP = 4  # Edges that MeshCNNConv reads together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +56,25 @@ class Sample:
 def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
     """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
 
+    A layer that reads edges in groups finds them in whole groups.
+
     Its sizes differ from each other and from the widths of `module`'s parameters, so that they tell
     what a dimension counts.
     """
     edge_index = inputs.edge_index
     widths = {size for p in module.parameters() for size in p.shape}
-    num_edges = min(_SAMPLE_EDGES, edge_index.size(1))
-    spaced = torch.linspace(0, max(edge_index.size(1) - 1, 0), num_edges)
-    edges = torch.unique(spaced.long()).to(edge_index.device)
+    group = _GROUP if any(isinstance(m, MeshCNNConv) for m in module.modules()) else 1
+    num_groups = edge_index.size(1) // group
+    spaced = torch.linspace(0, max(num_groups - 1, 0), min(_SAMPLE_EDGES // group, num_groups))
+    first = torch.unique(spaced.long()).to(edge_index.device) * group
+    edges = (first[:, None] + torch.arange(group, device=first.device)).flatten()
     extra = torch.arange(min(3, inputs.num_nodes), device=edge_index.device)
     while True:
         nodes = torch.unique(torch.cat([edge_index[:, edges].flatten(), extra]))
         sizes = {nodes.numel(), edges.numel()}
-        if (len(sizes) == 2 and not sizes & widths) or edges.numel() < 2:
+        if (len(sizes) == 2 and not sizes & widths) or edges.numel() < 2 * group:
             break
-        edges = edges[:-1]
+        edges = edges[:-group]
     renumber = torch.full((inputs.num_nodes,), -1, device=edge_index.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=edge_index.device)
     local = renumber[edge_index[:, edges]]

@@ -25,11 +25,12 @@ Call = Callable[[Any, Tensor, Tensor, SimpleNamespace], Any]
 
 @dataclass(frozen=True)
 class ConvCase:
-    """A layer, how it is called with a batch, and whether the order of its edges matters."""
+    """A layer, how it is called with a batch, and whether it reads four edges at a time."""
 
     name: str
     make: Callable[[], nn.Module]
     call: Call = lambda conv, x, edges, batch: conv(x, edges)
+    is_mesh: bool = False
 
     @property
     def conv(self) -> str:
@@ -71,6 +72,12 @@ def initial_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace
 
 def mlp(width: int = D, out: int = D) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, D), nn.Tanh(), nn.Linear(D, out))
+
+
+def mesh_kernel() -> nn.Sequential:
+    kernel = mlp()
+    kernel.in_features = kernel.out_features = D
+    return kernel
 
 
 def upstream(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
@@ -198,6 +205,12 @@ CASES: list[ConvCase] = [
     ConvCase("LGConv", lambda: gnn.LGConv()),
     ConvCase("LGConv weight", lambda: gnn.LGConv(), weighted),
     ConvCase("MFConv", lambda: gnn.MFConv(D, D)),
+    ConvCase("MeshCNNConv", lambda: gnn.MeshCNNConv(D, D), is_mesh=True),
+    ConvCase(
+        "MeshCNNConv kernels",
+        lambda: gnn.MeshCNNConv(D, D, nn.ModuleList(mesh_kernel() for _ in range(5))),
+        is_mesh=True,
+    ),
     ConvCase("MixHopConv", lambda: gnn.MixHopConv(D, D, powers=[0, 1, 2])),
     ConvCase("MixHopConv weight", lambda: gnn.MixHopConv(D, D), weighted),
     ConvCase("NNConv", lambda: gnn.NNConv(D, D, nn.Linear(3, D * D)), attributed),
@@ -360,7 +373,6 @@ REFUSED: dict[str, Callable[[], nn.Module] | None] = {
     "HGTConv": lambda: gnn.HGTConv(D, D, (["a"], [("a", "to", "a")])),
     "HeteroConv": lambda: gnn.HeteroConv({("a", "to", "a"): gnn.SAGEConv(D, D)}),
     "HypergraphConv": lambda: gnn.HypergraphConv(D, D),
-    "MeshCNNConv": lambda: gnn.MeshCNNConv(D, D),
     "MessagePassing": None,
     "PANConv": lambda: gnn.PANConv(D, D, filter_size=2),
     "SignedConv": lambda: gnn.SignedConv(D, D, first_aggr=True),

@@ -96,14 +96,26 @@ def double() -> object:
     torch.set_default_dtype(torch.float32)
 
 
-def make_batch() -> dict[str, Tensor]:
+def random_edges() -> Tensor:
     """Return a directed graph with loops, multi-edges and two isolated nodes, the last of them."""
     number = torch.arange(56)
     source = (number * 7 + number // 9) % (N - 1)
     target = (number * 5 + number // 4 * 3 + 1) % (N - 1)
     keep = (source != 4) & (target != 4)
     loops = torch.tensor([[2, 9], [2, 9]])
-    edge_index = torch.cat([torch.stack([source, target])[:, keep], loops, loops[:, :1]], dim=1)
+    return torch.cat([torch.stack([source, target])[:, keep], loops, loops[:, :1]], dim=1)
+
+
+def mesh_edges() -> Tensor:
+    """Return four edges into each node, one after the other, the nodes in any order."""
+    target = (torch.arange(N) * 5 + 2) % N
+    source = torch.stack([target + 1, target * 3 + 7, target * 2 + 5, target + 11], dim=1) % N
+    return torch.stack([source.flatten(), target.repeat_interleave(4)])
+
+
+def make_batch(edge_index: Tensor | None = None) -> dict[str, Tensor]:
+    """Return a graph with all that layers may need, by default of `random_edges`."""
+    edge_index = random_edges() if edge_index is None else edge_index
     num_edges = edge_index.size(1)
     normal = torch.randn(N, 3)
     return {
@@ -141,7 +153,7 @@ def assert_same(found: object, expected: object) -> None:
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
-    batch = make_batch()
+    batch = make_batch(mesh_edges() if case.is_mesh else None)
     net = ConvNet(case, batch)
     inputs, weight = list(batch.values()), torch.randn(N, D)
     oracle = StaleOracle(net, PARTITION)
@@ -188,6 +200,23 @@ def test_p4_other_convs_are_refused_by_name(name: str) -> None:
     assert make is not None
     with pytest.raises(UnsupportedError, match=f"(?s){name}.*(num_chunks=1|edge_index)"):
         check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
+
+
+@pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_p4_edges_out_of_order_are_refused(partition: Tensor, is_flipped: bool) -> None:
+    """MeshCNNConv on groups of edges with one source, or on edges that are turned by the model."""
+    batch = make_batch(mesh_edges().flip([0]))
+
+    def call(conv: nn.Module, x: Tensor, edges: Tensor, _: object) -> Tensor:
+        return conv(x, edges.flip([0]) if is_flipped else edges)
+
+    case = ConvCase("MeshCNNConv", lambda: gnn.MeshCNNConv(D, D), call)
+    engine = one_process_engine(ConvNet(case, batch), partition=partition)
+    with pytest.raises(UnsupportedError, match="'first', a MeshCNNConv, in groups of 4 with the"):
+        engine.forward((), batch)
+    with pytest.raises(UnsupportedError, match="in row 1"), torch.no_grad():
+        engine.forward((), batch)
 
 
 @pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
