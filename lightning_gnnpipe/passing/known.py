@@ -52,6 +52,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.SGConv,
         gnn.SSGConv,
         gnn.SimpleConv,
+        gnn.SplineConv,
         gnn.SuperGATConv,
         gnn.TAGConv,
         gnn.TransformerConv,
@@ -101,7 +102,6 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
     gnn.SignedConv: "it passes messages over several relations",
-    gnn.SplineConv: "it is not known to be exact on chunks",
     gnn.WLConv: "it numbers the colors of all nodes",
     gnn.XConv: _KNN,
 }

@@ -281,6 +281,18 @@ CASES: list[ConvCase] = [
     ConvCase("SimpleConv", lambda: gnn.SimpleConv(aggr="mean", combine_root="sum")),
     ConvCase("SimpleConv set to set", lambda: gnn.SimpleConv(gnn.aggr.Set2Set(D, 2))),
     ConvCase("SimpleConv loop", lambda: gnn.SimpleConv("sum", "self_loop"), weighted),
+    # Its spline functions are those of `splines`: pyg-lib is not on the package index.
+    ConvCase("SplineConv", lambda: gnn.SplineConv(D, D, dim=3, kernel_size=2), attributed),
+    ConvCase(
+        "SplineConv closed",
+        lambda: gnn.SplineConv(D, D, 3, [3, 2, 4], is_open_spline=[False, True, False], aggr="add"),
+        attributed,
+    ),
+    ConvCase(
+        "SplineConv no root",
+        lambda: gnn.SplineConv(D, D, 3, 3, aggr="max", root_weight=False, bias=False),
+        attributed,
+    ),
     ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D, heads=2)),
     ConvCase(
         "SuperGATConv scaled",
@@ -376,7 +388,6 @@ REFUSED: dict[str, Callable[[], nn.Module] | None] = {
     "MessagePassing": None,
     "PANConv": lambda: gnn.PANConv(D, D, filter_size=2),
     "SignedConv": lambda: gnn.SignedConv(D, D, first_aggr=True),
-    "SplineConv": None,
     "WLConv": lambda: gnn.WLConv(),
     "XConv": None,
 }
