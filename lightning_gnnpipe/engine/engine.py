@@ -256,8 +256,10 @@ class PipelineEngine:
             return self._last_graph.number
         if edge_index.dim() != 2 or edge_index.is_floating_point():
             return 0  # refused by the check of the graph
-        number = graph_fingerprint(edge_index, inputs.num_nodes)
-        self._last_graph = _KnownEdges(edge_index, version_of(edge_index), inputs.num_nodes, number)
+        sizes = (inputs.num_nodes, *inputs.edge_sizes)
+        several = inputs.edge_sizes if len(inputs.edge_sizes) > 1 else ()
+        number = graph_fingerprint(edge_index, inputs.num_nodes, several)
+        self._last_graph = _KnownEdges(edge_index, version_of(edge_index), sizes, number)
         return number
 
 
@@ -265,7 +267,7 @@ class PipelineEngine:
 class _KnownEdges:
     edge_index: Tensor
     version: int
-    num_nodes: int
+    sizes: tuple[int, ...]
     number: int
 
     def is_same(self, inputs: Inputs) -> bool:
@@ -273,6 +275,7 @@ class _KnownEdges:
         if version_of(self.edge_index) != self.version or self.version < 0:
             return False
         other = inputs.edge_index
-        if (self.num_nodes, self.edge_index.dtype) != (inputs.num_nodes, other.dtype):
+        sizes = (inputs.num_nodes, *inputs.edge_sizes)
+        if (self.sizes, self.edge_index.dtype) != (sizes, other.dtype):
             return False
         return self.edge_index is other or torch.equal(self.edge_index, other)

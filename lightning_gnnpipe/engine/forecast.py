@@ -98,7 +98,8 @@ def forecast(
         inputs.num_nodes,
         num_chunks=options.num_chunks,
         partition=options.partition,
-    ).to(inputs.edge_index.device)
+    )
+    plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
     costs = measure_layers(module, layers, plan, planned)
@@ -170,12 +171,11 @@ class _Forecaster:
         if action.op is Op.B:
             again = sum(cost.forward_s for cost in costs) if self.options.recompute else 0.0
             return share * (again + sum(cost.backward_s for cost in costs))
-        chunk = self.chunks.chunks[action.chunk]
         names = stage.sent if action.op is Op.SEND_F else stage.received
         values = [self.layers.values[name] for name in names]
         if action.op is Op.SEND_B:
             values = [value for value in values if value.requires_grad]
-        total = sum(self._bytes(value, chunk.num_nodes, chunk.num_edges) for value in values)
+        total = sum(self._bytes(value, action.chunk) for value in values)
         return total / self.bytes_per_s
 
     def _crossing_bytes(self) -> int:
@@ -183,14 +183,14 @@ class _Forecaster:
         names = [name for stage in self.stages[:-1] for name in stage.sent]
         values = [self.layers.values[name] for name in names]
         return sum(
-            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges)
-            * (2 if value.requires_grad else 1)
+            self._bytes(value, chunk.index) * (2 if value.requires_grad else 1)
             for value in values
+            for chunk in self.chunks.chunks
         )
 
-    @staticmethod
-    def _bytes(value: Value, num_nodes: int, num_edges: int) -> int:
-        return value.row_bytes * (num_nodes if value.kind is Kind.NODE else num_edges)
+    def _bytes(self, value: Value, chunk: int) -> int:
+        own = self.chunks.edge_set(value.edge_set).chunks[chunk]
+        return value.row_bytes * (own.num_nodes if value.kind is Kind.NODE else own.num_edges)
 
     def _row_bytes(self, names: Sequence[str]) -> int:
         return sum(self.layers.values[name].row_bytes for name in names)
@@ -218,7 +218,7 @@ class _Forecaster:
             return sum(cost.saved_bytes for cost in costs)
         values = [self.layers.values[name] for name in stage.received]
         return sum(
-            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges) for value in values
+            self._bytes(value, chunk.index) for value in values for chunk in self.chunks.chunks
         )
 
     def _names(self) -> list[str]:

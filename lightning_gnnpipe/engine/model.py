@@ -183,7 +183,8 @@ class PipelinedModel:
             for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
         )
         is_autocast = torch.is_autocast_enabled(self._transport.axis.device.type)
-        return flags, options, frozen, leaves, call.signature, is_autocast
+        signature = (call.signature, inputs.edge_sets)
+        return flags, options, frozen, leaves, signature, is_autocast
 
     def _reads(self, call: Call) -> Hashable:
         """Return what changes which rows and statistics are read, other than plain options."""

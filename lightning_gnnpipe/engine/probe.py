@@ -7,6 +7,7 @@ were just filled, with dropout switched off: both must equal the plain module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,7 +86,12 @@ def check_layers(
     """
     sample = draw_sample(module, call, inputs)
     small = Call(sample.leaves, call.names, call.template, None)
-    kinds = Inputs(inputs.kinds, sample.num_nodes, sample.edge_index)
+    kinds = replace(
+        inputs,
+        num_nodes=sample.num_nodes,
+        edge_index=sample.edge_index,
+        edge_sizes=sample.edge_sizes,
+    )
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with undisturbed(module), torch.no_grad(), _NoRandomness():
         args, kwargs = small.rebuild(small.leaves)
@@ -94,7 +100,8 @@ def check_layers(
         _check_buffers(module, before)
         assignment = torch.arange(sample.num_nodes) % min(_NUM_CHUNKS, sample.num_nodes)
         plan = plan_from_assignment(sample.edge_index.cpu(), sample.num_nodes, assignment)
-        checker = _Checker(module, layers, plan.to(sample.edge_index.device), small, kinds)
+        plan = plan.with_edge_sets(sample.edge_sizes).to(sample.edge_index.device)
+        checker = _Checker(module, layers, plan, small, kinds)
         reference = checker.run(plan.whole)
         found = layers.rebuild_output([reference[name] for name in layers.outputs])
         _check_structure(found, expected)

@@ -196,7 +196,9 @@ class Step:
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
     def _buffer(self, chunk: Chunk, value: Value) -> Tensor:
-        rows = chunk.num_nodes if value.kind is Kind.NODE else chunk.num_edges
+        is_node = value.kind is Kind.NODE
+        inputs = self._parts.inputs
+        rows = chunk.num_nodes if is_node else inputs.num_edges(chunk, value.edge_set)
         return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._axis.device)
 
 

@@ -91,6 +91,10 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
+        with context.along(edge_index):
+            return run_along(edge_index, kwargs)
+
+    def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
         check_order(name, conv, edge_index, context)
         call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":

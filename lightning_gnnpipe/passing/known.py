@@ -51,6 +51,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.SAGEConv,
         gnn.SGConv,
         gnn.SSGConv,
+        gnn.SignedConv,
         gnn.SimpleConv,
         gnn.SplineConv,
         gnn.SuperGATConv,
@@ -98,10 +99,8 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.GravNetConv: _KNN,
     gnn.HANConv: "its attention weighs relations by a mean over all nodes",
     gnn.HGTConv: "it joins the nodes of all types in one graph of its own",
-    gnn.HeteroConv: "it passes messages over several relations",
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
-    gnn.SignedConv: "it passes messages over several relations",
     gnn.WLConv: "it numbers the colors of all nodes",
     gnn.XConv: _KNN,
 }

@@ -28,8 +28,8 @@ def check_order(
     """
     if not isinstance(conv, gnn.MeshCNNConv):
         return
-    is_own = edge_index is context.chunk.edge_index and not context.is_reverse
-    if is_own and context.functions.has_groups(_GROUP):
+    is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
+    if is_own and context.functions.has_groups(context.plan, _GROUP):
         return
     raise UnsupportedError(
         explain(

@@ -25,11 +25,11 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
 )
 
-_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HeteroConv, gnn.HypergraphConv)
+_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HypergraphConv)
 
 _REMEDY_RELATIONS = (
-    "Use a layer for one 'edge_index'; relations can be told apart by edge types (RGCNConv, "
-    "RGATConv)."
+    "Several edge sets over the same nodes can be passed as several 'edge_index' (SignedConv, "
+    "HeteroConv with one type of nodes), or told apart by edge types (RGCNConv, RGATConv)."
 )
 
 _REMEDY_NORM = (
@@ -72,6 +72,13 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if isinstance(layer, gnn.HeteroConv):
+        if len({end for relation in layer.convs.keys() for end in relation[::2]}) > 1:  # noqa: SIM118
+            yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
+        elif layer.aggr in ("min", "max"):
+            remedy = 'Use aggr="sum", "mean" or "cat".'
+            yield _refuse(name, layer, f"its aggr='{layer.aggr}' cannot be traced", remedy)
+        return
     if has_statistics(layer):
         return
     for kind, reason in _ROW_MIXING:

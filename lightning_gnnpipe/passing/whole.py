@@ -46,16 +46,16 @@ class EdgeFunctions:
         self._plan = plan
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, WholeEdges] = {}
-        self._has_groups: dict[int, bool] = {}
+        self._has_groups: dict[tuple[PlanView, int], bool] = {}
 
-    def has_groups(self, size: int) -> bool:
+    def has_groups(self, edges: PlanView, size: int) -> bool:
         """Whether each `size` edges of the user's, from the first, end in one node.
 
-        They then follow each other in the plan as well, in the same order.
+        They then follow each other in the plan `edges` as well, in the same order.
         """
-        if size not in self._has_groups:
-            target = self._plan.whole.chunks[0].edge_index[1]
-            edge = self._plan.edge_perm
+        if (edges, size) not in self._has_groups:
+            target = edges.whole.chunks[0].edge_index[1]
+            edge = edges.edge_perm
             is_whole = edge.numel() % size == 0
             if is_whole:
                 first = edge[::size].repeat_interleave(size)
@@ -65,8 +65,8 @@ class EdgeFunctions:
                     and (first % size == 0).all()
                     and (target == target[::size].repeat_interleave(size)).all()
                 )
-            self._has_groups[size] = is_whole
-        return self._has_groups[size]
+            self._has_groups[edges, size] = is_whole
+        return self._has_groups[edges, size]
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute

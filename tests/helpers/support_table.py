@@ -20,6 +20,11 @@ every layer of one homogeneous graph is exact. This page is written by
 trained in chunks in `tests/passing/test_convs.py`, and its outputs and gradients equal those of an
 independent oracle to 1e-10 in float64. `SplineConv` needs pyg-lib, which pip does not bring; it was
 shown with a stand-in for the two functions that it takes from there (`tests/helpers/splines.py`).
+
+"Two sets" are two `edge_index` over the same nodes in one forward. `HeteroConv` is exact for one
+type of nodes. `SuperGATConv` is exact in what it returns; its `get_attention_loss()`, over random
+pairs of all nodes, is refused in training. `MeshCNNConv` needs its edges in groups of four with one
+target, which is in row 1.
 """
 
 

@@ -124,9 +124,19 @@ def mesh_edges() -> Tensor:
     return torch.stack([source.flatten(), target.repeat_interleave(4)])
 
 
-def make_batch(edge_index: Tensor | None = None) -> dict[str, Tensor]:
+def other_edges() -> Tensor:
+    """Return a second edge set over the same nodes, some of its edges in both."""
+    number = torch.arange(41)
+    return torch.stack([(number * 3 + number // 7) % (N - 3), (number * number + 2) % (N - 2)])
+
+
+def make_batch(edge_index: Tensor | None = None, case: ConvCase | None = None) -> dict[str, Tensor]:
     """Return a graph with all that layers may need, by default of `random_edges`."""
+    if case is not None and case.is_mesh:
+        edge_index = mesh_edges()
     edge_index = random_edges() if edge_index is None else edge_index
+    other = other_edges()
+    more = {"other_edge_index": other, "other_edge_weight": torch.rand(other.size(1)) + 0.5}
     num_edges = edge_index.size(1)
     normal = torch.randn(N, 3)
     return {
@@ -138,6 +148,7 @@ def make_batch(edge_index: Tensor | None = None) -> dict[str, Tensor]:
         "node_type": torch.arange(N) * 2 % NUM_TYPES,
         "pos": torch.randn(N, 3),
         "normal": normal / normal.norm(dim=1, keepdim=True),
+        **(more if case is not None and case.has_two else {}),
     }
 
 
@@ -164,7 +175,7 @@ def assert_same(found: object, expected: object) -> None:
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
-    batch = make_batch(mesh_edges() if case.is_mesh else None)
+    batch = make_batch(case=case)
     net = ConvNet(case, batch)
     inputs, weight = list(batch.values()), torch.randn(N, D)
     oracle = StaleOracle(net, PARTITION)
@@ -266,7 +277,7 @@ def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
 
 @pytest.mark.parametrize("case", BY_SELF_CHECK, ids=lambda case: case.name)
 def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) -> None:
-    batch = make_batch()
+    batch = make_batch(case=case)
     net = ConvNet(case, batch)
     check_support(net, num_chunks=3)
     engine = one_process_engine(net, partition=PARTITION)
