@@ -55,7 +55,8 @@ class FullGraphDataModule(L.LightningDataModule):
         super().__init__()
         graph = copy.copy(_single_graph(data))
         _check_features(graph)
-        _check_edges(graph.edge_index, graph.x.size(0))
+        for edges in [e for name, e in graph if f"_{name}".endswith("_edge_index")] or [None]:
+            _check_edges(edges, graph.x.size(0))
         for name in ("y", *MASKS):
             _check_rows(graph, name, graph.x.size(0))
         if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:

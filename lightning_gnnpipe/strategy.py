@@ -202,8 +202,7 @@ class GNNPipeStrategy(PipeCheckpoints):
             options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        engine = self._engine
-        pipelined.__dict__["forward"] = lambda *args, **kwargs: engine.forward(args, kwargs)
+        self._engine.attach()
         self._metrics.attach(module)
 
     def _detach(self) -> None:
@@ -211,7 +210,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
-        engine.model.module.__dict__.pop("forward", None)
+        engine.detach()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self._metrics.detach()
         self.controls.reset()

@@ -179,10 +179,10 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         "'norm', a BatchNorm1d, in stages .0, 1.",
     ),
     "unknown-conv": (
-        lambda: Module(Net(gnn.SuperGATConv(4, 4))),
+        lambda: Module(Net(gnn.PANConv(4, 4, 2))),
         graph,
         {},
-        "'convs.0', a SuperGATConv",
+        "'convs.0', a PANConv",
     ),
     "few-layers": (lambda: Module(Net(gnn.SAGEConv(4, 4))), graph, {}, "2 stages and 1 layers"),
     "batch-differs": (

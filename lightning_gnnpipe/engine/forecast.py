@@ -28,7 +28,7 @@ from lightning_gnnpipe.graph import (
     partition_nodes,
     replicas_per_node,
 )
-from lightning_gnnpipe.passing import check_support, find_convs, without_caches
+from lightning_gnnpipe.passing import check_support, find_convs, without_memory
 from lightning_gnnpipe.schedule import (
     Action,
     Op,
@@ -100,7 +100,7 @@ def forecast(
     """
     check_support(module, options.num_chunks)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-    with without_caches(find_convs(module)):
+    with without_memory(find_convs(module)):
         graph = trace(module, call)
         sample = draw_sample(module, call, inputs)
         layers = cut_layers(graph, module, learn_values(graph, module, sample))
@@ -111,7 +111,8 @@ def forecast(
         inputs.num_nodes,
         num_chunks=options.num_chunks,
         partition=options.partition,
-    ).to(inputs.edge_index.device)
+    )
+    plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
     costs = measure_layers(module, layers, plan, planned)
@@ -200,12 +201,11 @@ class _Forecaster:
         if action.op is Op.B:
             again = sum(cost.forward_s for cost in costs) if self.options.recompute else 0.0
             return share * (again + sum(cost.backward_s for cost in costs))
-        chunk = self.chunks.chunks[action.chunk]
         names = stage.sent if action.op is Op.SEND_F else stage.received
         values = [self.layers.values[name] for name in names]
         if action.op is Op.SEND_B:
             values = [value for value in values if value.requires_grad]
-        total = sum(self._bytes(value, chunk.num_nodes, chunk.num_edges) for value in values)
+        total = sum(self._bytes(value, action.chunk) for value in values)
         return total / self.bytes_per_s
 
     def _crossing_bytes(self) -> int:
@@ -213,14 +213,14 @@ class _Forecaster:
         names = [name for stage in self.stages[:-1] for name in stage.sent]
         values = [self.layers.values[name] for name in names]
         return sum(
-            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges)
-            * (2 if value.requires_grad else 1)
+            self._bytes(value, chunk.index) * (2 if value.requires_grad else 1)
             for value in values
+            for chunk in self.chunks.chunks
         )
 
-    @staticmethod
-    def _bytes(value: Value, num_nodes: int, num_edges: int) -> int:
-        return value.row_bytes * (num_nodes if value.kind is Kind.NODE else num_edges)
+    def _bytes(self, value: Value, chunk: int) -> int:
+        own = self.chunks.edge_set(value.edge_set).chunks[chunk]
+        return value.row_bytes * (own.num_nodes if value.kind is Kind.NODE else own.num_edges)
 
     def _row_bytes(self, names: Sequence[str]) -> int:
         return sum(self.layers.values[name].row_bytes for name in names)
@@ -248,7 +248,7 @@ class _Forecaster:
             return sum(cost.saved_bytes for cost in costs)
         values = [self.layers.values[name] for name in stage.received]
         return sum(
-            self._bytes(value, self.chunks.num_nodes, self.chunks.num_edges) for value in values
+            self._bytes(value, chunk.index) for value in values for chunk in self.chunks.chunks
         )
 
     def _stages(self) -> list[StageForecast]:

@@ -111,7 +111,7 @@ class GraphCache:
         plan = build_chunk_plan(
             edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"
         )
-        return plan.to(self._transport.axis.device)
+        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.axis.device)
 
     def _num_chunks(self, inputs: Inputs) -> int:
         num_stages = self._transport.axis.num_stages
@@ -138,7 +138,7 @@ class GraphCache:
     def _uncut(self, inputs: Inputs) -> PlannedGraph:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
-        plan = trivial_plan(edge_index, inputs.num_nodes)
+        plan = trivial_plan(edge_index, inputs.num_nodes).with_edge_sets(inputs.edge_sizes)
         device = self._transport.axis.device
         return PlannedGraph(plan.to(device), self._histories)
 
@@ -159,6 +159,7 @@ class GraphCache:
 
         assignment = self._transport.run_on_first(partition)
         plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+        plan = plan.with_edge_sets(inputs.edge_sizes)
         return PlannedGraph(plan.to(self._transport.axis.device), self._histories)
 
 

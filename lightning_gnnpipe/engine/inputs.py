@@ -32,11 +32,12 @@ class PlannedInputs:
         self._cache: dict[str, _Cached] = {}
         self._call: Call | None = None
         self._kinds: tuple[Kind, ...] = ()
+        self._sets: tuple[int, ...] = ()
         self._grads: dict[str, Tensor] = {}
 
     def load(self, call: Call, inputs: Inputs) -> None:
         """Take the tensors of `call` for the coming pass."""
-        self._call, self._kinds = call, inputs.kinds
+        self._call, self._kinds, self._sets = call, inputs.kinds, inputs.edge_sets
         self._grads.clear()
 
     def release(self) -> None:
@@ -48,18 +49,26 @@ class PlannedInputs:
         """Return the chunk's part of each leaf in `names`."""
         return {name: self._slice(chunk, name) for name in names}
 
-    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf in the slots of the plan or of its reverse, `[num_edges, *]`.
 
-        None if `name` is not edge-level, or needs a gradient.
+        None if `name` is not of the edges of `edge_set`, or needs a gradient.
         """
         slot = _slot(name)
         leaf = self._leaf(slot)
         if self._kinds[slot] is not Kind.EDGE or leaf.requires_grad:
             return None
+        if edge_set is None or self._sets[slot] != edge_set:
+            return None
         if reverse:
-            return self._permuted(f"{name} reversed", leaf, self._plan.reverse.edge_perm)
-        return self._permuted(name, leaf, self._plan.edge_perm)
+            order = self._plan.reverse.edge_set(edge_set).edge_perm
+            return self._permuted(f"{name} reversed", leaf, order)
+        return self._permuted(name, leaf, self._plan.edge_set(edge_set).edge_perm)
+
+    def edge_bounds(self, chunk: Chunk, edge_set: int) -> tuple[int, int]:
+        """Return the first slot, and that behind the last, of a set's edges that end in `chunk`."""
+        part = self._edges(chunk, edge_set)[1]
+        return part.edge_start, part.edge_end
 
     def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
         """Add the gradients of a chunk's leaves to those of the whole leaves."""
@@ -73,7 +82,8 @@ class PlannedInputs:
             if self._kinds[slot] is Kind.NODE:
                 total[self._plan.perm[chunk.start : chunk.end]] += leaf.grad
             elif self._kinds[slot] is Kind.EDGE:
-                total[self._plan.edge_perm[chunk.edge_start : chunk.edge_end]] += leaf.grad
+                edges, part = self._edges(chunk, self._sets[slot])
+                total[edges.edge_perm[part.edge_start : part.edge_end]] += leaf.grad
             else:
                 total += leaf.grad
 
@@ -86,16 +96,24 @@ class PlannedInputs:
         slot = _slot(name)
         kind = self._kinds[slot]
         if kind is Kind.EDGE_INDEX:
-            return chunk.edge_index
+            return self._edges(chunk, self._sets[slot])[1].edge_index
         leaf = self._leaf(slot)
         if kind is Kind.WHOLE:
             part = leaf.detach()
         elif kind is Kind.NODE:
             part = self._permuted(name, leaf, self._plan.perm)[chunk.start : chunk.end]
         else:
-            rows = slice(chunk.edge_start, chunk.edge_end)
-            part = self._permuted(name, leaf, self._plan.edge_perm)[rows]
+            edges, own = self._edges(chunk, self._sets[slot])
+            part = self._permuted(name, leaf, edges.edge_perm)[own.edge_start : own.edge_end]
         return part.detach().requires_grad_() if leaf.requires_grad else part
+
+    def _edges(self, chunk: Chunk, edge_set: int) -> tuple[ChunkPlan, Chunk]:
+        """Return the plan of an edge set, and the chunk with its edges of that set."""
+        edges = self._plan.edge_set(edge_set)
+        if edges is self._plan:
+            return edges, chunk
+        is_whole = chunk.num_nodes == self._plan.num_nodes
+        return edges, (edges.whole.chunks[0] if is_whole else edges.chunks[chunk.index])
 
     def _permuted(self, name: str, leaf: Tensor, order: Tensor) -> Tensor:
         cached = self._cache.get(name)

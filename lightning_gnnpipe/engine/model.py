@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.comm import Transport, share_tensors
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import find_layers, without_caches
+from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
@@ -183,7 +183,8 @@ class PipelinedModel:
             for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
         )
         is_autocast = torch.is_autocast_enabled(self._transport.axis.device.type)
-        return flags, options, frozen, leaves, call.signature, is_autocast
+        signature = (call.signature, inputs.edge_sets)
+        return flags, options, frozen, leaves, signature, is_autocast
 
     def _reads(self, call: Call) -> Hashable:
         """Return what changes which rows and statistics are read, other than plain options."""
@@ -197,7 +198,7 @@ class PipelinedModel:
             return
         with (
             own_forward(self.module),
-            without_caches(self.intercepted.convs),
+            without_memory(self.intercepted.convs),
             torch.inference_mode(False),
         ):
             graph = trace(self.module, call)

@@ -7,6 +7,7 @@ were just filled, with dropout switched off: both must equal the plain module, v
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_gnnpipe.engine.determinism import NoRandomness
 from lightning_gnnpipe.engine.probe_gradients import check_gradients
 from lightning_gnnpipe.engine.trial import Trial, flatten, refuse_difference
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import find_convs, find_layers, without_caches
+from lightning_gnnpipe.passing import find_convs, find_layers, without_memory
 from lightning_gnnpipe.stages import Call, Inputs, Layers, draw_sample, restore_buffers, undisturbed
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -48,7 +49,12 @@ def check_layers(
     """
     sample = draw_sample(module, call, inputs)
     small = Call(sample.leaves, call.names, call.template, None)
-    kinds = Inputs(inputs.kinds, sample.num_nodes, sample.edge_index)
+    kinds = replace(
+        inputs,
+        num_nodes=sample.num_nodes,
+        edge_index=sample.edge_index,
+        edge_sizes=sample.edge_sizes,
+    )
     with undisturbed(module), NoRandomness():
         with torch.no_grad():
             _check_values(module, layers, small, kinds, on_chunks=on_chunks)
@@ -62,7 +68,7 @@ def _check_values(
 ) -> None:
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     args, kwargs = call.rebuild(call.leaves)
-    with without_caches(find_convs(module)):
+    with without_memory(find_convs(module)):
         expected = module.forward(*args, **kwargs)
     _check_buffers(module, before)
     trial = Trial(module, layers, call, kinds)

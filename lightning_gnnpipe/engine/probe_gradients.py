@@ -1,7 +1,7 @@
 """Trying the model's gradients out: those of its layers on chunks against those of plain autograd.
 
 A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
-row is read stale. The small graph has its edges turned so that they lead from a chunk to itself or
+row is read stale. The small graph has its edges moved so that they lead from a chunk to itself or
 to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
 edges in both directions, or normalise with statistics of the last step, are compared on the whole
 graph only.
@@ -23,7 +23,7 @@ from lightning_gnnpipe.engine.trial import (
 )
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.history import StalenessRecorder
-from lightning_gnnpipe.passing import CallKey, find_convs, without_caches
+from lightning_gnnpipe.passing import CallKey, find_convs, without_memory
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Segment
 
 # Of the norm of a gradient: a rectifier may fall to the other side by rounding, one row of many.
@@ -48,14 +48,15 @@ def check_gradients(
         UnsupportedError: With the layer where the difference begins.
     """
     edges = _ascending(kinds.edge_index, kinds.num_nodes)
+    sets = torch.split(edges, list(kinds.edge_sizes), dim=1)
     leaves = tuple(
-        edges if kind is Kind.EDGE_INDEX else _copy(leaf)
-        for kind, leaf in zip(kinds.kinds, call.leaves, strict=True)
+        sets[number] if kind is Kind.EDGE_INDEX else _copy(leaf)
+        for kind, number, leaf in zip(kinds.kinds, kinds.edge_sets, call.leaves, strict=True)
     )
-    turned = replace(call, leaves=leaves)
-    trial = Trial(module, layers, turned, replace(kinds, edge_index=edges))
+    moved = replace(call, leaves=leaves)
+    trial = Trial(module, layers, moved, replace(kinds, edge_index=edges))
     checker = _GradientCheck(module, trial)
-    values = checker.check_whole(turned)
+    values = checker.check_whole(moved)
     if on_chunks:
         with trial.running():
             for segment in layers.segments:
@@ -63,9 +64,16 @@ def check_gradients(
 
 
 def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return the edges, `[2, num_edges]`, those that lead to an earlier chunk turned around."""
-    chunk = chunk_of_node(num_nodes).to(edge_index.device)[edge_index]
-    return torch.where(chunk[0] > chunk[1], edge_index.flip(0), edge_index)
+    """Return the edges, `[2, num_edges]`, those from a later chunk moved to a source in their own.
+
+    Targets stay, so that edges that a layer reads in groups do.
+    """
+    chunk = chunk_of_node(num_nodes).to(edge_index.device)
+    source, target = edge_index
+    neighbour = source - chunk[source] + chunk[target]
+    neighbour = torch.where(neighbour < num_nodes, neighbour, target)
+    is_late = chunk[source] > chunk[target]
+    return torch.stack([torch.where(is_late, neighbour, source), target])
 
 
 class _GradientCheck:
@@ -78,7 +86,7 @@ class _GradientCheck:
         segments, (chunk,) = self.layers.segments, self.whole
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         args, kwargs = call.rebuild(call.leaves)
-        with without_caches(find_convs(self.module)):
+        with without_memory(find_convs(self.module)):
             outputs = flatten(self.module.forward(*args, **kwargs))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
         expected = _grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
@@ -153,10 +161,13 @@ class _GradientCheck:
 
     def _rows(self, tensor: Tensor, name: str, chunk: Chunk) -> Tensor:
         """Return the chunk's part of `tensor`, which is like the value `name`."""
-        kind = self.trial.kind_of(name)
+        kind, edge_set = self.trial.kind_of(name)
         if kind is Kind.NODE:
             return tensor[chunk.start : chunk.end]
-        return tensor[chunk.edge_start : chunk.edge_end] if kind is Kind.EDGE else tensor
+        if kind is Kind.EDGE:
+            first, end = self.trial.inputs.edge_bounds(chunk, edge_set)
+            return tensor[first:end]
+        return tensor
 
     def _compare(
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]

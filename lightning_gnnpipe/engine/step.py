@@ -196,7 +196,10 @@ class Step:
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
     def _buffer(self, chunk: Chunk, value: Value) -> Tensor:
-        rows = chunk.num_nodes if value.kind is Kind.NODE else chunk.num_edges
+        rows = chunk.num_nodes
+        if value.kind is Kind.EDGE:
+            first, end = self._parts.inputs.edge_bounds(chunk, value.edge_set)
+            rows = end - first
         return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._axis.device)
 
 

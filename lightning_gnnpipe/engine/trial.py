@@ -38,9 +38,9 @@ class Trial:
     def __init__(self, module: nn.Module, layers: Layers, call: Call, kinds: Inputs) -> None:
         device, num_nodes = kinds.edge_index.device, kinds.num_nodes
         plan = plan_from_assignment(kinds.edge_index.cpu(), num_nodes, chunk_of_node(num_nodes))
-        self.plan: ChunkPlan = plan.to(device)
+        self.plan: ChunkPlan = plan.with_edge_sets(kinds.edge_sizes).to(device)
         self.layers = layers
-        self._kinds = kinds.kinds
+        self._kinds = kinds
         self.inputs = PlannedInputs(self.plan)
         self.inputs.load(call, kinds)
         self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
@@ -93,11 +93,13 @@ class Trial:
         is_row = {n for n, value in self.layers.values.items() if value.kind is Kind.NODE}
         return {name: computed[name] for name in order if name in is_row}
 
-    def kind_of(self, name: str) -> Kind:
-        """Return what the rows of a value or leaf are."""
+    def kind_of(self, name: str) -> tuple[Kind, int]:
+        """Return what the rows of a value or leaf are, and of which edge set."""
         if name.startswith("leaf_"):
-            return self._kinds[int(name.removeprefix("leaf_"))]
-        return self.layers.values[name].kind
+            slot = int(name.removeprefix("leaf_"))
+            return self._kinds.kinds[slot], self._kinds.edge_sets[slot]
+        value = self.layers.values[name]
+        return value.kind, value.edge_set
 
 
 def flatten(output: object) -> list[Tensor]:

@@ -57,6 +57,18 @@ class Chunk:
         """Edges that end in the chunk."""
         return self.edge_end - self.edge_start
 
+    def with_edges(self, keep: Tensor) -> Chunk:
+        """Return the chunk with some of its edges, with the same halo.
+
+        Args:
+            keep: `[num_edges_of_graph]` for each slot whether its edge is kept; the kept ones are
+                numbered anew.
+        """
+        own = keep[self.edge_start : self.edge_end]
+        start, count = int(keep[: self.edge_start].sum()), int(own.sum())
+        edge_index = self.edge_index[:, own]
+        return replace(self, edge_start=start, edge_end=start + count, edge_index=edge_index)
+
     def to(self, device: torch.device | str) -> Chunk:
         """Return the chunk with its tensors on `device`."""
         return replace(self, halo=self.halo.to(device), edge_index=self.edge_index.to(device))

@@ -7,6 +7,8 @@ Multilinear hashing: each value times a random-looking 64-bit number of its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,16 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def graph_fingerprint(edge_index: Tensor, num_nodes: int) -> int:
+def graph_fingerprint(edge_index: Tensor, num_nodes: int, edge_sizes: Sequence[int] = ()) -> int:
     """Return a signed 64-bit number that depends on every edge, their order and `num_nodes`.
 
     Args:
         edge_index: `[2, num_edges]` integers of any width.
         num_nodes: Nodes, N.
+        edge_sizes: Edges in each of several edge sets, which follow each other.
     """
-    return _fold([num_nodes, edge_index.size(1), _hash(edge_index[0]), _hash(edge_index[1])])
+    sizes = [num_nodes, edge_index.size(1), *edge_sizes]
+    return _fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
 
 
 def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:

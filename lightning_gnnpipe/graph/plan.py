@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,8 @@ class ChunkPlan:
         perm: `[num_nodes]` the node at each position.
         edge_perm: `[num_edges]` the edge in each slot, sorted by the position of its target.
         chunks: The chunks.
+        edge_sizes: `[num_edge_sets]` edges in each of several edge sets over the same nodes, which
+            follow each other in the user's order; empty for one.
     """
 
     num_nodes: int
@@ -32,6 +35,7 @@ class ChunkPlan:
     edge_perm: Tensor
     chunks: tuple[Chunk, ...]
     _whole: Chunk = field(repr=False)
+    edge_sizes: tuple[int, ...] = ()
     _cache: dict[str, ChunkPlan] = field(default_factory=dict, repr=False)
 
     @property
@@ -58,8 +62,44 @@ class ChunkPlan:
             source, target = self._whole.edge_index
             ends = torch.tensor([chunk.end for chunk in self.chunks], device=source.device)
             made = _assemble(self.perm, target, source, self.edge_perm, ends)
-            self._cache["reverse"] = made
+            self._cache["reverse"] = made.with_edge_sets(self.edge_sizes)
         return self._cache["reverse"]
+
+    @property
+    def num_edge_sets(self) -> int:
+        """Edge sets over the nodes."""
+        return max(len(self.edge_sizes), 1)
+
+    def with_edge_sets(self, sizes: Sequence[int]) -> ChunkPlan:
+        """Return the plan of edges that are several sets, one after the other, of these sizes."""
+        return replace(self, edge_sizes=tuple(sizes) if len(sizes) > 1 else (), _cache={})
+
+    def edge_set(self, number: int) -> ChunkPlan:
+        """Return the plan of one edge set: the same chunks and halos, fewer edges.
+
+        Its slots and edges are numbered within the set.
+        """
+        if not self.edge_sizes:
+            return self
+        key = f"set {number}"
+        if key not in self._cache:
+            with torch.inference_mode(False):  # training reads it as well
+                self._cache[key] = self._take_edges(sum(self.edge_sizes[:number]), number)
+        return self._cache[key]
+
+    def _take_edges(self, first: int, number: int) -> ChunkPlan:
+        """Return the plan of edge set `number`, whose edges begin with `first`."""
+        edge = self.edge_perm - first
+        keep = (edge >= 0) & (edge < self.edge_sizes[number])
+        return replace(
+            self,
+            num_edges=self.edge_sizes[number],
+            edge_perm=edge[keep],
+            chunks=tuple(chunk.with_edges(keep) for chunk in self.chunks),
+            _whole=self._whole.with_edges(keep),
+            edge_sizes=(),
+            _cache={},
+        )
 
     @property
     def sources(self) -> dict[int, tuple[int, ...]]:

@@ -8,9 +8,9 @@ from lightning_gnnpipe.passing.intercept import (
     find_convs,
     find_layers,
     intercept,
-    without_caches,
 )
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
+from lightning_gnnpipe.passing.memory import guard_losses, without_memory
 from lightning_gnnpipe.passing.support import check_support
 from lightning_gnnpipe.passing.tape import Tape
 
@@ -23,6 +23,7 @@ __all__ = [
     "check_support",
     "find_convs",
     "find_layers",
+    "guard_losses",
     "intercept",
-    "without_caches",
+    "without_memory",
 ]

@@ -46,6 +46,7 @@ _LINEAR: dict[Callable[..., Any], str | None] = {
     gnn.SAGEConv.message: None,
     gnn.SGConv.message: "edge_weight",
     gnn.SSGConv.message: "edge_weight",
+    gnn.SignedConv.message: None,
     gnn.SimpleConv.message: "edge_weight",
     gnn.TAGConv.message: "edge_weight",
 }

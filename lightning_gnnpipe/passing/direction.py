@@ -40,15 +40,19 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
     is_upstream = conv.flow == "target_to_source"
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if context.store is None:  # the whole graph, nothing to remember: PyG's own way
-            return original(*args, **kwargs)
-        given, is_flip = _find_edges((*args, *kwargs.values()), name, context)
+        values = (*args, *kwargs.values())
+        given, number, is_flip = _find_edges(values, name, context)
         if given is None and is_upstream and not context.is_whole:
-            raise _refuse_direction(name, "edges that the model changed")
-        if given is None or not (is_flip or is_upstream):
+            raise _refuse_direction(name, "edges that the model changed, or several edge sets")
+        # On the whole graph with nothing to remember, reversed edges are read in PyG's own way.
+        is_turned = context.store is not None and (is_flip or is_upstream)
+        if given is None:
             return original(*args, **kwargs)
+        if not is_turned:
+            with context.along(given):
+                return original(*args, **kwargs)
         is_reverse = is_flip != is_upstream
-        with context.directed(is_reverse) as edges, _downstream(conv):
+        with context.directed(number, is_reverse) as edges, _downstream(conv):
 
             def turn(key: str, value: Any) -> Any:
                 if value is given:
@@ -75,16 +79,23 @@ def _downstream(conv: MessagePassing) -> Iterator[None]:
 
 def _find_edges(
     values: Sequence[Any], name: str, context: MessageContext
-) -> tuple[Tensor | None, bool]:
-    """Return the argument that holds the chunk's edges, and whether its rows are swapped."""
-    for value in values:
-        if value is context.chunk.edge_index:
-            return value, False
-    for value in values:
-        is_edges = isinstance(value, Tensor) and value.dim() == 2 and value.size(0) == 2
-        if is_edges and value.dtype == torch.int64 and context.is_flip(name, value):
-            return value, True
-    return None, False
+) -> tuple[Tensor | None, int, bool]:
+    """Return the argument that holds the chunk's edges, which set, whether its rows are swapped.
+
+    None if there are none, or those of several edge sets: `propagate` then tells them apart.
+    """
+    found = [(value, i) for value in values if (i := context.find_edges(value)) is not None]
+    if found:
+        is_one = len({number for _, number in found}) == 1
+        return (*found[0], False) if is_one else (None, 0, False)
+    if context.store is not None:
+        for value in values:
+            is_edges = isinstance(value, Tensor) and value.dim() == 2 and value.size(0) == 2
+            if is_edges and value.dtype == torch.int64:
+                number = context.find_flip(name, value)
+                if number is not None:
+                    return value, number, True
+    return None, 0, False
 
 
 def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:

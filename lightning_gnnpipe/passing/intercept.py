@@ -21,10 +21,10 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import direct, replace_attributes
+from lightning_gnnpipe.passing.memory import without_memory
 from lightning_gnnpipe.passing.normalize import localized
+from lightning_gnnpipe.passing.order import check_order
 from lightning_gnnpipe.passing.statistics import find_norms, whole_statistics
-
-_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
 
 def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
@@ -67,7 +67,7 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
         stack.enter_context(whole_statistics(layers.norms, context))
         for block, attributes in layers.blocks:
             stack.callback(replace_attributes(block, attributes))
-        stack.enter_context(without_caches(convs))
+        stack.enter_context(without_memory(convs))
         stack.enter_context(localized(convs, context))
         for name, conv in convs.items():
             replaced: dict[str, Any] = {
@@ -76,20 +76,6 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
                 "edge_updater": _wrap(name, conv, "edge_updater", context),
             }
             stack.callback(replace_attributes(conv, replaced))
-        yield
-
-
-@contextmanager
-def without_caches(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
-    """Switch the layers' own caches off.
-
-    They would hold the edges of whichever chunk, or sample, ran first.
-    """
-    with ExitStack() as stack:
-        for conv in convs.values():
-            if getattr(conv, "cached", False):
-                empty = {cache: None for cache in _CACHES if hasattr(conv, cache)}
-                stack.callback(replace_attributes(conv, {"cached": False, **empty}))
         yield
 
 
@@ -105,6 +91,11 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
+        with context.along(edge_index):
+            return run_along(edge_index, kwargs)
+
+    def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        check_order(name, conv, edge_index, context)
         call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":
             summed = _aggregate((name, call), rule, edge_index, kwargs, context)

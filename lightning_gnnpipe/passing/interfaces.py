@@ -97,8 +97,8 @@ class HaloStore(Protocol):
 class EdgeLeaves(Protocol):
     """The edge-level tensors of the batch that need no gradient."""
 
-    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return leaf `name`, `[num_edges, *]`, in the slots of the plan or of its reverse.
 
-        None if it is not edge-level, or needs a gradient.
+        None if it does not belong to the edges of `edge_set`, or needs a gradient.
         """

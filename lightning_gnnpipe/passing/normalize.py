@@ -86,7 +86,7 @@ def _of_the_batch(
         return function(context.whole.edge_index, whole)
 
     return context.functions.part(
-        (key, context.is_reverse, None if weight is None else context.leaf_name(weight)),
+        (key, context.edges_key, None if weight is None else context.leaf_name(weight)),
         whole,
         context.chunk,
         compute,
@@ -249,6 +249,14 @@ class _LocalLoops:
         if num_nodes is not None:
             return cast(
                 tuple[Tensor, Any], self.original(edge_index, edge_attr, fill_value, num_nodes)
+            )
+        if self.context.edges_key[0] is None:
+            raise UnsupportedError(
+                explain(
+                    expected="a layer that is given several edge sets to say of how many nodes",
+                    found=f"{self.original.__name__}() without 'num_nodes'",
+                    remedy="Pass num_nodes=x.size(0).",
+                )
             )
         chunk = self.context.chunk
         edges, attr = self.original(edge_index, edge_attr, fill_value, chunk.num_nodes)

@@ -13,97 +13,24 @@ from collections.abc import Iterator
 import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.nn import MessagePassing, aggr
-from torch_geometric.nn.aggr.fused import FusedAggregation
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing.statistics import has_statistics
-
-EXACT_CONVS: frozenset[type] = frozenset(
-    {
-        gnn.AGNNConv,
-        gnn.APPNP,
-        gnn.ARMAConv,
-        gnn.CGConv,
-        gnn.ChebConv,
-        gnn.ClusterGCNConv,
-        gnn.DNAConv,
-        gnn.EGConv,
-        gnn.EdgeConv,
-        gnn.FAConv,
-        gnn.FastRGCNConv,
-        gnn.FeaStConv,
-        gnn.FiLMConv,
-        gnn.GATConv,
-        gnn.GATv2Conv,
-        gnn.GCN2Conv,
-        gnn.GCNConv,
-        gnn.GENConv,
-        gnn.GINConv,
-        gnn.GINEConv,
-        gnn.GMMConv,
-        gnn.GatedGraphConv,
-        gnn.GeneralConv,
-        gnn.GraphConv,
-        gnn.HEATConv,
-        gnn.LEConv,
-        gnn.LGConv,
-        gnn.MFConv,
-        gnn.MixHopConv,
-        gnn.NNConv,
-        gnn.PDNConv,
-        gnn.PNAConv,
-        gnn.PPFConv,
-        gnn.PointGNNConv,
-        gnn.PointNetConv,
-        gnn.PointTransformerConv,
-        gnn.RGATConv,
-        gnn.RGCNConv,
-        gnn.ResGatedGraphConv,
-        gnn.SAGEConv,
-        gnn.SGConv,
-        gnn.SSGConv,
-        gnn.SimpleConv,
-        gnn.TAGConv,
-        gnn.TransformerConv,
-        gnn.WLConvContinuous,
-    }
-)
-
-# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others
-# that pad to the largest neighbourhood of the graph.
-EXACT_AGGREGATIONS: frozenset[type] = frozenset(
-    {
-        aggr.AttentionalAggregation,
-        aggr.DeepSetsAggregation,
-        aggr.DegreeScalerAggregation,
-        FusedAggregation,
-        aggr.MaxAggregation,
-        aggr.MeanAggregation,
-        aggr.MedianAggregation,
-        aggr.MinAggregation,
-        aggr.MulAggregation,
-        aggr.MultiAggregation,
-        aggr.PowerMeanAggregation,
-        aggr.QuantileAggregation,
-        aggr.Set2Set,
-        aggr.SoftmaxAggregation,
-        aggr.StdAggregation,
-        aggr.SumAggregation,
-        aggr.VarAggregation,
-        aggr.VariancePreservingAggregation,
-    }
-)
 
 # Modules that look at all rows at once. PyG's norms take part in the names that errors show.
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (nn.modules.batchnorm._BatchNorm, "its statistics are taken over all nodes"),
     (nn.modules.instancenorm._InstanceNorm, "its statistics are taken over all nodes"),
     (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
-    (gnn.GPSConv, "its attention runs over all nodes"),
-    (gnn.WLConv, "it numbers the colors of all nodes"),
 )
 
-_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HeteroConv, gnn.HypergraphConv, gnn.SignedConv)
+_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HypergraphConv)
+
+_REMEDY_RELATIONS = (
+    "Several edge sets over the same nodes can be passed as several 'edge_index' (SignedConv, "
+    "HeteroConv with one type of nodes), or told apart by edge types (RGCNConv, RGATConv)."
+)
 
 _REMEDY_NORM = (
     "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
@@ -145,14 +72,12 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
-    if isinstance(layer, _SEVERAL_RELATIONS):
-        yield _refuse(
-            name,
-            layer,
-            "it passes messages over several relations",
-            "Use a layer for one 'edge_index'; relations can be told apart by edge types "
-            "(RGCNConv, RGATConv).",
-        )
+    if isinstance(layer, gnn.HeteroConv):
+        if len({end for relation in layer.convs.keys() for end in relation[::2]}) > 1:  # noqa: SIM118
+            yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
+        elif layer.aggr in ("min", "max"):
+            remedy = 'Use aggr="sum", "mean" or "cat".'
+            yield _refuse(name, layer, f"its aggr='{layer.aggr}' cannot be traced", remedy)
         return
     if has_statistics(layer):
         return
@@ -160,7 +85,7 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterat
         if isinstance(layer, kind):
             yield _refuse(name, layer, reason, _REMEDY_NORM)
             return
-    if isinstance(layer, MessagePassing):
+    if isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
         yield from _refused_conv(name, layer)
     elif isinstance(layer, aggr.Aggregation):
         yield from _refused_aggregation(module, name, layer)
@@ -189,17 +114,19 @@ def _iterates(layer: nn.Module) -> bool:
     return type(layer).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
 
 
-def _refused_conv(name: str, conv: MessagePassing) -> Iterator[str]:
+def _refused_conv(name: str, conv: nn.Module) -> Iterator[str]:
+    reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
     origin = type(conv).__module__
-    if origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
+    if reason is None and origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
+        reason = "it is not known to be exact on chunks"
+    if reason is not None:
         known = ", ".join(sorted(kind.__name__ for kind in EXACT_CONVS))
-        yield _refuse(
-            name,
-            conv,
-            "it is not known to be exact on chunks",
+        remedy = (
             f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of "
-            "your own.",
+            "your own."
         )
+        is_relational = isinstance(conv, _SEVERAL_RELATIONS)
+        yield _refuse(name, conv, reason, _REMEDY_RELATIONS if is_relational else remedy)
 
 
 def _is_inside_conv(module: nn.Module, name: str) -> bool:

@@ -46,6 +46,27 @@ class EdgeFunctions:
         self._plan = plan
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, tuple[WholeEdges, int]] = {}
+        self._has_groups: dict[tuple[PlanView, int], bool] = {}
+
+    def has_groups(self, edges: PlanView, size: int) -> bool:
+        """Whether each `size` edges of the user's, from the first, end in one node.
+
+        They then follow each other in the plan `edges` as well, in the same order.
+        """
+        if (edges, size) not in self._has_groups:
+            target = edges.whole.chunks[0].edge_index[1]
+            edge = edges.edge_perm
+            is_whole = edge.numel() % size == 0
+            if is_whole:
+                first = edge[::size].repeat_interleave(size)
+                place = torch.arange(edge.numel(), device=edge.device) % size
+                is_whole = bool(
+                    (edge == first + place).all()
+                    and (first % size == 0).all()
+                    and (target == target[::size].repeat_interleave(size)).all()
+                )
+            self._has_groups[edges, size] = is_whole
+        return self._has_groups[edges, size]
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import Tensor
 
-from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.errors import GraphError, explain
 from lightning_gnnpipe.stages.call import Call
+from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets
 
 
 class Kind(Enum):
@@ -26,11 +26,21 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The kinds of a call's leaves and the size of its graph."""
+    """The kinds of a call's leaves and the size of its graph.
+
+    Attributes:
+        kinds: For each leaf what its first dimension counts.
+        num_nodes: Nodes, N.
+        edge_index: `[2, num_edges]` the edges; of several edge sets one after the other.
+        edge_sizes: `[num_edge_sets]` edges in each edge set.
+        edge_sets: For each leaf the edge set that it holds or belongs to; 0 for other leaves.
+    """
 
     kinds: tuple[Kind, ...]
     num_nodes: int
     edge_index: Tensor
+    edge_sizes: tuple[int, ...]
+    edge_sets: tuple[int, ...]
 
 
 def classify(call: Call) -> Inputs:
@@ -38,81 +48,52 @@ def classify(call: Call) -> Inputs:
 
     Raises:
         GraphError: If there is no `edge_index`, or no tensor with one row a node.
-        UnsupportedError: If there are several graphs.
+        UnsupportedError: If it cannot be told which edges there are, or which a tensor belongs to.
     """
-    edge_slot = _find_edge_index(call)
-    edge_index = call.leaves[edge_slot]
-    num_edges = edge_index.size(1) if edge_index.dim() == 2 else -1
-    num_nodes = _count_nodes(call, edge_slot, num_edges)
-    kinds = []
+    edges = find_edge_sets(call)
+    num_nodes = _count_nodes(call, edges)
+    kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
-        is_edge_name = name.rsplit(".", 1)[-1].startswith("edge")
-        if slot == edge_slot:
-            kinds.append(Kind.EDGE_INDEX)
-        elif rows == num_edges and (num_edges != num_nodes or is_edge_name):
-            kinds.append(Kind.EDGE)
+        is_edge_name = edges.is_edge_name(name)
+        kind, number = Kind.WHOLE, 0
+        if slot in edges.slots:
+            kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)
+        elif rows in edges.sizes and (rows != num_nodes or is_edge_name):
+            kind, number = Kind.EDGE, edges.owner(name, rows)
         elif rows == num_nodes and not is_edge_name:
-            kinds.append(Kind.NODE)
+            kind = Kind.NODE
         elif is_edge_name:
+            wanted = " or ".join(map(str, edges.sizes))
             raise GraphError(
                 explain(
-                    expected=f"'{name}' to have one row for each of the {num_edges} edges",
+                    expected=f"'{name}' to have one row for each of the {wanted} edges",
                     found=f"shape {list(leaf.shape)}",
                     remedy="Pass edge features in the order of 'edge_index'.",
                 )
             )
-        else:
-            kinds.append(Kind.WHOLE)
-    return Inputs(tuple(kinds), num_nodes, edge_index)
+        kinds.append(kind)
+        numbers.append(number)
+    return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
 
 
-def _find_edge_index(call: Call) -> int:
-    named = [i for i, name in enumerate(call.names) if name.rsplit(".", 1)[-1] == "edge_index"]
-    shaped = [
-        i
-        for i, leaf in enumerate(call.leaves)
-        if leaf.dim() == 2 and leaf.size(0) == 2 and leaf.dtype in (torch.int64, torch.int32)
-    ]
-    found = named or shaped
-    if len(found) > 1:
-        raise UnsupportedError(
-            explain(
-                expected="one graph in each call of the pipelined module",
-                found=", ".join(f"'{call.names[i]}'" for i in found),
-                remedy="Pass one 'edge_index'; several relations are not pipelined.",
-            )
-        )
-    if not found:
-        raise GraphError(
-            explain(
-                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
-                "pipelined module",
-                found=", ".join(call.names) or "no tensor",
-                remedy="Pass the graph as 'edge_index' to its forward.",
-            )
-        )
-    return found[0]
-
-
-def _count_nodes(call: Call, edge_slot: int, num_edges: int) -> int:
+def _count_nodes(call: Call, edges: EdgeSets) -> int:
     if call.num_nodes is not None:
         _check_features(call, call.num_nodes)
         return call.num_nodes
     others = [
         (name.rsplit(".", 1)[-1], leaf)
         for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True))
-        if i != edge_slot and leaf.dim() > 0
+        if i not in edges.slots and leaf.dim() > 0 and not edges.is_edge_name(name)
     ]
     for name, leaf in others:
         if name == "x":
             return leaf.size(0)
-    for name, leaf in others:
-        if not name.startswith("edge") and leaf.size(0) != num_edges:
+    for _, leaf in others:
+        if leaf.size(0) not in edges.sizes:
             return leaf.size(0)
-    for name, leaf in others:
-        if not name.startswith("edge"):
-            return leaf.size(0)
+    for _, leaf in others:
+        return leaf.size(0)
     raise GraphError(
         explain(
             expected="a tensor with one row a node among the arguments of the pipelined module",

@@ -14,23 +14,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric.nn import MeshCNNConv
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.kinds import Inputs, Kind
 from lightning_gnnpipe.stages.trace import root_of
 
+_REMEDY = (
+    "A parameter with one row a node cannot be cut: look it up by an nn.Embedding with a "
+    "node-level index, or pass it in as an argument."
+)
+_REMEDY_SETS = (
+    " An edge-level argument belongs to one edge set, that of its number of rows or of its name: "
+    "pass it a second time to use it with another."
+)
 _SAMPLE_EDGES = 48
+_GROUP = 4  # Edges that MeshCNNConv reads together.
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor of the graph.
 
-    What its rows are, the shape of a row, its dtype, whether gradients flow through it.
+    What its rows are, and those of which edge set, the shape of a row, its dtype, whether gradients
+    flow through it.
     """
 
     kind: Kind
+    edge_set: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
@@ -43,42 +55,55 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small graph cut out of the user's: its leaves, in the order of the call, and its size."""
+    """A small graph cut out of the user's: its leaves, in the order of the call, and its sizes."""
 
     leaves: tuple[Tensor, ...]
     num_nodes: int
-    num_edges: int
     edge_index: Tensor
+    edge_sizes: tuple[int, ...]
 
 
 def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
     """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
 
+    A layer that reads edges in groups finds them in whole groups.
+
     Its sizes differ from each other and from the widths of `module`'s parameters, so that they tell
     what a dimension counts.
     """
-    edge_index = inputs.edge_index
     widths = {size for p in module.parameters() for size in p.shape}
-    num_edges = min(_SAMPLE_EDGES, edge_index.size(1))
-    spaced = torch.linspace(0, max(edge_index.size(1) - 1, 0), num_edges)
-    edges = torch.unique(spaced.long()).to(edge_index.device)
-    extra = torch.arange(min(3, inputs.num_nodes), device=edge_index.device)
+    group = _GROUP if any(isinstance(m, MeshCNNConv) for m in module.modules()) else 1
+    sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
+    drawn = [_spaced(edges, _SAMPLE_EDGES // len(sets), group) for edges in sets]
+    extra = torch.arange(min(3, inputs.num_nodes), device=sets[0].device)
     while True:
-        nodes = torch.unique(torch.cat([edge_index[:, edges].flatten(), extra]))
-        sizes = {nodes.numel(), edges.numel()}
-        if (len(sizes) == 2 and not sizes & widths) or edges.numel() < 2:
+        ends = [edges[:, some].flatten() for edges, some in zip(sets, drawn, strict=True)]
+        nodes = torch.unique(torch.cat([*ends, extra]))
+        counts = [some.numel() for some in drawn]
+        longest = counts.index(max(counts))
+        sizes = [nodes.numel(), *counts, *([sum(counts)] if len(counts) > 1 else [])]
+        is_told = len(set(sizes)) == len(sizes) and not widths & set(sizes)
+        if is_told or counts[longest] < 2 * group:
             break
-        edges = edges[:-1]
-    renumber = torch.full((inputs.num_nodes,), -1, device=edge_index.device)
-    renumber[nodes] = torch.arange(nodes.numel(), device=edge_index.device)
-    local = renumber[edge_index[:, edges]]
-    take = {Kind.NODE: lambda t: t[nodes], Kind.EDGE: lambda t: t[edges]}
-    take |= {Kind.EDGE_INDEX: lambda t: local, Kind.WHOLE: lambda t: t}
-    leaves = tuple(
-        take[kind](leaf).detach().requires_grad_(leaf.requires_grad)
-        for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
-    )
-    return Sample(leaves, nodes.numel(), edges.numel(), local)
+        drawn[longest] = drawn[longest][:-group]
+    renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
+    renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
+    local = [renumber[edges[:, some]] for edges, some in zip(sets, drawn, strict=True)]
+    leaves = []
+    for kind, number, leaf in zip(inputs.kinds, inputs.edge_sets, call.leaves, strict=True):
+        rows = {Kind.NODE: nodes, Kind.EDGE: drawn[number]}.get(kind)
+        part = leaf if rows is None else leaf[rows]
+        part = local[number] if kind is Kind.EDGE_INDEX else part
+        leaves.append(part.detach().requires_grad_(leaf.requires_grad))
+    return Sample(tuple(leaves), nodes.numel(), torch.cat(local, dim=1), tuple(counts))
+
+
+def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
+    """Return the numbers of about `count` of the edges, evenly spaced, in whole groups."""
+    num_groups = edges.size(1) // group
+    spaced = torch.linspace(0, max(num_groups - 1, 0), min(max(count // group, 2), num_groups))
+    first = torch.unique(spaced.long()).to(edges.device) * group
+    return (first[:, None] + torch.arange(group, device=first.device)).flatten()
 
 
 def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str, Value]:
@@ -101,8 +126,7 @@ def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str
             explain(
                 expected="the model to run on a small part of the graph",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                remedy="A parameter with one row a node cannot be cut: look it up by an "
-                "nn.Embedding with a node-level index, or pass it in as an argument.",
+                remedy=_REMEDY + (_REMEDY_SETS if len(sample.edge_sizes) > 1 else ""),
             )
         ) from error
     return values
@@ -132,7 +156,17 @@ def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 def _describe(tensor: Tensor, node: fx.Node, sample: Sample) -> Value:
     rows = tensor.size(0) if tensor.dim() else -1
-    kind = {sample.num_nodes: Kind.NODE, sample.num_edges: Kind.EDGE}.get(rows, Kind.WHOLE)
+    found = [number for number, size in enumerate(sample.edge_sizes) if size == rows]
     if node.op == "get_attr":
         kind = Kind.WHOLE
-    return Value(kind, tuple(tensor.shape[1:]), tensor.dtype, tensor.requires_grad)
+    elif len(found) == 1:
+        kind = Kind.EDGE
+    else:  # Of one of two edge sets with as many edges: it cannot cross a cut.
+        kind = Kind.NODE if rows == sample.num_nodes else Kind.WHOLE
+    return Value(
+        kind,
+        found[0] if kind is Kind.EDGE else 0,
+        tuple(tensor.shape[1:]),
+        tensor.dtype,
+        tensor.requires_grad,
+    )

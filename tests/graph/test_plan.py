@@ -139,3 +139,24 @@ def test_number_of_chunks_out_of_range_is_refused(num_chunks: int) -> None:
     text = r"Expected 'num_chunks' to be between 1 and the number of nodes"
     with pytest.raises(ConfigError, match=rf"{text}.*got {num_chunks}"):
         build_chunk_plan(DRAWN_EDGES, 5, num_chunks=num_chunks)
+
+
+def test_edge_sets_share_chunks_and_halos() -> None:
+    """Edges of each set mapped back are those given, forward and reversed."""
+    torch.manual_seed(0)
+    given = torch.randint(20, (2, 70))
+    plan = plan_from_assignment(given, 20, torch.arange(20) % 3).with_edge_sets((30, 0, 40))
+    assert plan.num_edge_sets == 3
+    for number, part in enumerate(given.split([30, 0, 40], dim=1)):
+        for union, wanted in ((plan, part), (plan.reverse, part.flip([0]))):
+            edge_set = union.edge_set(number)
+            assert edge_set is union.edge_set(number)
+            found = torch.empty_like(wanted)
+            for chunk, whole in zip(edge_set.chunks, union.chunks, strict=True):
+                assert torch.equal(chunk.halo, whole.halo)
+                places = torch.cat([torch.arange(chunk.start, chunk.end), chunk.halo])
+                slots = edge_set.edge_perm[chunk.edge_start : chunk.edge_end]
+                found[:, slots] = plan.perm[places[chunk.edge_index]]
+            assert torch.equal(found, wanted)
+            whole = edge_set.whole.chunks[0]
+            assert torch.equal(plan.perm[whole.edge_index], wanted[:, edge_set.edge_perm])

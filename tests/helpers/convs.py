@@ -25,11 +25,17 @@ Call = Callable[[Any, Tensor, Tensor, SimpleNamespace], Any]
 
 @dataclass(frozen=True)
 class ConvCase:
-    """A layer, how it is called with a batch, and whether the order of its edges matters."""
+    """A layer and how it is called with a batch.
+
+    Edges come in groups of four with one target if it `is_mesh`; if it `has_two` edge sets, the
+    second is `batch.other_edge_index`.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     call: Call = lambda conv, x, edges, batch: conv(x, edges)
+    is_mesh: bool = False
+    has_two: bool = False
 
     @property
     def conv(self) -> str:
@@ -57,6 +63,41 @@ def typed_attributed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace
     return conv(x, edges, batch.edge_type, batch.edge_attr)
 
 
+def on_both(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, edges) + 0.5 * conv(x, batch.other_edge_index)
+
+
+def on_both_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    other = conv(x, batch.other_edge_index, batch.other_edge_weight)
+    return conv(x, edges, batch.edge_weight) + 0.5 * other
+
+
+def on_both_flipped(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    other = conv(x, batch.other_edge_index.flip([0]), batch.other_edge_weight)
+    return conv(x, edges.flip([0])) + 0.5 * other
+
+
+def joined(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, torch.cat([edges, batch.other_edge_index], dim=1))
+
+
+def signed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, edges, batch.other_edge_index)
+
+
+TO, BACK = ("a", "to", "a"), ("a", "back", "a")
+
+
+def related(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv({"a": x}, {TO: edges, BACK: batch.other_edge_index})["a"]
+
+
+def related_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    weights = {TO: batch.edge_weight, BACK: batch.other_edge_weight}
+    edge_sets = {TO: edges, BACK: batch.other_edge_index}
+    return conv({"a": x}, edge_sets, edge_weight_dict=weights)["a"]
+
+
 def placed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, batch.pos, edges)
 
@@ -71,6 +112,12 @@ def initial_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace
 
 def mlp(width: int = D, out: int = D) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, D), nn.Tanh(), nn.Linear(D, out))
+
+
+def mesh_kernel() -> nn.Sequential:
+    kernel = mlp()
+    kernel.in_features = kernel.out_features = D
+    return kernel
 
 
 def upstream(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
@@ -109,6 +156,7 @@ CASES: list[ConvCase] = [
     ConvCase("ChebConv rw", lambda: gnn.ChebConv(D, D, K=2, normalization="rw")),
     ConvCase("ChebConv plain", lambda: gnn.ChebConv(D, D, K=2, normalization=None)),
     ConvCase("ChebConv weight", lambda: gnn.ChebConv(D, D, K=3), weighted),
+    ConvCase("ChebConv two sets", lambda: gnn.ChebConv(D, D, K=3), on_both_weighted, has_two=True),
     ConvCase("ClusterGCNConv", lambda: gnn.ClusterGCNConv(D, D, diag_lambda=0.3)),
     ConvCase("DNAConv", lambda: gnn.DNAConv(D, heads=2), lambda c, x, e, b: c(stacked(x), e)),
     ConvCase(
@@ -119,6 +167,9 @@ CASES: list[ConvCase] = [
     ConvCase("DirGNNConv", lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D))),
     ConvCase("DirGNNConv GCN", lambda: gnn.DirGNNConv(gnn.GCNConv(D, D), alpha=0.3)),
     ConvCase("DirGNNConv GAT", lambda: gnn.DirGNNConv(gnn.GATConv(D, D), root_weight=False)),
+    ConvCase(
+        "DirGNNConv two sets", lambda: gnn.DirGNNConv(gnn.GCNConv(D, D)), on_both, has_two=True
+    ),
     ConvCase("EGConv", lambda: gnn.EGConv(D, D, num_heads=2, num_bases=2)),
     ConvCase(
         "EGConv several",
@@ -137,6 +188,9 @@ CASES: list[ConvCase] = [
     ConvCase("GATConv residual", lambda: gnn.GATConv(D, D, heads=2, residual=True)),
     ConvCase("GATConv edge", lambda: gnn.GATConv(D, D, heads=2, edge_dim=3), attributed),
     ConvCase("GATConv upstream", upstream(gnn.GATConv, D, D, heads=2)),
+    ConvCase("GATConv two sets", lambda: gnn.GATConv(D, D, heads=2), on_both, has_two=True),
+    ConvCase("GATConv two sets upstream", upstream(gnn.GATConv, D, D), on_both, has_two=True),
+    ConvCase("GATConv joined sets", lambda: gnn.GATConv(D, D, heads=2), joined, has_two=True),
     ConvCase("GATv2Conv", lambda: gnn.GATv2Conv(D, D, heads=2)),
     ConvCase("GATv2Conv shared", lambda: gnn.GATv2Conv(D, D, share_weights=True)),
     ConvCase("GATv2Conv edge", lambda: gnn.GATv2Conv(D, D, edge_dim=3), attributed),
@@ -162,6 +216,19 @@ CASES: list[ConvCase] = [
         lambda c, x, e, b: c(x, e.flip([0]), b.edge_weight),
     ),
     ConvCase("GCNConv decomposed", lambda: gnn.GCNConv(D, D, decomposed_layers=2)),
+    ConvCase("GCNConv two sets", lambda: gnn.GCNConv(D, D), on_both, has_two=True),
+    ConvCase("GCNConv two sets weight", lambda: gnn.GCNConv(D, D), on_both_weighted, has_two=True),
+    ConvCase("GCNConv two sets flipped", lambda: gnn.GCNConv(D, D), on_both_flipped, has_two=True),
+    ConvCase(
+        "GCNConv two sets upstream", upstream(gnn.GCNConv, D, D), on_both_weighted, has_two=True
+    ),
+    ConvCase(
+        "GCNConv two sets learned",
+        lambda: gnn.GCNConv(D, D),
+        lambda c, x, e, b: learned(c, x, e, b) + c(x, b.other_edge_index),
+        has_two=True,
+    ),
+    ConvCase("GCNConv joined sets", lambda: gnn.GCNConv(D, D), joined, has_two=True),
     ConvCase("GCN2Conv", lambda: gnn.GCN2Conv(D, 0.1, 0.5, 1), initial),
     ConvCase(
         "GCN2Conv cached",
@@ -193,11 +260,29 @@ CASES: list[ConvCase] = [
         lambda: gnn.HEATConv(D, D, NUM_TYPES, NUM_TYPES, 2, 3, 2, heads=2),
         lambda c, x, e, b: c(x, e, b.node_type, b.edge_type, b.edge_attr),
     ),
+    ConvCase(
+        "HeteroConv",
+        lambda: gnn.HeteroConv({TO: gnn.SAGEConv(D, D), BACK: gnn.GATConv(D, D)}, aggr="mean"),
+        related,
+        has_two=True,
+    ),
+    ConvCase(
+        "HeteroConv weight",
+        lambda: gnn.HeteroConv({TO: gnn.GCNConv(D, D), BACK: gnn.GraphConv(D, D)}, aggr="cat"),
+        related_weighted,
+        has_two=True,
+    ),
     ConvCase("LEConv", lambda: gnn.LEConv(D, D)),
     ConvCase("LEConv weight", lambda: gnn.LEConv(D, D), weighted),
     ConvCase("LGConv", lambda: gnn.LGConv()),
     ConvCase("LGConv weight", lambda: gnn.LGConv(), weighted),
     ConvCase("MFConv", lambda: gnn.MFConv(D, D)),
+    ConvCase("MeshCNNConv", lambda: gnn.MeshCNNConv(D, D), is_mesh=True),
+    ConvCase(
+        "MeshCNNConv kernels",
+        lambda: gnn.MeshCNNConv(D, D, nn.ModuleList(mesh_kernel() for _ in range(5))),
+        is_mesh=True,
+    ),
     ConvCase("MixHopConv", lambda: gnn.MixHopConv(D, D, powers=[0, 1, 2])),
     ConvCase("MixHopConv weight", lambda: gnn.MixHopConv(D, D), weighted),
     ConvCase("NNConv", lambda: gnn.NNConv(D, D, nn.Linear(3, D * D)), attributed),
@@ -265,9 +350,35 @@ CASES: list[ConvCase] = [
     ConvCase("SGConv", lambda: gnn.SGConv(D, D, K=2)),
     ConvCase("SGConv weight", lambda: gnn.SGConv(D, D, K=2), weighted),
     ConvCase("SSGConv", lambda: gnn.SSGConv(D, D, alpha=0.1, K=2)),
+    ConvCase("SAGEConv two sets", lambda: gnn.SAGEConv(D, D), on_both, has_two=True),
+    ConvCase("SAGEConv two sets max", lambda: gnn.SAGEConv(D, D, "max"), on_both, has_two=True),
+    ConvCase("SignedConv", lambda: gnn.SignedConv(D, D, True), signed, has_two=True),
+    ConvCase("SignedConv deep", lambda: gnn.SignedConv(D // 2, D, False), signed, has_two=True),
+    ConvCase(
+        "SignedConv max", lambda: gnn.SignedConv(D, D, True, aggr="max"), signed, has_two=True
+    ),
     ConvCase("SimpleConv", lambda: gnn.SimpleConv(aggr="mean", combine_root="sum")),
     ConvCase("SimpleConv set to set", lambda: gnn.SimpleConv(gnn.aggr.Set2Set(D, 2))),
     ConvCase("SimpleConv loop", lambda: gnn.SimpleConv("sum", "self_loop"), weighted),
+    # Its spline functions are those of `splines`: pyg-lib is not on the package index.
+    ConvCase("SplineConv", lambda: gnn.SplineConv(D, D, dim=3, kernel_size=2), attributed),
+    ConvCase(
+        "SplineConv closed",
+        lambda: gnn.SplineConv(D, D, 3, [3, 2, 4], is_open_spline=[False, True, False], aggr="add"),
+        attributed,
+    ),
+    ConvCase(
+        "SplineConv no root",
+        lambda: gnn.SplineConv(D, D, 3, 3, aggr="max", root_weight=False, bias=False),
+        attributed,
+    ),
+    ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D, heads=2)),
+    ConvCase(
+        "SuperGATConv scaled",
+        lambda: gnn.SuperGATConv(D, D, 2, concat=False, attention_type="SD", add_self_loops=False),
+    ),
+    ConvCase("SuperGATConv pairs", lambda: gnn.SuperGATConv(D, D), signed, has_two=True),
+    ConvCase("SuperGATConv upstream", upstream(gnn.SuperGATConv, D, D)),
     ConvCase("TAGConv", lambda: gnn.TAGConv(D, D, K=2)),
     ConvCase("TAGConv weight", lambda: gnn.TAGConv(D, D, K=2), weighted),
     ConvCase("TransformerConv", lambda: gnn.TransformerConv(D, D, heads=2, beta=True)),
@@ -278,6 +389,8 @@ CASES: list[ConvCase] = [
 
 
 BY_SELF_CHECK: list[ConvCase] = [
+    # Two edge sets at once, read upstream.
+    ConvCase("SignedConv upstream", upstream(gnn.SignedConv, D, D, True), signed, has_two=True),
     # They look at row 1 of the edges for the receivers, whatever their flow is.
     ConvCase("ChebConv upstream", upstream(gnn.ChebConv, D, D, K=2), weighted),
     ConvCase("GATConv upstream edge", upstream(gnn.GATConv, D, D, edge_dim=3), attributed),
@@ -327,6 +440,8 @@ class ConvNet(nn.Module):
         node_type: Tensor,
         pos: Tensor,
         normal: Tensor,
+        other_edge_index: Tensor | None = None,
+        other_edge_weight: Tensor | None = None,
     ) -> Tensor:
         batch = SimpleNamespace(
             x=x,
@@ -336,6 +451,8 @@ class ConvNet(nn.Module):
             node_type=node_type,
             pos=pos,
             normal=normal,
+            other_edge_index=other_edge_index,
+            other_edge_weight=other_edge_weight,
         )
         batch.edge_score = self.score(edge_attr).squeeze(-1)
         x = torch.tanh(self.between(self.call(self.first, x, edge_index, batch)))
@@ -352,14 +469,9 @@ REFUSED: dict[str, Callable[[], nn.Module] | None] = {
     "GravNetConv": None,
     "HANConv": lambda: gnn.HANConv(D, D, (["a"], [("a", "to", "a")])),
     "HGTConv": lambda: gnn.HGTConv(D, D, (["a"], [("a", "to", "a")])),
-    "HeteroConv": lambda: gnn.HeteroConv({("a", "to", "a"): gnn.SAGEConv(D, D)}),
     "HypergraphConv": lambda: gnn.HypergraphConv(D, D),
-    "MeshCNNConv": lambda: gnn.MeshCNNConv(D, D),
     "MessagePassing": None,
     "PANConv": lambda: gnn.PANConv(D, D, filter_size=2),
-    "SignedConv": lambda: gnn.SignedConv(D, D, first_aggr=True),
-    "SplineConv": None,
-    "SuperGATConv": lambda: gnn.SuperGATConv(D, D),
     "WLConv": lambda: gnn.WLConv(),
     "XConv": None,
 }

@@ -135,3 +135,30 @@ def test_no_message_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
         learned = torch.rand(EDGES.size(1), requires_grad=True)
         conv(torch.randn(N, D), plan.whole.chunks[0].edge_index, learned)
     assert called
+
+
+def test_no_message_of_one_of_two_edge_sets_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[int] = []
+
+    def message(self: object, x_j: Tensor) -> Tensor:
+        called.append(1)
+        return x_j
+
+    plan = plan_from_assignment(EDGES, N, ASSIGNMENT).with_edge_sets((7, 4))
+    context = MessageContext(HistoryStore(N, plan.num_chunks), plan)
+    conv = gnn.SignedConv(D, D, first_aggr=True)
+    sets = [plan.edge_set(number) for number in range(2)]
+    with intercept(find_layers(conv), context):
+        monkeypatch.setattr(conv, "message", message.__get__(conv), raising=False)
+        context.enter(plan.whole.chunks[0], 0)
+        conv(torch.randn(N, D), *(edges.whole.chunks[0].edge_index for edges in sets))
+        for chunk in plan.chunks:
+            context.enter(chunk, 0)
+            own = [edges.chunks[chunk.index].edge_index for edges in sets]
+            conv(torch.randn(chunk.num_nodes, D), *own)
+        assert not called
+        context.enter(chunk, 0)
+        conv(torch.randn(chunk.num_nodes, D), own[0].clone(), own[1])
+    assert called

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv import spline_conv
 from torch_geometric.utils import add_self_loops, degree
 
 from lightning_gnnpipe.engine import PipelineEngine
@@ -21,10 +22,13 @@ from lightning_gnnpipe.passing import (
     find_layers,
     intercept,
 )
-from lightning_gnnpipe.passing.support import EXACT_AGGREGATIONS, EXACT_CONVS
+from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
+from tests.helpers.splines import spline_basis, spline_weighting
+
+pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
 
 N = 23
 ORDER = (0, 1, 2)
@@ -96,14 +100,43 @@ def double() -> object:
     torch.set_default_dtype(torch.float32)
 
 
-def make_batch() -> dict[str, Tensor]:
+@pytest.fixture(autouse=True)
+def splines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give SplineConv the functions of a library that pip does not bring."""
+    monkeypatch.setattr(spline_conv, "spline_basis", spline_basis)
+    monkeypatch.setattr(spline_conv, "spline_weighting", spline_weighting)
+
+
+def random_edges() -> Tensor:
     """Return a directed graph with loops, multi-edges and two isolated nodes, the last of them."""
     number = torch.arange(56)
     source = (number * 7 + number // 9) % (N - 1)
     target = (number * 5 + number // 4 * 3 + 1) % (N - 1)
     keep = (source != 4) & (target != 4)
     loops = torch.tensor([[2, 9], [2, 9]])
-    edge_index = torch.cat([torch.stack([source, target])[:, keep], loops, loops[:, :1]], dim=1)
+    return torch.cat([torch.stack([source, target])[:, keep], loops, loops[:, :1]], dim=1)
+
+
+def mesh_edges() -> Tensor:
+    """Return four edges into each node, one after the other, the nodes in any order."""
+    target = (torch.arange(N) * 5 + 2) % N
+    source = torch.stack([target + 1, target * 3 + 7, target * 2 + 5, target + 11], dim=1) % N
+    return torch.stack([source.flatten(), target.repeat_interleave(4)])
+
+
+def other_edges() -> Tensor:
+    """Return a second edge set over the same nodes, some of its edges in both."""
+    number = torch.arange(41)
+    return torch.stack([(number * 3 + number // 7) % (N - 3), (number * number + 2) % (N - 2)])
+
+
+def make_batch(edge_index: Tensor | None = None, case: ConvCase | None = None) -> dict[str, Tensor]:
+    """Return a graph with all that layers may need, by default of `random_edges`."""
+    if case is not None and case.is_mesh:
+        edge_index = mesh_edges()
+    edge_index = random_edges() if edge_index is None else edge_index
+    other = other_edges()
+    more = {"other_edge_index": other, "other_edge_weight": torch.rand(other.size(1)) + 0.5}
     num_edges = edge_index.size(1)
     normal = torch.randn(N, 3)
     return {
@@ -115,6 +148,7 @@ def make_batch() -> dict[str, Tensor]:
         "node_type": torch.arange(N) * 2 % NUM_TYPES,
         "pos": torch.randn(N, 3),
         "normal": normal / normal.norm(dim=1, keepdim=True),
+        **(more if case is not None and case.has_two else {}),
     }
 
 
@@ -141,7 +175,7 @@ def assert_same(found: object, expected: object) -> None:
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=lambda case: case.name)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
-    batch = make_batch()
+    batch = make_batch(case=case)
     net = ConvNet(case, batch)
     inputs, weight = list(batch.values()), torch.randn(N, D)
     oracle = StaleOracle(net, PARTITION)
@@ -175,6 +209,7 @@ def test_every_conv_is_exact_or_refused() -> None:
     exact = {case.conv for case in CASES}
     assert not exact & REFUSED.keys()
     assert exact | REFUSED.keys() == {getattr(gnn.conv, name).__name__ for name in exported}
+    assert {kind.__name__ for kind in REFUSED_CONVS} == REFUSED.keys() - {"MessagePassing"}
     listed = {kind.__name__ for kind in EXACT_CONVS}
     assert listed <= exact
     composed = exact - listed
@@ -189,9 +224,60 @@ def test_p4_other_convs_are_refused_by_name(name: str) -> None:
         check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
 
 
+@pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_p4_edges_out_of_order_are_refused(partition: Tensor, is_flipped: bool) -> None:
+    """MeshCNNConv on groups of edges with one source, or on edges that are turned by the model."""
+    batch = make_batch(mesh_edges().flip([0]))
+
+    def call(conv: nn.Module, x: Tensor, edges: Tensor, _: object) -> Tensor:
+        return conv(x, edges.flip([0]) if is_flipped else edges)
+
+    case = ConvCase("MeshCNNConv", lambda: gnn.MeshCNNConv(D, D), call)
+    engine = one_process_engine(ConvNet(case, batch), partition=partition)
+    with pytest.raises(UnsupportedError, match="'first', a MeshCNNConv, in groups of 4 with the"):
+        engine.forward((), batch)
+    with pytest.raises(UnsupportedError, match="in row 1"), torch.no_grad():
+        engine.forward((), batch)
+
+
+@pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
+def test_p4_a_loss_over_random_pairs_is_refused(partition: Tensor) -> None:
+    """SuperGATConv's own loss: nothing of it is left from a pass, and nobody gets an old one."""
+    batch = make_batch()
+    net = ConvNet(ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D)), batch)
+    net(*batch.values())
+    before = net.first.att_x
+    engine = one_process_engine(net, partition=partition)
+    engine.attach()
+    net(**batch).sum().backward()
+    assert net.first.att_x is before
+    with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'first'"):
+        net.first.get_attention_loss()
+    assert net.eval().first.get_attention_loss() == 0
+    engine.detach()
+    assert not {"forward", "get_attention_loss"} & {*net.__dict__, *net.first.__dict__}
+    assert net.train().first.get_attention_loss().requires_grad
+
+
+def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SuperGATConv(D, D)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+            return self.conv(x, edge_index), self.conv.get_attention_loss()
+
+    batch = make_batch()
+    engine = one_process_engine(Net(), partition=PARTITION)
+    with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'conv'"):
+        engine.forward((batch["x"], batch["edge_index"]), {})
+
+
 @pytest.mark.parametrize("case", BY_SELF_CHECK, ids=lambda case: case.name)
 def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) -> None:
-    batch = make_batch()
+    batch = make_batch(case=case)
     net = ConvNet(case, batch)
     check_support(net, num_chunks=3)
     engine = one_process_engine(net, partition=PARTITION)

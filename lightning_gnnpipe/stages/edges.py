@@ -1,0 +1,122 @@
+"""The edge sets among the arguments of a call, all of them over the same nodes.
+
+A forward may take one `edge_index`; `pos_edge_index`, `neg_edge_index` and the `neg_edge_weight` of
+the latter; or a dict `edge_index_dict`, with one edge set for each relation, and `edge_attr_dict`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.stages.call import Call
+
+_NAME = re.compile("(?<![a-z])edge_index")
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSets:
+    """The leaves of a call that hold edges.
+
+    Attributes:
+        slots: Their places among the leaves.
+        names: Their names.
+        sizes: The number of edges in each; -1 if it has not the shape of edges.
+    """
+
+    slots: tuple[int, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def is_edge_name(self, name: str) -> bool:
+        """Whether a tensor of this name must belong to edges."""
+        if len(self.slots) == 1:
+            return name.rsplit(".", 1)[-1].startswith("edge")
+        return any(re.match("(.*_)?edge_", word) for word in name.split("."))
+
+    def owner(self, name: str, rows: int) -> int:
+        """Return the number of the edge set that a tensor with so many rows belongs to.
+
+        Raises:
+            UnsupportedError: If it could be several, and its name does not tell which.
+        """
+        found = [i for i, size in enumerate(self.sizes) if size == rows]
+        if len(found) > 1:
+            found = [i for i in found if _stem(self.names[i]) == _stem(name)]
+        if len(found) != 1:
+            same = [n for n, size in zip(self.names, self.sizes, strict=True) if size == rows]
+            raise UnsupportedError(
+                explain(
+                    expected=f"'{name}' to be named after the edges it belongs to",
+                    found=f"{rows} rows, as many as {' and '.join(map(repr, same))} have edges",
+                    remedy="Name it like them: 'pos_edge_weight' goes with 'pos_edge_index', an "
+                    "item of a dict with the item of the same key.",
+                )
+            )
+        return found[0]
+
+    def join(self, call: Call) -> Tensor:
+        """Return the edges of all sets, one set after the other, `[2, num_edges]`."""
+        edges = [call.leaves[slot] for slot in self.slots]
+        if len(edges) == 1:
+            return edges[0]
+        with torch.inference_mode(False):  # so that a change of it is noticed
+            return torch.cat(edges, dim=1)
+
+
+def find_edge_sets(call: Call) -> EdgeSets:
+    """Return the edge sets among the leaves of `call`.
+
+    They are those with "edge_index" in their names; without any, the one with the shape of edges.
+
+    Raises:
+        GraphError: If there are no edges, or one of several edge sets is malformed.
+        UnsupportedError: If several tensors could be edges, and their names do not tell.
+    """
+    named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
+    shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
+    found = named or shaped
+    if not found:
+        raise GraphError(
+            explain(
+                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
+                "pipelined module",
+                found=", ".join(call.names) or "no tensor",
+                remedy="Pass the graph as 'edge_index' to its forward.",
+            )
+        )
+    if len(found) > 1 and not named:
+        raise UnsupportedError(
+            explain(
+                expected="to know which arguments of the pipelined module are edges",
+                found=", ".join(f"'{call.names[i]}'" for i in found),
+                remedy="Name it 'edge_index'; several edge sets over the same nodes "
+                "'..._edge_index', or put them into a dict 'edge_index_dict'.",
+            )
+        )
+    for i in found:
+        if len(found) > 1 and not _is_edges(call.leaves[i]):
+            raise GraphError(
+                explain(
+                    expected=f"'{call.names[i]}' to hold integers in shape [2, num_edges]",
+                    found=f"{call.leaves[i].dtype} of shape {list(call.leaves[i].shape)}",
+                    remedy="Row 0 holds the sources of the edges, row 1 their targets.",
+                )
+            )
+    edges = [call.leaves[i] for i in found]
+    sizes = tuple(leaf.size(1) if leaf.dim() == 2 else -1 for leaf in edges)
+    return EdgeSets(tuple(found), tuple(call.names[i] for i in found), sizes)
+
+
+def _is_edges(leaf: Tensor) -> bool:
+    is_index = leaf.dtype in (torch.int64, torch.int32)
+    return is_index and leaf.dim() == 2 and leaf.size(0) == 2
+
+
+def _stem(name: str) -> str:
+    """Return what a name has in common with those of other tensors of the same edges."""
+    return re.sub("edge_[a-z]+", "edge", name)
