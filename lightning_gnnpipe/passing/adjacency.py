@@ -46,12 +46,13 @@ class Pattern:
         self._dtype = torch.int32 if small else torch.int64
         self.num_nodes = num_nodes
         source, self.target = edges
-        by_source, self.order = source.sort(stable=True)
+        by_source, order = source.sort(stable=True)
+        self.order = order.to(self._dtype)
         self.sources = source.to(self._dtype)
-        self.targets_by_source = self.target[self.order].to(self._dtype)
+        self.targets_by_source = self.target[order].to(self._dtype)
         self.starts = self._starts(self.target)
         self.starts_by_source = self._starts(by_source)
-        self.owner = owner[self.target[self.order]].to(self._dtype)
+        self.owner = owner.to(self._dtype)[self.targets_by_source]
         self.num_owners = int(owner.max()) + 1
         self.is_cross = owner[by_source] != self.owner
 

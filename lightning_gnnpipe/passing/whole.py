@@ -34,6 +34,12 @@ class WholeEdges:
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}
         self.adjacencies: dict[bool, Adjacency] = {}
 
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """The part of a chunk that is the whole graph."""
+        assert self.values is not None
+        return self.edges, self.values
+
 
 class EdgeFunctions:
     """Remembers what functions of the edges gave on one graph.
@@ -84,7 +90,7 @@ class EdgeFunctions:
         place = -1 if chunk.num_nodes == self._plan.num_nodes else chunk.index
         if place not in known.parts:
             with torch.inference_mode(False), torch.no_grad():
-                known.parts[place] = _cut(known, chunk)
+                known.parts[place] = known.whole if place < 0 else _cut(known, chunk)
             self._owners[id(known.parts[place][0])] = known, place
         return known.parts[place]
 
