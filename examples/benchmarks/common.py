@@ -39,21 +39,32 @@ def make_edges(num_nodes: int = NUM_NODES, num_edges: int = NUM_EDGES, seed: int
     return torch.stack([source, target])
 
 
-def train_once(num_threads: int = 1, **options: Any) -> dict[str, Any]:
-    """Run `train_once.py` with `options` in a process of its own and return what it measured."""
+def train_once(num_threads: int = 1, at_once: int = 1, **options: Any) -> dict[str, Any]:
+    """Run `train_once.py` with `options` in a process of its own and return what it measured.
+
+    Args:
+        num_threads: Threads of each rank.
+        at_once: How many such runs, which know nothing of each other, to make side by side; the
+            first one's measurement is returned.
+        options: Of `train_once.py`.
+    """
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{arguments} failed:\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(at_once)
+    ]
+    printed = [one.communicate(timeout=TIMEOUT_S) for one in running]
+    for one, (_, errors) in zip(running, printed, strict=True):
+        if one.returncode:
+            raise RuntimeError(f"{arguments} failed:\n{errors[-4000:]}")
+    result: dict[str, Any] = json.loads(printed[0][0].strip().splitlines()[-1])
     return result
 
 

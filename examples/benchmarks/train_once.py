@@ -38,32 +38,17 @@ MIB = 2**20
 
 
 class Measure(L.Callback):
-    """Times training steps and reads the peak of the process's memory."""
+    """Times training steps and keeps what the strategy tells of the last one."""
 
-    def __init__(self, profiles: bool) -> None:
+    def __init__(self) -> None:
         self.step_s: list[float] = []
-        self.kernel_frac: float | None = None
         self.stats: Any = None
-        self._profiles = profiles
-        self._profiler: Any = None
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self._profiles and trainer.current_epoch == (trainer.max_epochs or 0) - 1:
-            self._profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU]
-            )
-            self._profiler.start()
+    def on_train_batch_start(self, *_: Any) -> None:
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        elapsed = time.perf_counter() - self._start
-        if self._profiler is None:
-            self.step_s.append(elapsed)
-        else:
-            self._profiler.stop()
-            events = self._profiler.key_averages()
-            kernels = sum(e.self_cpu_time_total for e in events if e.key.startswith("aten::"))
-            self.kernel_frac = kernels / (elapsed * 1e6)
+        self.step_s.append(time.perf_counter() - self._start)
         if isinstance(trainer.strategy, GNNPipeStrategy):
             self.stats = trainer.strategy.collect_stats()
 
@@ -92,12 +77,12 @@ def main() -> None:
         for conv in net.convs:
             assert isinstance(conv, GCN2Conv)
             conv.normalize = False
-    measure = Measure(options.profile)
+    measure = Measure()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.stages,
         strategy=piped if options.mode == "pipe" else "auto",
-        max_epochs=NUM_WARM_STEPS + options.steps + options.profile,
+        max_epochs=NUM_WARM_STEPS + options.steps,
         callbacks=[measure],
         logger=False,
         enable_progress_bar=False,
@@ -109,16 +94,17 @@ def main() -> None:
     gc.collect()
     base_mib = psutil.Process().memory_info().rss / MIB
     reset_peak()
-    source: Any = FullGraphDataModule(data)
+    source: Any
     if options.mode == "csr":  # a data module expects 'edge_index'
         whole: Any = [data]
         source = DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
+    else:
+        source = FullGraphDataModule(data)
     trainer.fit(module, source)
     result = {
         "step_s": measure.step_s[NUM_WARM_STEPS:],
         "base_mib": base_mib,
         "peak_mib": peak_mib(),
-        "kernel_frac": measure.kernel_frac,
         "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
     }
     if trainer.global_rank == 0:
@@ -163,7 +149,6 @@ def parse_options() -> argparse.Namespace:
     add("--link-gbit", type=float, default=10.0)
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
-    add("--profile", type=flag, default=False)
     return parser.parse_args()
 
 

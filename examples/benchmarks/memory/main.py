@@ -6,41 +6,57 @@ python examples/benchmarks/memory/main.py
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, median_step_s, print_table
 
 PLAIN = "PyG full batch, edges sorted"
+TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--tuned", action="store_true", help=f"set GLIBC_TUNABLES={TUNABLES}")
     options = parser.parse_args()
-    settings = {
-        PLAIN: {"mode": "plain", "sorted": True, "steps": 2},
-        "1 stage, K=32": {"chunks": 32},
-        "1 stage, K=32, recompute": {"chunks": 32, "recompute": True},
-        "2 stages, K=32": {"stages": 2, "chunks": 32},
-        "2 stages, K=32, recompute": {"stages": 2, "chunks": 32, "recompute": True},
+    if options.tuned:
+        os.environ["GLIBC_TUNABLES"] = TUNABLES
+    again = {"recompute": True}
+    rounded = {"histories": "bfloat16"}
+    settings: dict[str, dict[str, Any]] = {
+        PLAIN: {"mode": "sorted", "steps": 1},
+        "1 stage": {"chunks": 64},
+        "1 stage, recompute": {"chunks": 64, **again},
+        "1 stage, recompute, bfloat16 histories": {"chunks": 64, **again, **rounded},
+        "2 stages": {"stages": 2, "chunks": 64},
+        "2 stages, recompute": {"stages": 2, "chunks": 64, **again},
+        "2 stages, recompute, bfloat16 histories": {"stages": 2, "chunks": 64, **again, **rounded},
     }
     runs = interleave(settings, options.rounds)
 
     def peak(name: str) -> float:
         return max(run["peak_mib"] - run["base_mib"] for run in runs[name])
 
-    rows = [
-        [
-            name,
-            f"{peak(name):,.0f}",
-            f"{peak(name) / peak(PLAIN):.2f}",
-            f"{median_step_s(runs[name]):.2f}",
-        ]
-        for name in settings
-    ]
-    print_table(["a process", "peak MiB", "over PyG", "seconds an epoch"], rows)
+    rows = []
+    for name in settings:
+        seconds = median_step_s(runs[name])
+        base = next((n for n in ("1 stage", "2 stages") if name.startswith(n)), name)
+        rows.append(
+            [
+                name,
+                f"{peak(name):,.0f}",
+                f"{peak(name) / peak(PLAIN):.2f}",
+                f"{seconds:.2f}",
+                f"{seconds / median_step_s(runs[base]):.2f}",
+            ]
+        )
+    print_table(
+        ["a process, K=64", "peak MiB", "over PyG", "seconds a step", "over no recompute"], rows
+    )
 
 
 if __name__ == "__main__":
