@@ -1,4 +1,4 @@
-"""Does staleness cost accuracy? A deep GCNII, exact and pipelined, over data sets and seeds.
+"""Does staleness cost accuracy? A deep network, exact and pipelined, over data sets and seeds.
 
     python examples/accuracy.py --root DIR --datasets Cora CiteSeer PubMed --seeds 0 1 2
 
@@ -7,7 +7,8 @@ process with one stage trains what any number of them would. All runs have the s
 weights, optimizer and number of epochs; each is tested with the weights of its best validation
 accuracy. Exact training runs twice, in a plain Trainer and under the strategy: they differ in the
 random numbers of dropout alone, and so show how much of a difference is chance. Prints a table and
-writes every run to OUTPUT/accuracy.csv.
+writes every run to OUTPUT/accuracy.csv. `--model resgcnplus-batch` has norms over all nodes
+(BatchNorm), which read statistics of the last epoch in a pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import argparse
 import csv
 import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -33,16 +36,19 @@ from rich.table import Table
 from torch import nn
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.models import GCNII, NodeClassifier, ResGCNPlus
 
 
 @dataclass(frozen=True)
 class Setting:
     """A run but for its data and seed; the defaults are GCNII's, with 64 channels for all.
 
+    The other models have no weight decay of their own, so that it is the same for all layers.
+
     Source: GCNII (https://arxiv.org/abs/2007.02133), its settings for Cora.
     """
 
+    model: str = "gcnii"
     num_epochs: int = 300
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
@@ -55,11 +61,18 @@ class Setting:
     linear_decay: float = 5e-4
 
 
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gcnii": GCNII,
+    "resgcnplus": ResGCNPlus,
+    "resgcnplus-batch": partial(ResGCNPlus, norm="batch"),
+}
+
+
 class DeepClassifier(NodeClassifier):
     """A NodeClassifier whose convolutions decay more than its linear maps, as in the paper."""
 
     def __init__(
-        self, net: GCNII, num_classes: int, lr: float, weight_decay: float, conv_decay: float
+        self, net: nn.Module, num_classes: int, lr: float, weight_decay: float, conv_decay: float
     ) -> None:
         super().__init__(net, num_classes, lr, weight_decay)
         self.conv_decay = conv_decay
@@ -79,15 +92,16 @@ class DeepClassifier(NodeClassifier):
 def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> float:
     """Return the test accuracy, between 0 and 1, at the best validation accuracy of one run."""
     L.seed_everything(seed, verbose=False)
-    net = GCNII(
+    net = MODELS[setting.model](
         datamodule.num_features,
         setting.hidden_channels,
         datamodule.num_classes,
         setting.num_layers,
         setting.dropout,
     )
+    conv_decay = setting.conv_decay if setting.model == "gcnii" else setting.linear_decay
     module = DeepClassifier(
-        net, datamodule.num_classes, setting.lr, setting.linear_decay, setting.conv_decay
+        net, datamodule.num_classes, setting.lr, setting.linear_decay, conv_decay
     )
     with tempfile.TemporaryDirectory() as folder:
         best = ModelCheckpoint(folder, monitor="val_acc", mode="max", save_weights_only=True)
@@ -118,15 +132,14 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)
     silence_lightning()
+    base = Setting(options.model, options.epochs, num_layers=options.layers)
     settings = {
-        "exact, plain Trainer": Setting(num_epochs=options.epochs),
-        "exact, strategy": Setting(
-            num_epochs=options.epochs,
-            num_chunks=options.chunks,
-            num_exact_epochs=options.epochs,
+        "exact, plain Trainer": base,
+        "exact, strategy": replace(
+            base, num_chunks=options.chunks, num_exact_epochs=options.epochs
         ),
-        f"pipeline K={options.chunks}": Setting(
-            num_epochs=options.epochs,
+        f"pipeline K={options.chunks}": replace(
+            base,
             num_chunks=options.chunks,
             num_exact_epochs=options.exact_epochs,
             cross_chunk_grad_scale=options.scale,
@@ -154,6 +167,8 @@ def parse_options() -> argparse.Namespace:
     add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
     add("--datasets", nargs="+", default=["Cora", "CiteSeer", "PubMed"])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--model", choices=MODELS, default="gcnii")
+    add("--layers", type=int, default=32, help="layers of the model (default: 32)")
     add("--epochs", type=int, default=300, help="epochs of each run (default: 300)")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
@@ -168,8 +183,8 @@ def build_table(
     """Return mean and standard deviation over the seeds, a row a data set."""
     runs = list(dict.fromkeys(run for _, run in accuracies))
     table = Table(
-        title=f"GCNII, 32 layers: test accuracy [%], mean and standard deviation of "
-        f"{len(options.seeds)} seeds, {options.epochs} epochs"
+        title=f"{options.model}, {options.layers} layers: test accuracy [%], mean and standard "
+        f"deviation of {len(options.seeds)} seeds, {options.epochs} epochs"
     )
     for name in ("", *runs, "difference of means"):
         table.add_column(name, justify="right" if name else "left")

@@ -79,7 +79,7 @@ def plan_pipeline(
                 num_chunks,
                 options.partition,
                 options.balance,
-                options.recompute,
+                options.histories,
                 link_gbit_per_s,
             ),
             partial(_time_loss, module, name, batch),

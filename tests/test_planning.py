@@ -89,6 +89,36 @@ def test_times_add_up() -> None:
     assert "forward" not in module.net.__dict__
 
 
+def test_memory_follows_how_histories_are_kept() -> None:
+    """In half precision they take half the bytes, on another device none; nothing else changes."""
+    module, data = make()
+
+    def memory(**options: Any) -> int:
+        plan = GNNPipeStrategy(num_chunks=4, balance="uniform", **options).plan(module, data)
+        return sum(cost.history_bytes for cost in plan.layer_costs)
+
+    plain = memory()
+    assert plain == 6 * 2 * NUM_NODES * WIDTH * 4
+    assert memory(history_dtype=torch.bfloat16) == plain // 2
+    assert memory(history_device="cpu") == plain
+    assert memory(history_device="cpu:0") == 0
+
+
+def test_a_loss_that_cannot_be_timed_is_left_out() -> None:
+    """Manual optimization asks the Trainer for its optimizers."""
+
+    class Manual(NodeClassifier):
+        def training_step(self, batch: Data, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.optimizers()
+            return loss
+
+    module, data = make()
+    plan = GNNPipeStrategy(num_chunks=4).plan(Manual(module.net, NUM_CLASSES), data)
+    assert plan.loss_s == 0
+    assert plan.step_s > 0
+
+
 def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
     class Edges(L.LightningModule):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.history import Moments
+from lightning_gnnpipe.history import HistoryOptions, Moments
 from lightning_gnnpipe.passing import CallKey, MessageContext, find_layers, intercept
 from lightning_gnnpipe.stages import Layers, Segment, undisturbed
 from lightning_gnnpipe.types import ChunkView
@@ -51,7 +51,11 @@ def work_of(chunk: ChunkView) -> int:
 
 
 def measure_layers(
-    module: nn.Module, layers: Layers, plan: ChunkPlan, inputs: PlannedInputs
+    module: nn.Module,
+    layers: Layers,
+    plan: ChunkPlan,
+    inputs: PlannedInputs,
+    histories: HistoryOptions,
 ) -> list[LayerCost]:
     """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
     ranked = sorted(plan.chunks, key=work_of)
@@ -59,7 +63,7 @@ def measure_layers(
     first = (len(ranked) - num_timed) // 2
     timed = ranked[first : first + num_timed]
     total = sum(work_of(chunk) for chunk in plan.chunks)
-    context = MessageContext(_ZeroHalo(plan.num_nodes), plan)
+    context = MessageContext(_ZeroHalo(plan.num_nodes, histories), plan)
     context.leaves = inputs
     with (
         undisturbed(module),
@@ -80,8 +84,8 @@ def measure_layers(
             over_chunks([run[i].forward_s for run in runs]),
             over_chunks([run[i].backward_s for run in runs]),
             round(over_chunks([run[i].saved_bytes for run in runs])),
-            2 * _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
-            _history_bytes(context, segment) // plan.num_nodes,
+            _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
+            _pushed_row_bytes(context, segment),
         )
         for i, segment in enumerate(layers.segments)
     ]
@@ -158,9 +162,19 @@ def _cut_off(tensor: Tensor, name: str, layers: Layers) -> Tensor:
 
 
 def _history_bytes(context: MessageContext, segment: Segment) -> int:
+    """Return the bytes of a layer's histories and gradient buffers, where the layers compute."""
     store = context.store
     assert isinstance(store, _ZeroHalo)
-    return sum(t.nbytes for key, t in store.tables.items() if key.segment == segment.index)
+    if not store.is_local:
+        return 0
+    kept = (*store.tables.items(), *store.grads.items())
+    return sum(table.nbytes for key, table in kept if key.segment == segment.index)
+
+
+def _pushed_row_bytes(context: MessageContext, segment: Segment) -> int:
+    store = context.store
+    assert isinstance(store, _ZeroHalo)
+    return sum(n for key, n in store.pushed_row_bytes.items() if key.segment == segment.index)
 
 
 class _OwnMoments:
@@ -177,21 +191,32 @@ class _ZeroHalo:
     """A store that serves zeros and keeps nothing: the costs are the same."""
 
     scale = 1.0
-    is_local = True
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, options: HistoryOptions) -> None:
         self.moments = _OwnMoments()
-        self._num_nodes = num_nodes
+        self._num_nodes, self._options = num_nodes, options
         self._zeros: dict[object, Tensor] = {}
         self.tables: dict[CallKey, Tensor] = {}
+        self.grads: dict[CallKey, Tensor] = {}
+        self.pushed_row_bytes: dict[CallKey, int] = {}
+
+    @property
+    def is_local(self) -> bool:
+        return self._options.device is None
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
+        dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
+        self.tables[key] = self._table(rows, dtype)
+        self.pushed_row_bytes[key] = rows[:1].nbytes
+
+    def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one table of zeros for all layers, each page of it written."""
         shape = (self._num_nodes, *rows.shape[1:])
-        if (shape, rows.dtype) not in self._zeros:  # one for all layers, each page of it written
-            self._zeros[shape, rows.dtype] = rows.new_empty(shape).zero_()
-        self.tables[key] = self._zeros[shape, rows.dtype]
+        if (shape, dtype) not in self._zeros:
+            self._zeros[shape, dtype] = rows.new_zeros(shape, dtype=dtype).zero_()
+        return self._zeros[shape, dtype]
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
         return self.tables[key]
@@ -204,7 +229,9 @@ class _ZeroHalo:
         self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
     ) -> None: ...
 
-    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None: ...
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+        self.grads[key] = self._table(grad, grad.dtype)
+
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
     def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
@@ -213,4 +240,5 @@ class _ZeroHalo:
     def add_output_grad(
         self, key: CallKey, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        return self.tables[key], None
+        self.grads[key] = self._table(grad, self._options.linear_dtype(grad))
+        return self.grads[key], None

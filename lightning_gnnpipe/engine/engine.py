@@ -214,7 +214,8 @@ class PipelineEngine:
             plan = self.graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
             planned.load(call, inputs)
-            costs = measure_layers(self.model.module, layers, plan, planned)
+            histories = self.graphs.histories
+            costs = measure_layers(self.model.module, layers, plan, planned, histories)
             return [cost.forward_s + cost.backward_s for cost in costs]
 
         return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)

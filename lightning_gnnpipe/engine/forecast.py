@@ -8,7 +8,7 @@ link speed                                  /
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lightning_gnnpipe.graph import (
     partition_nodes,
     replicas_per_node,
 )
+from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.passing import check_support, find_convs, without_memory
 from lightning_gnnpipe.schedule import (
     Action,
@@ -65,7 +66,7 @@ class ForecastOptions:
         num_chunks: Chunks, K.
         partition: How nodes are dealt out to chunks.
         balance: How layers are dealt out to stages.
-        recompute: Whether activations are computed again in backward.
+        histories: How histories are kept, and whether activations are not.
         link_gbit_per_s: Speed of the link between two devices, each way.
     """
 
@@ -73,7 +74,7 @@ class ForecastOptions:
     num_chunks: int
     partition: Partition
     balance: Balance
-    recompute: bool
+    histories: HistoryOptions
     link_gbit_per_s: float
 
 
@@ -115,7 +116,10 @@ def forecast(
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
-    costs = measure_layers(module, layers, plan, planned)
+    histories = options.histories
+    if histories.device == plan.perm.device:
+        histories = replace(histories, device=None)
+    costs = measure_layers(module, layers, plan, planned, histories)
     stages = split_layers(layers, _count_layers(costs, options))
     loss_s = time_loss(_blank_output(layers, inputs))
     return _Forecaster(module, layers, costs, stages, plan, options).plan(inputs, loss_s)
@@ -199,8 +203,8 @@ class _Forecaster:
         if action.op is Op.F:
             return share * sum(cost.forward_s for cost in costs)
         if action.op is Op.B:
-            again = sum(cost.forward_s for cost in costs) if self.options.recompute else 0.0
-            return share * (again + sum(cost.backward_s for cost in costs))
+            again_s = self.options.histories.recomputes * sum(cost.forward_s for cost in costs)
+            return share * (again_s + sum(cost.backward_s for cost in costs))
         names = stage.sent if action.op is Op.SEND_F else stage.received
         values = [self.layers.values[name] for name in names]
         if action.op is Op.SEND_B:
@@ -244,7 +248,7 @@ class _Forecaster:
 
     def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
         """Return the bytes that are kept between forward and backward."""
-        if not self.options.recompute:
+        if not self.options.histories.recomputes:
             return sum(cost.saved_bytes for cost in costs)
         values = [self.layers.values[name] for name in stage.received]
         return sum(

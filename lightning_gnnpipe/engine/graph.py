@@ -74,7 +74,7 @@ class GraphCache:
     ) -> None:
         if histories.device == transport.axis.device:
             histories = replace(histories, device=None)
-        self._histories = histories
+        self.histories = histories
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -140,7 +140,7 @@ class GraphCache:
         check_graph(edge_index, inputs.num_nodes)
         plan = trivial_plan(edge_index, inputs.num_nodes).with_edge_sets(inputs.edge_sizes)
         device = self._transport.axis.device
-        return PlannedGraph(plan.to(device), self._histories)
+        return PlannedGraph(plan.to(device), self.histories)
 
     def _cut(self, inputs: Inputs) -> PlannedGraph:
         options = self._options
@@ -160,7 +160,7 @@ class GraphCache:
         assignment = self._transport.run_on_first(partition)
         plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
         plan = plan.with_edge_sets(inputs.edge_sizes)
-        return PlannedGraph(plan.to(self._transport.axis.device), self._histories)
+        return PlannedGraph(plan.to(self._transport.axis.device), self.histories)
 
 
 def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:

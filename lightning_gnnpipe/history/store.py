@@ -53,6 +53,12 @@ class HistoryOptions:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
+    def linear_dtype(self, like: Tensor) -> torch.dtype:
+        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
+        dtype = self.dtype
+        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
+        return dtype if dtype is not None and is_wide else like.dtype
+
 
 _DEFAULTS = HistoryOptions()
 
@@ -164,7 +170,7 @@ class HistoryStore:
 
     def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
-        self._grad(key, self._linear_dtype(rows))[chunk.start : chunk.end] = rows
+        self._grad(key, self.options.linear_dtype(rows))[chunk.start : chunk.end] = rows
 
     def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
         """Return a copy of them."""
@@ -181,7 +187,7 @@ class HistoryStore:
             `[num_nodes, *]`: those of all chunks since the last `clear_grads`, and these chunks; or
             None for them if it is zero elsewhere.
         """
-        total = self._grad(key, self._linear_dtype(grad))
+        total = self._grad(key, self.options.linear_dtype(grad))
         total[chunk.start : chunk.end] = grad
         if not self.options.recomputes:
             return total, None
@@ -224,12 +230,6 @@ class HistoryStore:
             entry.grad = torch.zeros_like(entry.rows, dtype=dtype)
         entry.has_grad = True
         return entry.grad
-
-    def _linear_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
-        dtype = self.options.dtype
-        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
-        return dtype if dtype is not None and is_wide else like.dtype
 
     def _halo(self, chunk: ChunkView) -> Tensor:
         """Return the positions of the chunk's halo, where the histories are."""

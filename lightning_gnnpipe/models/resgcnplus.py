@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 from torch_geometric.nn import LayerNorm, SAGEConv
 
@@ -13,8 +15,7 @@ class ResGCNPlus(nn.Module):
 
         X' = X + conv(dropout(relu(norm(X))))
 
-    and the head is a last norm, ReLU, dropout and a linear map. The norm is LayerNorm over the
-    channels of one node (``mode="node"``): PyG's default mode averages over all nodes.
+    and the head is a last norm, ReLU, dropout and a linear map.
 
     Source: Li, Xiong, Thabet and Ghanem, "DeeperGCN: All You Need to Train Deeper GCNs",
     section 3.3, https://arxiv.org/abs/2006.07739
@@ -25,6 +26,8 @@ class ResGCNPlus(nn.Module):
         out_channels: Classes.
         num_layers: Residual blocks; the linear maps at both ends are not counted.
         dropout: Share of every block's activation that is zeroed in training.
+        norm: "layer", over the channels of one node (PyG's default mode would average over all
+            nodes), or "batch", over all nodes.
 
     Shapes:
         - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``
@@ -38,16 +41,15 @@ class ResGCNPlus(nn.Module):
         out_channels: int,
         num_layers: int,
         dropout: float = 0.5,
+        norm: Literal["layer", "batch"] = "layer",
     ) -> None:
         super().__init__()
         self.lin_in = nn.Linear(in_channels, hidden_channels)
-        self.norms = nn.ModuleList(
-            LayerNorm(hidden_channels, mode="node") for _ in range(num_layers)
-        )
+        self.norms = nn.ModuleList(_make_norm(norm, hidden_channels) for _ in range(num_layers))
         self.convs = nn.ModuleList(
             SAGEConv(hidden_channels, hidden_channels, aggr="mean") for _ in range(num_layers)
         )
-        self.norm_out = LayerNorm(hidden_channels, mode="node")
+        self.norm_out = _make_norm(norm, hidden_channels)
         self.lin_out = nn.Linear(hidden_channels, out_channels)
         self.dropout = nn.Dropout(dropout)
 
@@ -56,3 +58,9 @@ class ResGCNPlus(nn.Module):
         for norm, conv in zip(self.norms, self.convs, strict=True):
             x = x + conv(self.dropout(norm(x).relu()), edge_index)
         return self.lin_out(self.dropout(self.norm_out(x).relu()))
+
+
+def _make_norm(norm: Literal["layer", "batch"], channels: int) -> nn.Module:
+    if norm == "layer":
+        return LayerNorm(channels, mode="node")
+    return nn.BatchNorm1d(channels)

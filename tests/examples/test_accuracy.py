@@ -26,9 +26,10 @@ def datamodule() -> FullGraphDataModule:
     return FullGraphDataModule(Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y))
 
 
+@pytest.mark.parametrize("model", ["gcnii", "resgcnplus-batch"])
 @pytest.mark.parametrize("num_chunks", [None, 4])
-def test_a_run_learns_and_repeats_itself(datamodule, num_chunks):
-    setting = Setting(**SMALL, num_chunks=num_chunks)
+def test_a_run_learns_and_repeats_itself(datamodule, num_chunks, model):
+    setting = Setting(**SMALL, num_chunks=num_chunks, model=model)
     first = train_once(datamodule, setting, seed=1)
     assert first > 0.5
     assert train_once(datamodule, setting, seed=1) == first
@@ -44,7 +45,7 @@ def test_every_parameter_is_optimized_once_and_convolutions_decay_more():
 
 
 def test_table_shows_mean_spread_and_difference():
-    options = argparse.Namespace(datasets=["Cora"], seeds=[0, 1], epochs=5)
+    options = argparse.Namespace(datasets=["Cora"], seeds=[0, 1], epochs=5, model="gcnii", layers=2)
     table = build_table({("Cora", "exact"): [0.8, 0.9], ("Cora", "pipeline"): [0.9, 0.9]}, options)
     console = Console(width=120)
     with console.capture() as captured:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -9,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, ResGCNPlus
 
-STACKS = [GCN, GraphSAGE, GCNII, ResGCNPlus]
+STACKS = [GCN, GraphSAGE, GCNII, ResGCNPlus, partial(ResGCNPlus, norm="batch")]
 NUM_NODES = 6
 
 
@@ -21,7 +24,7 @@ def graph() -> tuple[Tensor, Tensor]:
     return x.double(), torch.cat([path, path.flip(0)], dim=1)
 
 
-def build(stack: type[nn.Module], num_layers: int = 4, **kwargs: float) -> nn.Module:
+def build(stack: Callable[..., nn.Module], num_layers: int = 4, **kwargs: float) -> nn.Module:
     torch.manual_seed(0)
     return stack(3, 8, 2, num_layers, **kwargs).double()
 
