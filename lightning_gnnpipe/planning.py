@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast, sw
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
+
+log = logging.getLogger(__name__)
 
 _NUM_TIMED = 3
 
@@ -80,6 +83,7 @@ def plan_pipeline(
                 options.partition,
                 options.balance,
                 options.histories,
+                options.self_check,
                 link_gbit_per_s,
             ),
             partial(_time_loss, module, name, batch),
@@ -130,16 +134,25 @@ def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -
         with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
-    except (RuntimeError, AttributeError, TypeError, ValueError):
+    except Exception:  # the user's code, on outputs that are zeros
+        log.debug("The loss could not be timed.", exc_info=True)
         return 0.0
 
 
 def _time_step(module: pl.LightningModule, batch: Any) -> float:
+    own = copy.copy(batch)
+    _synchronize()
     start = time.perf_counter()
-    result: Any = module.training_step(batch, 0)
+    result: Any = module.training_step(own, 0)
     loss = result["loss"] if isinstance(result, Mapping) else result
     loss.backward()
+    _synchronize()
     return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 @contextmanager

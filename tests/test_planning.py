@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.cli import main
-from lightning_gnnpipe.errors import ConfigError, GNNPipeError
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
@@ -104,19 +106,72 @@ def test_memory_follows_how_histories_are_kept() -> None:
     assert memory(history_device="cpu:0") == 0
 
 
-def test_a_loss_that_cannot_be_timed_is_left_out() -> None:
+class Manual(NodeClassifier):
     """Manual optimization asks the Trainer for its optimizers."""
 
-    class Manual(NodeClassifier):
-        def training_step(self, batch: Data, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.optimizers()
-            return loss
+    def training_step(self, batch: Data, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers()
+        return loss
 
+
+class Picky(NodeClassifier):
+    """Does not take the outputs that are given to time it."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.item() != pytest.approx(math.log(NUM_CLASSES))
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Manual, Picky])
+def test_a_loss_that_cannot_be_timed_is_left_out(kind: type[NodeClassifier]) -> None:
     module, data = make()
-    plan = GNNPipeStrategy(num_chunks=4).plan(Manual(module.net, NUM_CLASSES), data)
+    plan = GNNPipeStrategy(num_chunks=4).plan(kind(module.net, NUM_CLASSES), data)
     assert plan.loss_s == 0
     assert plan.step_s > 0
+
+
+def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
+    class Counts(NodeClassifier):
+        def training_step(self, batch: Data, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            batch.seen = batch.get("seen", 0) + 1
+            return loss
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = gnn.GCNConv(NUM_FEATURES, WIDTH, cached=True)
+            self.second = gnn.GCNConv(WIDTH, NUM_CLASSES, cached=True)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = checkpoint(self.first, x, edge_index, use_reentrant=False).relu()
+            return self.second(x, edge_index)
+
+    _, data = make()
+    net = Checkpointed()
+    GNNPipeStrategy(num_chunks=4).plan(Counts(net, NUM_CLASSES), data)
+    assert "seen" not in data
+    assert net.first._cached_edge_index is None and net.second._cached_edge_index is None
+
+
+def test_planning_checks_what_training_would() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.GCNConv(NUM_FEATURES, NUM_CLASSES)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = self.conv(x, edge_index)
+            return x - x.mean(dim=0)
+
+    _, data = make()
+    module = NodeClassifier(Mixes(), NUM_CLASSES)
+    with pytest.raises(UnsupportedError, match="the same values"):
+        GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=1)
+    GNNPipeStrategy(num_chunks=4, self_check=False).plan(module, data, num_stages=1)
+    GNNPipeStrategy(num_chunks=1).plan(module, data, num_stages=1)
 
 
 def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:

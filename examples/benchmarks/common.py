@@ -60,7 +60,11 @@ def train_once(num_threads: int = 1, at_once: int = 1, **options: Any) -> dict[s
         )
         for _ in range(at_once)
     ]
-    printed = [one.communicate(timeout=TIMEOUT_S) for one in running]
+    try:
+        printed = [one.communicate(timeout=TIMEOUT_S) for one in running]
+    finally:
+        for one in running:
+            one.kill()
     for one, (_, errors) in zip(running, printed, strict=True):
         if one.returncode:
             raise RuntimeError(f"{arguments} failed:\n{errors[-4000:]}")

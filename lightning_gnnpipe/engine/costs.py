@@ -188,7 +188,10 @@ class _OwnMoments:
 
 
 class _ZeroHalo:
-    """A store that serves zeros and keeps nothing: the costs are the same."""
+    """A store that serves zeros and keeps nothing: the costs are the same.
+
+    But for transfers, if histories are on another device: those are left out.
+    """
 
     scale = 1.0
 

@@ -19,7 +19,12 @@ def _no_normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Te
     return torch.zeros(size, **kwargs) if like is None else torch.zeros_like(like)
 
 
+def _mean_rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, **_: Any) -> Tensor:
+    return F.leaky_relu(x, (lower + upper) / 2)
+
+
 _RANDOM: dict[Any, Callable[..., Tensor]] = {
+    F.rrelu: _mean_rrelu,
     torch.normal: _no_normal,
     torch.rand_like: torch.zeros_like,
     torch.randn_like: torch.zeros_like,

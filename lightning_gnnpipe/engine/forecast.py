@@ -8,7 +8,7 @@ link speed                                  /
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from lightning_gnnpipe.stages import (
     cut_layers,
     draw_sample,
     find_users,
+    is_listed,
     learn_values,
     solve_balance,
     split_layers,
@@ -67,6 +68,7 @@ class ForecastOptions:
         partition: How nodes are dealt out to chunks.
         balance: How layers are dealt out to stages.
         histories: How histories are kept, and whether activations are not.
+        self_check: Whether the module is tried out on a small graph.
         link_gbit_per_s: Speed of the link between two devices, each way.
     """
 
@@ -75,6 +77,7 @@ class ForecastOptions:
     partition: Partition
     balance: Balance
     histories: HistoryOptions
+    self_check: bool
     link_gbit_per_s: float
 
 
@@ -105,7 +108,8 @@ def forecast(
         graph = trace(module, call)
         sample = draw_sample(module, call, inputs)
         layers = cut_layers(graph, module, learn_values(graph, module, sample))
-    check_layers(module, layers, call, inputs, on_chunks=options.num_chunks > 1)
+    if options.self_check and (options.num_chunks > 1 or is_listed(module)):
+        check_layers(module, layers, call, inputs, on_chunks=options.num_chunks > 1)
     edge_index = inputs.edge_index.cpu()
     plan = build_chunk_plan(
         edge_index,
@@ -116,9 +120,7 @@ def forecast(
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
-    histories = options.histories
-    if histories.device == plan.perm.device:
-        histories = replace(histories, device=None)
+    histories = options.histories.seen_from(plan.perm.device)
     costs = measure_layers(module, layers, plan, planned, histories)
     stages = split_layers(layers, _count_layers(costs, options))
     loss_s = time_loss(_blank_output(layers, inputs))

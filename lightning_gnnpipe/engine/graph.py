@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -72,9 +72,7 @@ class GraphCache:
     def __init__(
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
     ) -> None:
-        if histories.device == transport.axis.device:
-            histories = replace(histories, device=None)
-        self.histories = histories
+        self.histories = histories.seen_from(transport.axis.device)
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()

@@ -23,7 +23,7 @@ from lightning_gnnpipe.engine.trial import (
 )
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.history import StalenessRecorder
-from lightning_gnnpipe.passing import CallKey, find_convs, without_memory
+from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Segment
 
 # Of the norm of a gradient: a rectifier may fall to the other side by rounding, one row of many.
@@ -48,55 +48,76 @@ def check_gradients(
         UnsupportedError: With the layer where the difference begins.
     """
     edges = _ascending(kinds.edge_index, kinds.num_nodes)
-    sets = torch.split(edges, list(kinds.edge_sizes), dim=1)
+    check = _GradientCheck(module, Trial(module, layers, call, kinds), is_reentrant=False)
+    check.compare_whole(call)
+    if on_chunks:
+        moved = replace(kinds, edge_index=edges)
+        trial = Trial(module, layers, _with_edges(call, moved), moved)
+        check = _GradientCheck(module, trial, is_reentrant=check.is_reentrant)
+        with trial.running():
+            values = check.compute_whole()
+            for segment in layers.segments:
+                check.compare_chunks(segment, values)
+
+
+def _with_edges(call: Call, kinds: Inputs) -> Call:
+    """Return `call` on the edges of `kinds`, with leaves of its own."""
+    sets = torch.split(kinds.edge_index, list(kinds.edge_sizes), dim=1)
     leaves = tuple(
-        sets[number] if kind is Kind.EDGE_INDEX else _copy(leaf)
+        sets[number]
+        if kind is Kind.EDGE_INDEX
+        else leaf.detach().clone().requires_grad_(leaf.requires_grad)
         for kind, number, leaf in zip(kinds.kinds, kinds.edge_sets, call.leaves, strict=True)
     )
-    moved = replace(call, leaves=leaves)
-    trial = Trial(module, layers, moved, replace(kinds, edge_index=edges))
-    checker = _GradientCheck(module, trial)
-    values = checker.check_whole(moved)
-    if on_chunks:
-        with trial.running():
-            for segment in layers.segments:
-                checker.check_chunks(segment, values)
+    return replace(call, leaves=leaves)
 
 
 def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Return the edges, `[2, num_edges]`, those from a later chunk moved to a source in their own.
 
-    Targets stay, so that edges that a layer reads in groups do.
+    Targets stay, so that edges that a layer reads in groups do; the new source is another node,
+    unless the target is the only one of its chunk.
     """
-    chunk = chunk_of_node(num_nodes).to(edge_index.device)
+    assignment = chunk_of_node(num_nodes).to(edge_index.device)
+    num_chunks = int(assignment.max()) + 1
     source, target = edge_index
-    neighbour = source - chunk[source] + chunk[target]
-    neighbour = torch.where(neighbour < num_nodes, neighbour, target)
-    is_late = chunk[source] > chunk[target]
-    return torch.stack([torch.where(is_late, neighbour, source), target])
+    own = assignment[target]
+    size = (num_nodes - own + num_chunks - 1) // num_chunks
+    place = source // num_chunks % size
+    place = torch.where(place == target // num_chunks, (place + 1) % size, place)
+    is_late = assignment[source] > own
+    return torch.stack([torch.where(is_late, place * num_chunks + own, source), target])
 
 
 class _GradientCheck:
-    def __init__(self, module: nn.Module, trial: Trial) -> None:
+    """Compares the gradients of a trial.
+
+    Args:
+        module: The pipelined module.
+        trial: Its layers on a small graph.
+        is_reentrant: Whether gradients can be taken through `.grad` alone.
+    """
+
+    def __init__(self, module: nn.Module, trial: Trial, *, is_reentrant: bool) -> None:
         self.module, self.trial, self.layers = module, trial, trial.layers
         self.whole = trial.plan.whole.chunks
+        self.is_reentrant = is_reentrant
 
-    def check_whole(self, call: Call) -> dict[str, Tensor]:
-        """Compare the layers on the whole graph with the module; return every value."""
+    def compare_whole(self, call: Call) -> None:
+        """Compare the layers on the whole graph with the module."""
         segments, (chunk,) = self.layers.segments, self.whole
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         args, kwargs = call.rebuild(call.leaves)
-        with without_memory(find_convs(self.module)):
-            outputs = flatten(self.module.forward(*args, **kwargs))
+        outputs = flatten(self.module.forward(*args, **kwargs))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
-        expected = _grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
+        expected = self._grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
         leaves = self.trial.slice_leaves(segments, chunk)
         values = dict(leaves)
         with self.trial.running():
             self.trial.run(segments, chunk, values)
-        roots = [values[name] for name in self.layers.outputs]
-        cotangents = [_cotangent(root)[self.trial.plan.perm] for root in roots]
-        found = _grads(roots, [*parameters, *leaves.values()], cotangents)
+            roots = [values[name] for name in self.layers.outputs]
+            cotangents = [_cotangent(root)[self.trial.plan.perm] for root in roots]
+            found = self._grads(roots, [*parameters, *leaves.values()], cotangents)
         for leaf, grad in zip(leaves.values(), found[len(parameters) :], strict=True):
             leaf.grad = grad
         self.trial.inputs.add_grads(chunk, {n: t for n, t in leaves.items() if t.requires_grad})
@@ -109,9 +130,16 @@ class _GradientCheck:
         for segment in reversed(segments):  # a wrong gradient spreads to the layers before
             self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
         self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
+
+    def compute_whole(self) -> dict[str, Tensor]:
+        """Return every leaf and value of the whole graph, in plan order."""
+        segments, (chunk,) = self.layers.segments, self.whole
+        values = self.trial.slice_leaves(segments, chunk)
+        with torch.no_grad():
+            self.trial.run(segments, chunk, values)
         return {name: value.detach() for name, value in values.items()}
 
-    def check_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
+    def compare_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
         """Compare one layer on chunks with itself on the whole graph, from the same `values`."""
         store = self.trial.store
         expected = self._run(segment, self.whole, values)
@@ -132,8 +160,9 @@ class _GradientCheck:
         parameters = _trained(segment)
         runs = []
         for chunk in chunks:
-            local = {name: self._part(name, chunk, values) for name in segment.inputs}
-            sources = {name: t for name, t in local.items() if t.requires_grad}
+            parts = {name: self._part(name, chunk, values) for name in segment.inputs}
+            sources = {name: part for name, part in parts.items() if part.requires_grad}
+            local = {n: t.clone() if n in sources else t for n, t in parts.items()}  # no leaves
             self.trial.run((segment,), chunk, local)
             runs.append((chunk, [local[name] for name in segment.outputs], sources))
         totals: list[Tensor | None] = [None] * len(parameters)
@@ -142,7 +171,7 @@ class _GradientCheck:
             cotangents = [
                 self._rows(_cotangent(values[name]), name, chunk) for name in segment.outputs
             ]
-            grads = _grads(roots, [*parameters, *sources.values()], cotangents)
+            grads = self._grads(roots, [*parameters, *sources.values()], cotangents)
             for i, grad in enumerate(grads[: len(parameters)]):
                 earlier = totals[i]
                 totals[i] = grad if earlier is None or grad is None else earlier + grad
@@ -172,19 +201,41 @@ class _GradientCheck:
     def _compare(
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> None:
-        both = [(_filled(a, b), _filled(b, a)) for a, b in pairs]
-        largest = max((float(b.norm()) for _, b in both), default=0.0)
-        for ours, theirs in both:
-            is_rough = torch.is_autocast_enabled(theirs.device.type)
-            tolerance = _ROUGH if is_rough else _TOLERANCE.get(theirs.dtype, _ROUGH)
-            difference = float((ours.double() - theirs.double()).norm())
+        both = [(_filled(a, b).double(), _filled(b, a)) for a, b in pairs]
+        finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # NaN: not for us to judge
+        largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
+        for ours, theirs in finite:
+            tolerance = _TOLERANCE.get(theirs.dtype, _ROUGH)
+            difference = float((ours - theirs.double()).norm())
             floor = tolerance * _FLOOR * largest
             if not difference <= tolerance * float(theirs.double().norm()) + floor:
                 raise refuse_difference("gradients", self.trial.names.of(segment), difference)
 
+    def _grads(
+        self, roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of `wanted`; None for those that need none or are not reached."""
+        reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
+        needed = [tensor for tensor in wanted if tensor.requires_grad]
+        if not reached or not needed:
+            return [None] * len(wanted)
+        ends, given = zip(*reached, strict=True)
+        found = iter(self._differentiate(ends, needed, given))
+        return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    def _differentiate(
+        self, ends: Sequence[Tensor], needed: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        if not self.is_reentrant:
+            try:
+                return torch.autograd.grad(
+                    ends, needed, given, retain_graph=True, allow_unused=True
+                )
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+            self.is_reentrant = True
+        return _accumulated(ends, needed, given)
 
 
 def _trained(segment: Segment) -> list[nn.Parameter]:
@@ -195,26 +246,6 @@ def _cotangent(tensor: Tensor) -> Tensor:
     """Return some gradient for `tensor`, the same in each run."""
     numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     return numbers.cos().to(tensor.dtype).view(tensor.shape)
-
-
-def _grads(
-    roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of `wanted`; None for those that need none or are not reached."""
-    reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
-    needed = [tensor for tensor in wanted if tensor.requires_grad]
-    if not reached or not needed:
-        return [None] * len(wanted)
-    ends, given = zip(*reached, strict=True)
-    grads: tuple[Tensor | None, ...]
-    try:
-        grads = torch.autograd.grad(ends, needed, given, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        grads = _accumulated(ends, needed, given)
-    found = iter(grads)
-    return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
 
 def _accumulated(

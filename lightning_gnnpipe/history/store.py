@@ -8,7 +8,7 @@ written is never read.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,14 @@ class HistoryOptions:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
+    def seen_from(self, device: torch.device) -> HistoryOptions:
+        """Return the options, without a device if it is `device`, where the layers compute."""
+        own = self.device
+        if own is None:
+            return self
+        is_here = own == device or (own.type == device.type and own.index is None)
+        return replace(self, device=None) if is_here else self
+
     def linear_dtype(self, like: Tensor) -> torch.dtype:
         """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
         dtype = self.dtype
@@ -82,7 +90,7 @@ class HistoryStore:
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
-        self._halos: dict[int, tuple[ChunkView, Tensor]] = {}
+        self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
 
     @property
     def scale(self) -> float:
@@ -235,14 +243,16 @@ class HistoryStore:
         """Return the positions of the chunk's halo, where the histories are."""
         if self.options.device is None:
             return chunk.halo
-        if chunk.index not in self._halos or self._halos[chunk.index][0] is not chunk:
-            self._halos[chunk.index] = chunk, chunk.halo.to(self.options.device)
-        return self._halos[chunk.index][1]
+        if id(chunk.halo) not in self._halos:
+            self._halos[id(chunk.halo)] = chunk.halo, chunk.halo.to(self.options.device)
+        return self._halos[id(chunk.halo)][1]
 
     def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
         entry = self._entries.get(key)
         dtype = (self.options.dtype if rows.is_floating_point() else None) or rows.dtype
-        if entry is None or entry.rows.dtype != dtype:
+        if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
+            entry.rows = entry.rows.to(torch.promote_types(entry.rows.dtype, dtype))
+        if entry is None:
             shape = (self.num_nodes, *rows.shape[1:])
             entry = _Entry(
                 torch.empty(shape, dtype=dtype, device=self.options.device or rows.device),

@@ -94,6 +94,7 @@ def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
         rows = {Kind.NODE: nodes, Kind.EDGE: drawn[number]}.get(kind)
         part = leaf if rows is None else leaf[rows]
         part = local[number] if kind is Kind.EDGE_INDEX else part
+        part = part.clone() if part.is_inference() else part
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     return Sample(tuple(leaves), nodes.numel(), torch.cat(local, dim=1), tuple(counts))
 
@@ -101,8 +102,9 @@ def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
     """Return the numbers of about `count` of the edges, evenly spaced, in whole groups."""
     num_groups = edges.size(1) // group
-    spaced = torch.linspace(0, max(num_groups - 1, 0), min(max(count // group, 2), num_groups))
-    first = torch.unique(spaced.long()).to(edges.device) * group
+    number = min(max(count // group, 2), num_groups)
+    spaced = torch.arange(number, device=edges.device) * (num_groups - 1) // max(number - 1, 1)
+    first = torch.unique(spaced) * group
     return (first[:, None] + torch.arange(group, device=first.device)).flatten()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import (
+    Inputs,
+    Kind,
     classify,
     cut_layers,
     draw_sample,
@@ -162,6 +166,74 @@ class Reentrant(Base):
         return checkpoint(self.convs[1], x, edge_index, use_reentrant=True)
 
 
+class ReentrantConv(gnn.GATConv):
+    """Its activation checkpoint is inside of the layer, which no trace looks into."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(checkpoint(torch.tanh, x, use_reentrant=True), edge_index)
+
+
+class OverwritesInput(gnn.SAGEConv):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x.relu_(), edge_index)
+
+
+class Overwrites(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs[1] = OverwritesInput(D, D)
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.dropout(x)
+
+
+class MeanByHand(MessagePassing):
+    """0 / 0 for a node without neighbours, of which the user's graph may have none."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        ones = torch.ones(edge_index.size(1), 1)
+        count = torch.zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
+        return self.propagate(edge_index, x=self.lin(x)) / count
+
+
+class Distances(MessagePassing):
+    """Its gradient is NaN at a self-loop."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_i - x_j).square().sum(-1, keepdim=True).sqrt() * x_j
+
+
+class Deep(nn.Module):
+    def __init__(self, make: Callable[..., nn.Module], num_layers: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(make(D, D) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = x + conv(x.relu(), edge_index)
+        return x
+
+
+def with_conv(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        module = Base()
+        module.convs[0], module.convs[1] = make(), make()
+        return module
+
+    return build
+
+
 class ReturnsTwice(Base):
     """The same tensor under two names, and an input."""
 
@@ -170,10 +242,10 @@ class ReturnsTwice(Base):
         return {"out": out, "dropped": self.dropout(out), "x": x}
 
 
-def check(module: nn.Module) -> None:
+def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, N, (2, 80), generator=generator)
-    call = take_apart(module, (torch.randn(N, D, generator=generator), edges), {})
+    call = take_apart(module, (torch.randn(N, D, generator=generator).to(dtype), edges), {})
     inputs = classify(call)
     graph = trace(module, call)
     layers = cut_layers(
@@ -193,10 +265,15 @@ def check(module: nn.Module) -> None:
         ChangesEdges,
         BothWays,
         Reentrant,
+        with_conv(lambda: ReentrantConv(D, D)),
+        Overwrites,
+        with_conv(MeanByHand),
+        with_conv(Distances),
+        lambda: Deep(gnn.GCNConv, 56),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_p4_what_is_right_on_chunks_passes(kind: type[Base], training: bool) -> None:
+def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], training: bool) -> None:
     state = torch.get_rng_state()
     check(kind().train(training))
     module = kind()
@@ -244,3 +321,18 @@ def test_the_check_can_be_switched_off(self_check: bool) -> None:
     refused = pytest.raises(UnsupportedError, match="the same gradients")
     with refused if self_check else nullcontext():
         engine.forward((torch.randn(N, D), edges), {})
+
+
+def test_half_precision_of_many_layers_is_no_difference() -> None:
+    module = Deep(gnn.GCNConv, 56)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(module)
+    check(module.bfloat16(), torch.bfloat16)
+
+
+def test_a_sample_of_a_graph_with_more_edges_than_float_can_count() -> None:
+    module, num_edges = Base(), 61_859_140
+    edges = torch.zeros(2, 1, dtype=torch.int64).expand(2, num_edges)
+    call = take_apart(module, (torch.randn(2, D), edges), {})
+    inputs = Inputs((Kind.NODE, Kind.EDGE_INDEX), 2, edges, (num_edges,), (0, 0))
+    assert draw_sample(module, call, inputs).edge_index.size(0) == 2

@@ -86,6 +86,32 @@ def test_histories_on_another_device(name: str, recompute: bool) -> None:
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
+def test_histories_on_another_device_under_autocast() -> None:
+    """Linear layers push what weights promote, others what autocast made: one history for both."""
+    x, edges = graph()
+    torch.manual_seed(0)
+    convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = convs
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+    found = []
+    for device in (None, torch.device("cpu:0")):
+        engine = one_process_engine(Two(), partition=PARTITION, history_device=device)
+        for step in range(3):
+            engine.progress.step_index = step
+            with torch.autocast("cpu", torch.bfloat16):
+                output = engine.forward((x.float(), edges), {})
+            output.float().sum().backward()
+        found.append(output.detach().float())
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+
+
 class AlwaysDrops(nn.Module):
     """Drops in evaluation as well, between layers that keep their halos."""
 

@@ -1,4 +1,4 @@
-"""Does a step take what `gnnpipe plan` has predicted?
+"""Does a step take what `gnnpipe plan` has predicted (without the optimizer, which a step has)?
 
 python examples/benchmarks/prediction/main.py
 """
