@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.models import GCNII
 
-SMALL = dict(num_epochs=6, num_exact_epochs=2, num_layers=2, hidden_channels=8)
+SMALL = dict(num_epochs=15, num_exact_epochs=2, num_layers=2, hidden_channels=8)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def datamodule() -> FullGraphDataModule:
 def test_a_run_learns_and_repeats_itself(datamodule, num_chunks, model):
     setting = Setting(**SMALL, num_chunks=num_chunks, model=model)
     first = train_once(datamodule, setting, seed=1)
-    assert first > 0.5
+    assert first > 0.9
     assert train_once(datamodule, setting, seed=1) == first
 
 
