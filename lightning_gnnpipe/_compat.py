@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -16,10 +18,17 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 
+
+def signal_connector(trainer: Any) -> Any:
+    """Return what handles signals for the Trainer."""
+    return trainer._signal_connector
+
+
 __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "default_backend",
     "init_dist_connection",
     "optimizers_to_device",
+    "signal_connector",
 ]

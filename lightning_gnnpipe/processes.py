@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.randomness import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +86,7 @@ class PipeProcesses(ParallelStrategy):
         if self.num_processes * self.num_nodes == 1:
             return
         if self.options.start_method != "popen":
-            self._launcher = _compat.MultiProcessingLauncher(
-                self,
-                start_method=self.options.start_method,
-            )
+            self._launcher = _Launcher(self, start_method=self.options.start_method)
         elif not self.cluster_environment.creates_processes_externally:
             self._launcher = _compat.SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -105,6 +102,9 @@ class PipeProcesses(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
+        if isinstance(self._launcher, _Launcher) and self._launcher.random_state is not None:
+            set_random_state(self._launcher.random_state, torch.device("cpu"))
+            self._launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
         num_stages = self.options.resolve_num_stages(self.world_size)
@@ -129,11 +129,8 @@ class PipeProcesses(ParallelStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 self._pipe.broadcast(tensor.data, 0, "control")
         given = os.environ.get("PL_GLOBAL_SEED")
-        states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-        torch_state, python_state, numpy_state = self._pipe.broadcast_object(states)
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        state = self._pipe.broadcast_object(random_state(self.root_device))
+        set_random_state(state, self.root_device)
         seed = int(given) if given is not None else torch.initial_seed()
         return self._pipe.broadcast_object(seed)
 
@@ -166,10 +163,23 @@ class PipeProcesses(ParallelStrategy):
         super().on_exception(exception)
         if not self._has_peers:
             return
-        if not isinstance(exception, PeerError | KeyboardInterrupt):
+        if not isinstance(exception, PeerError | KeyboardInterrupt | SIGTERMException):
             log.error("Rank %d failed: %r", self.global_rank, exception)
         if isinstance(self._launcher, _compat.SubprocessScriptLauncher):
             _end(self._launcher.procs)
+
+
+class _Launcher(_compat.MultiProcessingLauncher):
+    """Starts processes that draw the random numbers that this one would draw.
+
+    Python's `random` is seeded anew in every process that is forked.
+    """
+
+    random_state: dict[str, Any] | None = None
+
+    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.random_state = random_state(torch.device("cpu"))
+        return super().launch(function, *args, **kwargs)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.moments import MomentStore
+from lightning_gnnpipe.history.saved import NEVER, SavedHistory
 from lightning_gnnpipe.types import ChunkView
-
-NEVER = -1
 
 
 @dataclass(slots=True)
@@ -116,6 +115,29 @@ class HistoryStore:
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_nodes, *]`, in plan order."""
         return self._entries[key].rows
+
+    def save(self, key: Hashable) -> SavedHistory:
+        """Return the history under `key` as it is between two steps; its tensors are not copied."""
+        entry = self._entries[key]
+        frozen_step = min(entry.frozen_written, default=NEVER)
+        return SavedHistory(entry.rows, min(entry.written), entry.frozen, frozen_step)
+
+    def load(self, key: Hashable, saved: SavedHistory, places: Tensor | None = None) -> None:
+        """Go on with a history that was saved.
+
+        Args:
+            key: Its key.
+            saved: The history.
+            places: `[num_nodes]` where each position's row is in it; None for the same place.
+        """
+        entry = self._entry(key, saved.rows)
+        entry.rows.copy_(saved.rows if places is None else saved.rows[places])
+        entry.written = [saved.step] * self.num_chunks
+        entry.is_filled = saved.step != NEVER
+        if saved.frozen is not None:
+            frozen = saved.frozen if places is None else saved.frozen[places]
+            entry.frozen = entry.rows.new_empty(entry.rows.shape).copy_(frozen)
+            entry.frozen_written = [saved.frozen_step] * self.num_chunks
 
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
