@@ -7,6 +7,7 @@ written is never read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,13 @@ class HistoryStore:
     def is_local(self) -> bool:
         """Whether histories are where the layers compute, so that they can be read in place."""
         return self.options.device is None
+
+    @property
+    def by_chunk(self) -> HistoryStore:
+        """The store, for this step, of histories with one row a chunk instead of one a node."""
+        other = copy.copy(self)  # of the same entries
+        other.num_nodes = self.num_chunks
+        return other
 
     def __len__(self) -> int:
         return len(self._entries)
