@@ -11,24 +11,44 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection as init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from torch import nn
+
+__all__ = [
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "average_of",
+    "default_backend",
+    "init_dist_connection",
+    "optimizers_to_device",
+    "signal_connector",
+    "skips_backward",
+]
+
+
+def average_of(callback: Callback) -> nn.Module | None:
+    """Return the copy of the LightningModule in which `callback` averages weights, if it does."""
+    if isinstance(callback, StochasticWeightAveraging):
+        return callback._average_model
+    kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
+    if kind is not None and isinstance(callback, kind):
+        return getattr(callback._average_model, "module", None)
+    return None
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether this epoch only renews running statistics, after weights have been averaged."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def signal_connector(trainer: Any) -> Any:
     """Return what handles signals for the Trainer."""
     return trainer._signal_connector
-
-
-__all__ = [
-    "MultiProcessingLauncher",
-    "SubprocessScriptLauncher",
-    "default_backend",
-    "init_dist_connection",
-    "optimizers_to_device",
-    "signal_connector",
-]

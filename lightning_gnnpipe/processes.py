@@ -123,11 +123,17 @@ class PipeProcesses(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _share_start(self, module: nn.Module) -> int:
-        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
+    def _share_weights(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's weights."""
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                self._pipe.broadcast(tensor.data, 0, "control")
+                here = tensor.data.to(self.root_device)
+                self._pipe.broadcast(here, 0, "control")
+                tensor.data.copy_(here)
+
+    def _share_start(self, module: nn.Module) -> int:
+        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
+        self._share_weights(module)
         given = os.environ.get("PL_GLOBAL_SEED")
         state = self._pipe.broadcast_object(random_state(self.root_device))
         set_random_state(state, self.root_device)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
-
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -28,40 +23,6 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                     expected="an optimizer that evaluates the loss once a step",
                     found="LBFGS, whose line search would differ between stages",
                     remedy="Use Adam, AdamW or SGD.",
-                )
-            )
-
-
-def check_precision(plugin: Precision) -> None:
-    """Refuse loss scaling, which would decide on each stage by itself whether to skip a step.
-
-    Raises:
-        UnsupportedError: If the plugin scales the loss.
-    """
-    if getattr(plugin, "scaler", None) is not None:
-        raise UnsupportedError(
-            explain(
-                expected="a precision without loss scaling on several stages",
-                found="precision='16-mixed'",
-                remedy="Use precision='bf16-mixed'.",
-            )
-        )
-
-
-def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that need all parameters on every rank while training.
-
-    Raises:
-        UnsupportedError: With the callback.
-    """
-    averaging = tuple(c for name in _AVERAGING if (c := getattr(pl_callbacks, name, None)))
-    for callback in callbacks:
-        if isinstance(callback, averaging):
-            raise UnsupportedError(
-                explain(
-                    expected="callbacks that work on a stage's own parameters",
-                    found=type(callback).__name__,
-                    remedy="Average weights on one device, or over saved checkpoints.",
                 )
             )
 

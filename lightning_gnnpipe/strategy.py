@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,19 +29,16 @@ from lightning_gnnpipe.engine import (
     PipelineStats,
     clip_by_total_norm,
     drop_foreign_states,
+    share_overflows,
 )
+from lightning_gnnpipe.guests import GuestCallbacks
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import (
-    check_callbacks,
-    check_optimizers,
-    check_precision,
-    check_was_called,
-)
+from lightning_gnnpipe.refuse import check_optimizers, check_was_called
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.types import Partition, StartMethod
 
@@ -140,6 +138,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         self.controls = Controls()
         self._metrics = LocalMetrics()
         self._fingerprints = BatchFingerprints()
+        self._guests = GuestCallbacks()
+        self._release_scaler: Callable[[], None] | None = None
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
@@ -166,9 +166,6 @@ class GNNPipeStrategy(PipeCheckpoints):
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
-        if self._has_peers:
-            check_precision(self.precision_plugin)
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if is_fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -184,6 +181,9 @@ class GNNPipeStrategy(PipeCheckpoints):
         super().setup_precision_plugin()
         if self._pipe.axis.is_distributed:
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None:
+                self._release_scaler = share_overflows(scaler, self._pipe)
 
     def teardown(self) -> None:
         self._detach()
@@ -217,6 +217,15 @@ class GNNPipeStrategy(PipeCheckpoints):
         if saved is not None:
             self._engine.resume(run)
         self._metrics.attach(module)
+        if self._has_peers:
+            self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
+        for average in filter(None, map(_compat.average_of, callbacks)):
+            self._share_weights(average)
+        self._guests.attach(
+            callbacks, self.engine.model, self._prefix, lambda: self._is_interrupted
+        )
 
     def _detach(self) -> None:
         """Give the user's module, and everything else that was changed, back as it was."""
@@ -225,6 +234,9 @@ class GNNPipeStrategy(PipeCheckpoints):
         engine, self._engine = self._engine, None
         engine.detach()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._release_scaler is not None:
+            self._release_scaler()
+        self._guests.detach()
         self._metrics.detach()
         self.controls.reset()
         if not self._is_interrupted:
@@ -254,8 +266,10 @@ class GNNPipeStrategy(PipeCheckpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         assert self.lightning_module is not None
-        loops = self.lightning_module.trainer.fit_loop.epoch_loop
-        engine.progress.step_index = loops.total_batch_idx
+        trainer = self.lightning_module.trainer
+        engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
+        if _compat.skips_backward(trainer):  # histories are of the weights before averaging
+            self.controls.is_exact = True
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
         self._signals.agree(engine.signals)

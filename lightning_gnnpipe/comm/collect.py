@@ -27,7 +27,7 @@ def share_tensors(
     shared = {}
     for name, owner in owners.items():
         if owner == transport.axis.stage:
-            tensor = local[name].detach().contiguous()
+            tensor = local[name].detach().to(transport.axis.device).contiguous()
         else:
             shape, dtype = shapes[name]
             tensor = torch.empty(shape, dtype=dtype, device=transport.axis.device)

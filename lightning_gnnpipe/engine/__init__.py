@@ -7,9 +7,10 @@ from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
-from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.model import Balance, PipelinedModel
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.engine.resume import RunState, SavedRun
+from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.state import (
     drop_foreign_states,
     full_state_dict,
@@ -19,6 +20,7 @@ from lightning_gnnpipe.engine.state import (
 )
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
+from lightning_gnnpipe.engine.weights import StageWeights
 
 __all__ = [
     "Balance",
@@ -31,6 +33,8 @@ __all__ = [
     "PipelineStats",
     "RunState",
     "SavedRun",
+    "PipelinedModel",
+    "StageWeights",
     "TraceEvent",
     "clip_by_total_norm",
     "drop_foreign_states",
@@ -39,5 +43,6 @@ __all__ = [
     "merge_optimizer_states",
     "own_optimizer_state",
     "own_state_dict",
+    "share_overflows",
     "switched",
 ]

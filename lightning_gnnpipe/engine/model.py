@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.switch import own_forward, switched
+from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
@@ -29,10 +30,8 @@ from lightning_gnnpipe.stages import (
     check_counts,
     cut_layers,
     draw_sample,
-    fill_husks,
     find_users,
     learn_values,
-    make_husks,
     solve_balance,
     split_layers,
     trace,
@@ -86,7 +85,8 @@ class PipelinedModel:
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
-        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._weights = StageWeights(module, transport)
+        self._copies: list[StageWeights] = []
 
     @property
     def is_split(self) -> bool:
@@ -126,7 +126,7 @@ class PipelinedModel:
         """
         key = self._key(call, inputs)
         if key not in self._modes:
-            with self._all_parameters():
+            with self.whole():
                 self._trace(call, inputs)
                 if also_train and self._counts is None:
                     for training in (True, False):
@@ -135,30 +135,50 @@ class PipelinedModel:
                 self._deal_out(measure)
         return self._modes[key]
 
+    def add_copy(self, module: nn.Module) -> StageWeights:
+        """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
+
+        All ranks must add the same copies, in the same order, before the first call.
+        """
+        assert not self.is_split
+        self._copies.append(StageWeights(module, self._transport))
+        return self._copies[-1]
+
     def husks(self) -> list[nn.Parameter]:
         """Return the parameters whose data is on other ranks."""
-        parameters = dict(self.module.named_parameters())
-        return [parameters[name] for name in self._shapes]
+        return self._weights.husks()
 
-    def assemble(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer that belongs to a stage, on every rank, by name."""
-        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        owners = {name: min(users) for name, users in self._users.items()}
-        shapes = {
-            name: self._shapes.get(name, (named[name].shape, named[name].dtype)) for name in owners
-        }
-        return share_tensors(self._transport, owners, named, shapes)
+    def complete(
+        self, state: dict[str, Tensor], prefix: str, weights: StageWeights | None = None
+    ) -> None:
+        """Put the tensors of all stages into a state dict; see `StageWeights.complete`.
+
+        Args:
+            state: Of this rank.
+            prefix: What stands before the names of the pipelined module.
+            weights: Of a copy; None for those of the module itself.
+        """
+        (weights or self._weights).complete(state, prefix, self._users)
 
     def restore(self) -> None:
         """Give every rank all parameters back, and forget the split."""
-        if self._users:
-            self._fill(self.assemble())
+        self._fill()
         self.forget()
 
     def forget(self) -> None:
         """Forget the split without talking to other ranks."""
         self._modes.clear()
-        self._counts, self._users, self._shapes = None, {}, {}
+        self._counts, self._users = None, {}
+        for weights in (self._weights, *self._copies):
+            weights.forget()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have all parameters within the block, and only this stage's after it; collective."""
+        self._fill()
+        yield
+        for weights in (self._weights, *self._copies):
+            weights.empty(self._users)
 
     def reduce_tied_grads(self, run_backward: Callable[[], None]) -> None:
         """Run a backward pass; sum the gradients it adds to parameters that several stages use."""
@@ -174,7 +194,7 @@ class PipelinedModel:
         run_backward()
         for name, users in tied.items():
             parameter = parameters[name]
-            shape, dtype = self._shapes.get(name, (parameter.shape, parameter.dtype))
+            shape, dtype = self._weights.shape_of(name, parameter)
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -275,18 +295,7 @@ class PipelinedModel:
             counts = self._transport.broadcast_object(counts)
         return counts
 
-    @contextmanager
-    def _all_parameters(self) -> Iterator[None]:
-        """Have all parameters within the block, and only this stage's after it."""
-        if self._shapes or self._users:
-            self._fill(self.assemble())
-        yield
-        self._shapes = make_husks(self.module, self._users, self._transport.axis.stage)
-
-    def _fill(self, tensors: dict[str, Tensor]) -> None:
-        fill_husks(self.module, {name: tensors[name] for name in self._shapes})
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name in tensors:
-                    buffer.copy_(tensors[name])
-        self._shapes = {}
+    def _fill(self) -> None:
+        if self._users:
+            for weights in (self._weights, *self._copies):
+                weights.fill(self._users)

@@ -22,15 +22,8 @@ def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict
         prefix: Name of the pipelined module in it, empty if it is `root` itself.
         model: The pipelined model.
     """
-    whole = model.assemble()
-    named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
-    by_id = {id(named[name]): tensor for name, tensor in whole.items()}
     state: dict[str, Tensor] = root.state_dict()
-    for tensors in (model.module.named_parameters, model.module.named_buffers):
-        for name, tensor in tensors(remove_duplicate=False):
-            key = f"{prefix}.{name}" if prefix else name
-            if key in state and id(tensor) in by_id:
-                state[key] = by_id[id(tensor)]
+    model.complete(state, f"{prefix}." if prefix else "")
     return state
 
 

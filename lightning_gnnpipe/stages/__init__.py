@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_gnnpipe.stages.balance import check_counts, check_num_stages, solve_balance
 from lightning_gnnpipe.stages.call import Call, take_apart
 from lightning_gnnpipe.stages.find import find_pipelined
-from lightning_gnnpipe.stages.husk import fill_husks, make_husks
+from lightning_gnnpipe.stages.husk import Shape, fill_husks, make_husks
 from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
 from lightning_gnnpipe.stages.layers import Layers, Segment, cut_layers
 from lightning_gnnpipe.stages.listed import is_listed
@@ -27,6 +27,7 @@ __all__ = [
     "Layers",
     "Sample",
     "Segment",
+    "Shape",
     "Stage",
     "Value",
     "check_counts",

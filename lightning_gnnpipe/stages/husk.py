@@ -32,4 +32,4 @@ def fill_husks(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give the husks of `module` their data back."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
-        parameters[name].data = tensor
+        parameters[name].data = tensor.to(parameters[name].device)

@@ -1,0 +1,80 @@
+"""The weights of one module on the stages: emptied where other stages use them, whole on demand.
+
+The module is the pipelined one, or a copy of it in which a callback averages its weights: a copy is
+emptied and filled along with the original, so that tensor by tensor the two have the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.stages import Shape, fill_husks, make_husks
+
+Users = Mapping[str, set[int]]
+
+
+class StageWeights:
+    """The parameters and buffers of a module, of which this rank may hold its stage's only.
+
+    Args:
+        module: The module.
+        transport: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
+        self.module = module
+        self._transport = transport
+        self._shapes: dict[str, Shape] = {}
+
+    def husks(self) -> list[nn.Parameter]:
+        """Return the parameters whose data is on other ranks."""
+        parameters = dict(self.module.named_parameters())
+        return [parameters[name] for name in self._shapes]
+
+    def shape_of(self, name: str, parameter: Tensor) -> Shape:
+        """Return shape and dtype that the tensor `name` has where it is not empty."""
+        return self._shapes.get(name, (parameter.shape, parameter.dtype))
+
+    def empty(self, users: Users) -> None:
+        """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
+        self._shapes = make_husks(self.module, users, self._transport.axis.stage)
+
+    def assemble(self, users: Users) -> dict[str, Tensor]:
+        """Return every tensor that belongs to a stage, on every rank, by name; collective."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        owners = {name: min(stages) for name, stages in users.items()}
+        shapes = {name: self.shape_of(name, named[name]) for name in owners}
+        return share_tensors(self._transport, owners, named, shapes)
+
+    def fill(self, users: Users) -> None:
+        """Give this rank all parameters and the right buffers back; collective."""
+        tensors = self.assemble(users)
+        fill_husks(self.module, {name: tensors[name] for name in self._shapes})
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in tensors:
+                    buffer.copy_(tensors[name])
+        self._shapes = {}
+
+    def complete(self, state: dict[str, Tensor], prefix: str, users: Users) -> None:
+        """Put the tensors of all stages into a state dict that this rank has made; collective.
+
+        Args:
+            state: It has the module's tensors under their names, each behind `prefix`.
+            prefix: Ends in a dot, unless it is empty.
+            users: The stages of each tensor.
+        """
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
+        for tensors in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                if prefix + name in state and id(tensor) in by_id:
+                    state[prefix + name] = by_id[id(tensor)]
+
+    def forget(self) -> None:
+        """Forget what was emptied."""
+        self._shapes = {}

@@ -1,0 +1,83 @@
+"""Callbacks of Lightning that work on the weights of the whole model, made at home on stages.
+
+Those that average weights (StochasticWeightAveraging, WeightAveraging) hold a copy of the module:
+it is emptied and filled along with the module, so that each rank averages what its stage owns, and
+whoever asks for the state dict of a copy is given the weights of all stages. Those that unfreeze
+layers (BaseFinetuning) compare parameters by value: they are shown all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
+
+from lightning_gnnpipe import _compat
+from lightning_gnnpipe.engine import PipelinedModel, StageWeights
+
+
+class GuestCallbacks:
+    """The callbacks of a run that need the weights of all stages."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def attach(
+        self,
+        callbacks: Iterable[Callback],
+        model: PipelinedModel,
+        prefix: str,
+        is_interrupted: Callable[[], bool],
+    ) -> None:
+        """Serve `callbacks`, before the layers are dealt out.
+
+        Args:
+            callbacks: Of the Trainer, set up already.
+            model: The pipelined model.
+            prefix: Its name in the LightningModule, empty if it is the LightningModule itself.
+            is_interrupted: Whether an error may keep other ranks from answering.
+        """
+        for callback in callbacks:
+            average = _compat.average_of(callback)
+            if average is not None:
+                self._serve_average(average, model, prefix, is_interrupted)
+            if isinstance(callback, BaseFinetuning):
+                self._serve_finetuning(callback, model)
+
+    def detach(self) -> None:
+        """Give the callbacks back as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _serve_average(
+        self,
+        average: nn.Module,
+        model: PipelinedModel,
+        prefix: str,
+        is_interrupted: Callable[[], bool],
+    ) -> None:
+        weights: StageWeights = model.add_copy(average.get_submodule(prefix))
+        local_state_dict = average.state_dict
+        inner = f"{prefix}." if prefix else ""
+
+        def state_dict(*args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+            state: dict[str, Any] = local_state_dict(*args, prefix=prefix, **kwargs)
+            if not is_interrupted():
+                model.complete(state, prefix + inner, weights)
+            return state
+
+        average.__dict__["state_dict"] = state_dict
+        self._undo.append(lambda: average.__dict__.pop("state_dict", None))
+
+    def _serve_finetuning(self, callback: BaseFinetuning, model: PipelinedModel) -> None:
+        finetune = callback.finetune_function
+
+        def with_all_weights(*args: Any, **kwargs: Any) -> None:
+            with model.whole():
+                finetune(*args, **kwargs)
+
+        callback.__dict__["finetune_function"] = with_all_weights
+        self._undo.append(lambda: callback.__dict__.pop("finetune_function", None))

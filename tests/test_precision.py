@@ -1,0 +1,203 @@
+"""Precisions that Lightning knows, on stages: as on one device, to the precision's tolerance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnnpipe.callbacks.access import pipe_strategy
+from tests.helpers.realistic import Realistic
+from tests.helpers.trainers import datamodule, make_trainer
+
+
+class Converts(Realistic):
+    """Takes graphs of any dtype; its optimizer does nothing that half precision could not follow.
+
+    Args:
+        overflow_at: The step in which the gradient of one weight of the first layer is infinite.
+        fused: Use an optimizer that looks at the loss scale by itself.
+    """
+
+    def __init__(self, overflow_at: int | None = None, fused: bool = False) -> None:
+        super().__init__()
+        self.overflow_at, self.fused = overflow_at, fused
+
+    def forward(self, data: Data) -> Tensor:
+        data = data.clone()
+        for name in ("x", "edge_attr"):
+            data[name] = data[name].to(self.head.weight.dtype)
+        return super().forward(data)
+
+    def on_fit_start(self) -> None:
+        self.net.first.bias.register_hook(self.overflow)
+
+    def overflow(self, grad: Tensor) -> Tensor:
+        return (
+            grad * torch.inf if self.trainer.fit_loop.total_batch_idx == self.overflow_at else grad
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.fused:
+            return torch.optim.Adam(self.parameters(), lr=0.02, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ScaleWitness(L.Callback):
+    """Writes the loss scale of each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        scaler = trainer.precision_plugin.scaler
+        with (self.folder / str(trainer.global_rank)).open("a") as file:
+            file.write(f"{scaler.get_scale()} ")
+
+
+class Disagree(L.Callback):
+    """Forgets the agreement between the stages: what a stage finds, it keeps to itself."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pipe_strategy(self, trainer)._release_scaler()
+
+
+def precision_args(precision: str, growth_interval: int = 2) -> dict[str, Any]:
+    """Return what to give the Trainer: on CPU it would make bfloat16 of "16-mixed"."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=growth_interval)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+def fit(
+    folder: Path,
+    num_stages: int,
+    module: Realistic,
+    *callbacks: L.Callback,
+    epochs: int = 5,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the checkpoint and the metrics after some epochs of training."""
+    saver = ModelCheckpoint(folder, save_last=True)
+    trainer = make_trainer(num_stages, epochs, saver, *callbacks, **kwargs)
+    trainer.fit(module, datamodule=datamodule(), ckpt_path=ckpt_path)
+    return torch.load(folder / "last.ckpt", weights_only=True), trainer.callback_metrics
+
+
+def seeded(**kwargs: Any) -> Converts:
+    L.seed_everything(1, verbose=False)
+    return Converts(**kwargs)
+
+
+TOLERANCES = {
+    "32-true": 1e-6,
+    "64-true": 1e-10,
+    "bf16-mixed": 5e-3,
+    "16-mixed": 1e-3,
+    "bf16-true": 3e-2,
+    "16-true": 3e-3,
+}
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_precisions_equal_plain_lightning(precision: str, tmp_path: Path) -> None:
+    args = {"gradient_clip_val": 0.5}
+    expected, plain_metrics = fit(tmp_path / "0", 0, seeded(), **args, **precision_args(precision))
+    tolerance = TOLERANCES[precision]
+    for num_stages in (1, 2, 3):
+        folder = tmp_path / str(num_stages)
+        found, metrics = fit(folder, num_stages, seeded(), **args, **precision_args(precision))
+        for name, tensor in expected["state_dict"].items():
+            assert found["state_dict"][name].dtype == tensor.dtype
+            torch.testing.assert_close(
+                found["state_dict"][name], tensor, rtol=0, atol=tolerance, msg=name
+            )
+        for name in ("train_loss", "val_loss"):
+            torch.testing.assert_close(
+                metrics[name].double(), plain_metrics[name].double(), rtol=tolerance, atol=0
+            )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_an_overflow_on_one_stage_skips_the_step_on_all(
+    num_stages: int, fused: bool, tmp_path: Path
+) -> None:
+    """The weight whose gradient overflows is that of the first stage alone."""
+    args = {"overflow_at": 3, "fused": fused}
+    expected, _ = fit(
+        tmp_path / "0",
+        0,
+        seeded(**args),
+        ScaleWitness(tmp_path / "plain"),
+        **precision_args("16-mixed"),
+    )
+    found, _ = fit(
+        tmp_path / "ours",
+        num_stages,
+        seeded(**args),
+        ScaleWitness(tmp_path / "ranks"),
+        **precision_args("16-mixed"),
+    )
+    assert found["MixedPrecision"] == expected["MixedPrecision"]
+    scales = (tmp_path / "plain" / "0").read_text()
+    assert scales == "1024.0 2048.0 2048.0 1024.0 1024.0 "
+    for rank in range(num_stages):
+        assert (tmp_path / "ranks" / str(rank)).read_text() == scales
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
+
+
+def test_stages_that_do_not_agree_on_overflows_drift_apart(tmp_path: Path) -> None:
+    """What the test above would see if the agreement were missing."""
+    fit(
+        tmp_path / "ours",
+        2,
+        seeded(overflow_at=3),
+        ScaleWitness(tmp_path / "ranks"),
+        Disagree(),
+        **precision_args("16-mixed"),
+    )
+    first, second = ((tmp_path / "ranks" / name).read_text() for name in "01")
+    assert first != second
+
+
+def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
+    expected, _ = fit(
+        tmp_path / "0", 0, seeded(overflow_at=1), **precision_args("16-mixed", growth_interval=3)
+    )
+    fit(
+        tmp_path / "a",
+        2,
+        seeded(overflow_at=1),
+        epochs=3,
+        **precision_args("16-mixed", growth_interval=3),
+    )
+    found, _ = fit(
+        tmp_path / "b",
+        2,
+        seeded(),
+        ScaleWitness(tmp_path / "ranks"),
+        ckpt_path=tmp_path / "a" / "last.ckpt",
+        **precision_args("16-mixed", growth_interval=3),
+    )
+    assert found["MixedPrecision"] == expected["MixedPrecision"]
+    scales = [(tmp_path / "ranks" / name).read_text() for name in "01"]
+    assert scales == ["512.0 1024.0 "] * 2
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
+
+
+def test_the_scaler_is_given_back() -> None:
+    args = precision_args("16-mixed")
+    trainer = make_trainer(1, 1, **args)
+    trainer.fit(seeded(), datamodule=datamodule())
+    assert "_unscale_grads_" not in vars(args["plugins"][0].scaler)
