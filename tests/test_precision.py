@@ -63,7 +63,7 @@ class ScaleWitness(L.Callback):
             file.write(f"{scaler.get_scale()} ")
 
 
-class Disagree(L.Callback):
+class Disagrees(L.Callback):
     """Forgets the agreement between the stages: what a stage finds, it keeps to itself."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -99,13 +99,14 @@ def seeded(**kwargs: Any) -> Converts:
     return Converts(**kwargs)
 
 
+# Of weights and of losses. In bfloat16 two runs are as far from each other as each is from float64.
 TOLERANCES = {
-    "32-true": 1e-6,
-    "64-true": 1e-10,
-    "bf16-mixed": 5e-3,
-    "16-mixed": 1e-3,
-    "bf16-true": 3e-2,
-    "16-true": 3e-3,
+    "32-true": (1e-6, 1e-6),
+    "64-true": (1e-10, 1e-10),
+    "bf16-mixed": (5e-3, 5e-3),
+    "16-mixed": (1e-3, 1e-3),
+    "bf16-true": (1.5e-2, 6e-2),
+    "16-true": (3e-3, 3e-3),
 }
 
 
@@ -113,18 +114,18 @@ TOLERANCES = {
 def test_precisions_equal_plain_lightning(precision: str, tmp_path: Path) -> None:
     args = {"gradient_clip_val": 0.5}
     expected, plain_metrics = fit(tmp_path / "0", 0, seeded(), **args, **precision_args(precision))
-    tolerance = TOLERANCES[precision]
+    of_weights, of_losses = TOLERANCES[precision]
     for num_stages in (1, 2, 3):
         folder = tmp_path / str(num_stages)
         found, metrics = fit(folder, num_stages, seeded(), **args, **precision_args(precision))
         for name, tensor in expected["state_dict"].items():
             assert found["state_dict"][name].dtype == tensor.dtype
             torch.testing.assert_close(
-                found["state_dict"][name], tensor, rtol=0, atol=tolerance, msg=name
+                found["state_dict"][name], tensor, rtol=0, atol=of_weights, msg=name
             )
         for name in ("train_loss", "val_loss"):
             torch.testing.assert_close(
-                metrics[name].double(), plain_metrics[name].double(), rtol=tolerance, atol=0
+                metrics[name].double(), plain_metrics[name].double(), rtol=of_losses, atol=0
             )
 
 
@@ -159,16 +160,8 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
 
 def test_stages_that_do_not_agree_on_overflows_drift_apart(tmp_path: Path) -> None:
     """What the test above would see if the agreement were missing."""
-    fit(
-        tmp_path / "ours",
-        2,
-        seeded(overflow_at=3),
-        ScaleWitness(tmp_path / "ranks"),
-        Disagree(),
-        **precision_args("16-mixed"),
-    )
-    first, second = ((tmp_path / "ranks" / name).read_text() for name in "01")
-    assert first != second
+    with pytest.raises(Exception, match="the same loss on every rank"):
+        fit(tmp_path, 2, seeded(overflow_at=3), Disagrees(), **precision_args("16-mixed"))
 
 
 def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
@@ -196,8 +189,16 @@ def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
     torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
 
 
+class GivenBack(L.Callback):
+    """Looks at the scaler before and after the run, in the process that runs it."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert "_unscale_grads_" in vars(trainer.precision_plugin.scaler)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert "_unscale_grads_" not in vars(trainer.precision_plugin.scaler)
+
+
 def test_the_scaler_is_given_back() -> None:
-    args = precision_args("16-mixed")
-    trainer = make_trainer(1, 1, **args)
+    trainer = make_trainer(2, 1, GivenBack(), **precision_args("16-mixed"))
     trainer.fit(seeded(), datamodule=datamodule())
-    assert "_unscale_grads_" not in vars(args["plugins"][0].scaler)

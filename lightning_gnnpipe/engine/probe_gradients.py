@@ -109,7 +109,7 @@ class _GradientCheck:
         segments, (chunk,) = self.layers.segments, self.whole
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         args, kwargs = call.rebuild(call.leaves)
-        outputs = flatten(self.module.forward(*args, **kwargs))
+        outputs = self.layers.pick_outputs(flatten(self.module.forward(*args, **kwargs)))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
         expected = self._grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
         leaves = self.trial.slice_leaves(segments, chunk)

@@ -68,6 +68,16 @@ class Layers:
         by_name = dict(zip(self.outputs, tensors, strict=True))
         return fx.node.map_arg(self.output_template, lambda node: by_name[node.name])
 
+    def pick_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return one tensor for each of `outputs`, of all that stand in the model's output.
+
+        A tensor may stand there several times.
+        """
+        names: list[str] = []
+        fx.node.map_arg(self.output_template, lambda node: names.append(node.name))
+        by_name = dict(zip(names, tensors, strict=True))
+        return [by_name[name] for name in self.outputs]
+
 
 def cut_layers(graph: fx.Graph, module: nn.Module, values: dict[str, Value]) -> Layers:
     """Cut `graph` into as many segments as it has message-passing calls.

@@ -376,5 +376,17 @@ class EdgeUpdates(nn.Module):
         return {"logits": self.heads[0](x), "both": (self.heads[1](x), x)}
 
 
+class Twice(GCNII):
+    """One tensor stands in the output several times."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
+        h = super().forward(x, edge_index)
+        return {"h": h, "all": [h * 2, h, x]}
+
+
+def test_one_tensor_given_several_times() -> None:
+    assert_trains_as_plain(Twice())
+
+
 def test_edge_updates_and_structured_outputs() -> None:
     assert_trains_as_plain(EdgeUpdates(), "x", "edge_index", "edge_attr")

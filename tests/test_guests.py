@@ -1,0 +1,271 @@
+"""Callbacks that work on the weights of the whole model: averaging, and unfreezing layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_geometric.data import Data
+
+from tests.helpers.realistic import Realistic
+from tests.helpers.trainers import (
+    assert_same,
+    datamodule,
+    double_precision,
+    make_trainer,
+    weights,
+)
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+class NormNet(nn.Module):
+    """Norms with running statistics in all stages, without a bias before them that has no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(8, 8, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x, edge_index)).relu()
+        return {"h": x, "both": (x, x * 2)}
+
+
+class Frozen(Realistic):
+    """The optimizer starts with what is not frozen."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the head alone, then the first layer as well, then the shared one."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze([pl_module.net, pl_module.encode])
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.first, optimizer, lr=0.01)
+        if epoch == 3:
+            self.unfreeze_and_add_param_group([pl_module.net.shared, pl_module.encode], optimizer)
+
+
+class FilesAreWhole(L.Callback):
+    """No tensor that is saved may be empty."""
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        assert all(tensor.numel() for tensor in checkpoint["state_dict"].values())
+
+
+def averaging(kind: str) -> L.Callback:
+    if kind == "ema":
+        return EMAWeightAveraging(decay=0.7)
+    if kind == "ema, parameters alone":
+        return EMAWeightAveraging(decay=0.7, use_buffers=False, update_starting_at_step=2)
+    if kind == "swa, linear":
+        return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_strategy="linear")
+    return StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2)
+
+
+def seeded(has_norms: bool = False, **kwargs: Any) -> Realistic:
+    L.seed_everything(1, verbose=False)
+    module = Realistic(**kwargs)
+    if has_norms:
+        module.net = NormNet()
+    return module
+
+
+def fit(
+    folder: Path,
+    num_stages: int,
+    module: L.LightningModule,
+    *callbacks: L.Callback,
+    epochs: int = 6,
+    **kwargs: Any,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the metrics, and the checkpoint that was saved after the last epoch."""
+    saver = ModelCheckpoint(folder, save_last=True, monitor="val_loss", save_top_k=-1)
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    trainer = make_trainer(num_stages, epochs, *callbacks, saver, FilesAreWhole(), **kwargs)
+    trainer.fit(module, datamodule=datamodule(), ckpt_path=ckpt_path)
+    saved = torch.load(folder / "last.ckpt", weights_only=False)
+    saved.pop("loops")
+    for state in [*saved["callbacks"]]:
+        if "Averaging" not in state and state != "Unfreezing":
+            del saved["callbacks"][state]
+    return trainer.callback_metrics, saved
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "has_norms"),
+    [("ema", True), ("ema, parameters alone", False), ("swa", True), ("swa, linear", False)],
+)
+def test_averaged_weights_equal_plain_lightning(
+    kind: str, has_norms: bool, num_stages: int, tmp_path: Path
+) -> None:
+    """In validation, in all that a checkpoint holds, and in the module at the end."""
+    plain, ours = seeded(has_norms), seeded(has_norms)
+    expected, plain_saved = fit(tmp_path / "0", 0, plain, averaging(kind))
+    found, saved = fit(tmp_path / "1", num_stages, ours, averaging(kind))
+    assert_same(ours, plain)
+    assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
+    for name in ("val_loss", "train_loss"):
+        assert_close(found[name], expected[name])
+    assert saved.keys() == plain_saved.keys()
+    for name in ("state_dict", "current_model_state", "averaging_state"):
+        if name in plain_saved:
+            assert_close(saved[name], plain_saved[name])
+    for name, state in plain_saved["callbacks"].items():
+        averaged = state.pop("average_model_state", {})
+        assert_close(saved["callbacks"][name].pop("average_model_state", {}), averaged)
+        assert saved["callbacks"][name] == state
+    assert_close(saved["optimizer_states"][0]["state"], plain_saved["optimizer_states"][0]["state"])
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (0, 2)])
+def test_p6_averages_go_on_under_any_number_of_stages(
+    kind: str, first: int, second: int, tmp_path: Path
+) -> None:
+    plain = seeded(has_norms=True)
+    fit(tmp_path / "0", 0, plain, averaging(kind))
+    saver = ModelCheckpoint(
+        tmp_path / "half", monitor="val_loss", save_top_k=-1, filename="{epoch}"
+    )
+    trainer = make_trainer(first, 6, averaging(kind), saver)
+    trainer.fit(seeded(has_norms=True), datamodule=datamodule())
+    resumed = seeded(has_norms=True)
+    with torch.no_grad():
+        for p in resumed.parameters():
+            p.zero_()
+    half = str(tmp_path / "half" / "epoch=4.ckpt")
+    fit(tmp_path / "1", second, resumed, averaging(kind), ckpt_path=half)
+    assert_same(resumed, plain)
+    assert_close(dict(resumed.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_the_last_pass_over_averaged_weights_reads_no_stale_row() -> None:
+    """Histories, and their statistics, are of the weights before the average."""
+
+    class Records(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            exact.append(trainer.strategy.controls.is_exact)
+
+    exact: list[bool] = []
+    trainer = make_trainer(1, 4, averaging("swa"), Records())
+    trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "StalenessWarmup"]
+    trainer.fit(seeded(has_norms=True), datamodule=datamodule())
+    assert exact == [False] * 4 + [True]
+
+
+def test_the_module_may_be_the_pipelined_one(tmp_path: Path) -> None:
+    class Whole(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList([gnn.SAGEConv(5, 8), gnn.SAGEConv(8, 8), gnn.SAGEConv(8, 3)])
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            for conv in self.convs:
+                x = conv(x, edge_index).tanh()
+            return x
+
+        def training_step(self, data: Data, batch_idx: int) -> Tensor:
+            loss = nn.functional.cross_entropy(self(data.x, data.edge_index), data.y)
+            self.log("val_loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.02)
+
+    modules, saved = [], []
+    for num_stages in (0, 2):
+        L.seed_everything(1, verbose=False)
+        modules.append(Whole())
+        folder = tmp_path / str(num_stages)
+        saved.append(fit(folder, num_stages, modules[-1], averaging("ema"))[1])
+    assert_same(modules[1], modules[0])
+    assert_close(saved[1]["state_dict"], saved[0]["state_dict"])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_layers_that_are_unfrozen_train_as_in_plain_lightning(
+    num_stages: int, tmp_path: Path
+) -> None:
+    modules, saved = [], []
+    for number in (0, num_stages):
+        L.seed_everything(1, verbose=False)
+        modules.append(Frozen())
+        saved.append(fit(tmp_path / str(number), number, modules[-1], Unfreezing())[1])
+    expected, found = saved
+    assert len(expected["optimizer_states"][0]["param_groups"]) == 3
+    assert (
+        found["optimizer_states"][0]["param_groups"]
+        == (expected["optimizer_states"][0]["param_groups"])
+    )
+    assert found["callbacks"] == expected["callbacks"]
+    assert_close(found["optimizer_states"][0]["state"], expected["optimizer_states"][0]["state"])
+    assert_same(modules[1], modules[0])
+    assert not torch.equal(weights(modules[0].net), weights(Frozen().net))
+
+
+def test_p6_a_resumed_run_knows_what_was_unfrozen(tmp_path: Path) -> None:
+    """Plain Lightning does not unfreeze again what had been before; this is no better or worse."""
+    L.seed_everything(1, verbose=False)
+    fit(tmp_path / "half", 2, Frozen(), Unfreezing(), epochs=3)
+    resumed = [Frozen(), Frozen()]
+    for num_stages, module in zip((0, 3), resumed, strict=True):
+        ckpt_path = str(tmp_path / "half" / "last.ckpt")
+        fit(tmp_path / str(num_stages), num_stages, module, Unfreezing(), ckpt_path=ckpt_path)
+    assert_same(*resumed)
+
+
+class GivenBack(L.Callback):
+    """Looks at two callbacks before and after the run, in the process that runs it."""
+
+    def __init__(self, swa: L.Callback, unfreezing: L.Callback) -> None:
+        self.swa, self.unfreezing = swa, unfreezing
+
+    def changes(self) -> list[bool]:
+        owners = (vars(self.unfreezing), vars(self.swa._average_model))
+        return [name in vs for name, vs in zip(("finetune_function", "state_dict"), owners)]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.changes() == [True, True]
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.changes() == [False, False]
+
+
+def test_callbacks_are_given_back() -> None:
+    callbacks = averaging("swa"), Unfreezing()
+    trainer = make_trainer(2, 1, *callbacks, GivenBack(*callbacks))
+    trainer.fit(Frozen(), datamodule=datamodule())
