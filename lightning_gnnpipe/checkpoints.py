@@ -132,7 +132,10 @@ class PipeCheckpoints(PipeProcesses):
         """Return what the checkpoint tells of a pipelined run, where one is to go on."""
         assert self.lightning_module is not None
         found = checkpoint.get(_KEY)
-        if found is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        is_new_run = self._engine is None and self.lightning_module.trainer.state.fn == (
+            TrainerFn.FITTING
+        )
+        if found is None or not is_new_run:
             return None
         if not isinstance(found, dict) or not {"run", "random", "histories"} <= found.keys():
             found = {"run": {}}
@@ -146,8 +149,8 @@ class PipeCheckpoints(PipeProcesses):
         return SavedRun(state, stages), found["random"]
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self._is_split:
-            self.engine.model.restore()
+        if self._engine is not None:  # in the middle of a run, as after a search for a rate
+            self._engine.expect_weights()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as pl_callbacks
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -23,6 +25,24 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                     expected="an optimizer that evaluates the loss once a step",
                     found="LBFGS, whose line search would differ between stages",
                     remedy="Use Adam, AdamW or SGD.",
+                )
+            )
+
+
+def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
+    """Refuse to write two sets of weights, each rank its own: the averages and the present ones.
+
+    Raises:
+        UnsupportedError: With the callback.
+    """
+    kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
+    for callback in callbacks:
+        if saves_sharded and kind is not None and isinstance(callback, kind):
+            raise UnsupportedError(
+                explain(
+                    expected="one set of weights in a sharded checkpoint",
+                    found=f"{type(callback).__name__}, which saves two",
+                    remedy="Leave save_distributed_checkpoint off.",
                 )
             )
 

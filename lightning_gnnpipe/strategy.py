@@ -38,7 +38,7 @@ from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import check_optimizers, check_was_called
+from lightning_gnnpipe.refuse import check_optimizers, check_sharded, check_was_called
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.types import Partition, StartMethod
 
@@ -221,6 +221,7 @@ class GNNPipeStrategy(PipeCheckpoints):
             self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
+        check_sharded(callbacks, self.options.save_distributed_checkpoint)
         for average in filter(None, map(_compat.average_of, callbacks)):
             self._share_weights(average)
         self._guests.attach(

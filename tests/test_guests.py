@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_geometric.data import Data
 
+from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.realistic import Realistic
 from tests.helpers.trainers import (
     assert_same,
@@ -37,7 +38,7 @@ def double() -> Iterator[None]:
 
 
 class NormNet(nn.Module):
-    """Norms with running statistics in all stages, without a bias before them that has no effect."""
+    """Norms with running statistics in all stages, and no bias before them, without effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +188,13 @@ def test_the_last_pass_over_averaged_weights_reads_no_stale_row() -> None:
     assert exact == [False] * 4 + [True]
 
 
+def test_averages_in_a_sharded_checkpoint_are_refused() -> None:
+    strategy = GNNPipeStrategy(start_method="fork", save_distributed_checkpoint=True)
+    trainer = make_trainer(2, 1, averaging("ema"), strategy=strategy)
+    with pytest.raises(Exception, match="one set of weights.*got EMAWeightAveraging"):
+        trainer.fit(seeded(), datamodule=datamodule())
+
+
 def test_the_module_may_be_the_pipelined_one(tmp_path: Path) -> None:
     class Whole(L.LightningModule):
         def __init__(self) -> None:
@@ -255,8 +263,9 @@ class GivenBack(L.Callback):
         self.swa, self.unfreezing = swa, unfreezing
 
     def changes(self) -> list[bool]:
+        names = ("finetune_function", "state_dict")
         owners = (vars(self.unfreezing), vars(self.swa._average_model))
-        return [name in vs for name, vs in zip(("finetune_function", "state_dict"), owners)]
+        return [name in vs for name, vs in zip(names, owners, strict=True)]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self.changes() == [True, True]

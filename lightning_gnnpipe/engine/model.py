@@ -151,12 +151,9 @@ class PipelinedModel:
     def complete(
         self, state: dict[str, Tensor], prefix: str, weights: StageWeights | None = None
     ) -> None:
-        """Put the tensors of all stages into a state dict; see `StageWeights.complete`.
+        """Put the weights of all stages, or those of a copy, into this rank's state dict.
 
-        Args:
-            state: Of this rank.
-            prefix: What stands before the names of the pipelined module.
-            weights: Of a copy; None for those of the module itself.
+        See `StageWeights.complete`.
         """
         (weights or self._weights).complete(state, prefix, self._users)
 
