@@ -150,7 +150,8 @@ class PipeCheckpoints(PipeProcesses):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._engine is not None:  # in the middle of a run, as after a search for a rate
-            self._engine.expect_weights()
+            self._engine.model.restore()
+            self._engine.graphs.drop_histories()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

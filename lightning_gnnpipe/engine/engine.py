@@ -123,12 +123,6 @@ class PipelineEngine:
         self.signals |= agree(self.transport, self.progress, is_training, self._identity.of(inputs))
         return (self._train if is_training else self._infer)(call, inputs)
 
-    def expect_weights(self) -> None:
-        """Have all parameters here, to be overwritten; histories of the old ones go. Collective."""
-        self.model.restore()
-        if self.graphs.trained is not None:
-            self.graphs.trained.drop_histories()
-
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
         self._has_pending = False

@@ -85,6 +85,11 @@ class GraphCache:
         """The graph of the last training step, which has the histories."""
         return self._trained
 
+    def drop_histories(self) -> None:
+        """Forget histories, of weights that are no more; the next training step is exact."""
+        if self._trained is not None:
+            self._trained.drop_histories()
+
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(inputs))

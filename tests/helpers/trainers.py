@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe.types import StartMethod
 from tests.helpers.realistic import Realistic, realistic_graph
 
 
@@ -23,10 +25,13 @@ def double_precision() -> Iterator[None]:
 
 
 def make_trainer(num_stages: int, epochs: int, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
-    """Return a Trainer; 0 stages is plain Lightning, otherwise all epochs are exact."""
+    """Return a Trainer; 0 stages is plain Lightning, otherwise all epochs are exact.
+
+    Processes are forked, unless they are there already.
+    """
     strategy: Any = "auto"
     if num_stages:
-        strategy = GNNPipeStrategy(num_chunks=4, start_method="fork")
+        strategy = GNNPipeStrategy(num_chunks=4, start_method=start_method())
         callbacks = (*callbacks, StalenessWarmup(num_epochs=1000))
     has_checkpoints = any(isinstance(one, ModelCheckpoint) for one in callbacks)
     return L.Trainer(
@@ -43,6 +48,11 @@ def make_trainer(num_stages: int, epochs: int, *callbacks: L.Callback, **kwargs:
             **kwargs,
         },
     )
+
+
+def start_method() -> StartMethod:
+    """Return how processes are to be started: by nobody, if torchrun has."""
+    return "popen" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
 
 
 def make_module(**kwargs: Any) -> Realistic:
