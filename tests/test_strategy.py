@@ -14,53 +14,23 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 from torch_geometric.loader import DataLoader as PyGDataLoader
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.realistic import Realistic, realistic_graph
+from tests.helpers.trainers import (
+    assert_same,
+    datamodule,
+    double_precision,
+    make_module,
+    make_trainer,
+    weights,
+)
 
 
 @pytest.fixture(autouse=True)
 def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def make_trainer(num_stages: int, epochs: int, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
-    """Return a Trainer; 0 stages is plain Lightning, otherwise all epochs are exact."""
-    strategy: Any = "auto"
-    if num_stages:
-        strategy = GNNPipeStrategy(num_chunks=4, start_method="fork")
-        callbacks = (*callbacks, StalenessWarmup(num_epochs=1000))
-    has_checkpoints = any(isinstance(one, ModelCheckpoint) for one in callbacks)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=max(num_stages, 1),
-        strategy=strategy,
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=has_checkpoints,
-        **{"logger": False, **kwargs},
-    )
-
-
-def make_module(**kwargs: Any) -> Realistic:
-    L.seed_everything(1, verbose=False)
-    return Realistic(**kwargs)
-
-
-def datamodule() -> FullGraphDataModule:
-    return FullGraphDataModule(realistic_graph())
-
-
-def weights(module: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
-    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-10)
+    with double_precision():
+        yield
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from tests.helpers.realistic import Realistic, realistic_graph
 from tests.helpers.trainers import (
     assert_same,
@@ -66,7 +66,10 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "limits": lambda _: {"limit_train_batches": 2, "limit_val_batches": 0, "max_steps": 3},
     "max_time": lambda _: {"max_time": "00:00:10:00", "callbacks": [Timer(interval="epoch")]},
     "simple profiler": lambda _: {"profiler": "simple"},
-    "pytorch profiler": lambda folder: {"profiler": PyTorchProfiler(dirpath=folder, filename="p")},
+    "pytorch profiler": lambda folder: {
+        "profiler": PyTorchProfiler(folder, "p", export_to_chrome=False),
+        "max_epochs": 1,
+    },
     "detect_anomaly": lambda _: {"detect_anomaly": True},
     "accumulate": lambda _: {"accumulate_grad_batches": 3},
     "accumulate by epoch": lambda _: {"callbacks": [GradientAccumulationScheduler({0: 1, 2: 3})]},
@@ -80,7 +83,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_trainer(name: str, tmp_path: Path) -> None:
     def fit(num_stages: int) -> tuple[L.LightningModule, dict[str, float], int]:
-        module, options = make_module(scheduler="plateau"), OPTIONS[name](tmp_path)
+        module, options = make_module(scheduler="step"), OPTIONS[name](tmp_path)
         callbacks = options.pop("callbacks", [])
         trainer = make_trainer(num_stages, 3, *callbacks, **options)
         trainer.fit(module, loader(3), loader(2))
@@ -144,7 +147,6 @@ def test_compiled_layers() -> None:
     def fit(num_stages: int) -> L.LightningModule:
         module = make_module()
         module.net.shared.compile(backend="eager")
-        module.head.compile(backend="eager")
         make_trainer(num_stages, 2).fit(module, datamodule=datamodule())
         return module
 
@@ -249,6 +251,26 @@ def test_the_search_for_a_rate_equals_plain_lightning(tmp_path: Path) -> None:
             assert found["loss"] == pytest.approx(curve["loss"], abs=1e-9)
         torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=1e-8)
     assert list(tmp_path.rglob(".lr_find*")) == []
+
+
+class RecordsExactness(L.Callback):
+    """Absent from the search, which runs with callbacks of its own."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.found.append(trainer.strategy.collect_stats().is_exact)
+
+
+def test_no_row_of_the_search_is_read_in_training(tmp_path: Path) -> None:
+    records = RecordsExactness()
+    finder = LearningRateFinder(num_training_steps=10)
+    strategy = GNNPipeStrategy(num_chunks=4)
+    trainer = make_trainer(1, 3, finder, records, strategy=strategy, default_root_dir=tmp_path)
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, StalenessWarmup)]
+    trainer.fit(HasRate(), datamodule=datamodule())
+    assert records.found == [True, False, False]
 
 
 def script(num_stages: int, folder: Path) -> dict[str, Any]:
