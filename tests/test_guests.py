@@ -54,12 +54,19 @@ class NormNet(nn.Module):
 class Frozen(Realistic):
     """The optimizer starts with what is not frozen."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = NormNet()
+
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.02)
 
 
 class Unfreezing(BaseFinetuning):
-    """Trains the head alone, then the first layer as well, then the shared one."""
+    """Trains head and norms alone, then the first layer as well, then the others.
+
+    The others are compared with what the optimizer has: on some rank both are empty.
+    """
 
     def freeze_before_training(self, pl_module: L.LightningModule) -> None:
         self.freeze([pl_module.net, pl_module.encode])
@@ -67,10 +74,11 @@ class Unfreezing(BaseFinetuning):
     def finetune_function(
         self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
     ) -> None:
+        convs = pl_module.net.convs
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.first, optimizer, lr=0.01)
+            self.unfreeze_and_add_param_group(convs[0], optimizer, lr=0.01)
         if epoch == 3:
-            self.unfreeze_and_add_param_group([pl_module.net.shared, pl_module.encode], optimizer)
+            self.unfreeze_and_add_param_group([convs[1], convs[2], pl_module.encode], optimizer)
 
 
 class FilesAreWhole(L.Callback):
