@@ -123,6 +123,7 @@ def fit(
     trainer.fit(module, datamodule=datamodule(), ckpt_path=ckpt_path)
     saved = torch.load(folder / "last.ckpt", weights_only=False)
     saved.pop("loops")
+    saved.pop("gnnpipe", None)
     for state in [*saved["callbacks"]]:
         if "Averaging" not in state and state != "Unfreezing":
             del saved["callbacks"][state]
@@ -267,12 +268,12 @@ def test_p6_a_resumed_run_knows_what_was_unfrozen(tmp_path: Path) -> None:
 class GivenBack(L.Callback):
     """Looks at two callbacks before and after the run, in the process that runs it."""
 
-    def __init__(self, swa: L.Callback, unfreezing: L.Callback) -> None:
-        self.swa, self.unfreezing = swa, unfreezing
+    def __init__(self, ema: L.Callback, unfreezing: L.Callback) -> None:
+        self.ema, self.unfreezing = ema, unfreezing
 
     def changes(self) -> list[bool]:
         names = ("finetune_function", "state_dict")
-        owners = (vars(self.unfreezing), vars(self.swa._average_model))
+        owners = (vars(self.unfreezing), vars(self.ema._average_model.module))
         return [name in vs for name, vs in zip(names, owners, strict=True)]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -283,6 +284,6 @@ class GivenBack(L.Callback):
 
 
 def test_callbacks_are_given_back() -> None:
-    callbacks = averaging("swa"), Unfreezing()
+    callbacks = averaging("ema"), Unfreezing()
     trainer = make_trainer(2, 1, *callbacks, GivenBack(*callbacks))
     trainer.fit(Frozen(), datamodule=datamodule())
