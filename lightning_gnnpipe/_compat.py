@@ -17,6 +17,17 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import _interrupt
+
+
+def interrupt(trainer: Any, exception: BaseException) -> None:
+    """Tell callbacks, strategy and loggers that the run ends by `exception`."""
+    _interrupt(trainer, exception)
+
+
+def teardown(trainer: Any) -> None:
+    """Tear down what a run has set up."""
+    trainer._teardown()
 
 
 def signal_connector(trainer: Any) -> Any:
@@ -29,6 +40,8 @@ __all__ = [
     "SubprocessScriptLauncher",
     "default_backend",
     "init_dist_connection",
+    "interrupt",
     "optimizers_to_device",
     "signal_connector",
+    "teardown",
 ]

@@ -78,7 +78,7 @@ class StopSignals:
         if trainer.fast_dev_run or trainer.sanity_checking or is_saved or folder is None:  # type: ignore[attr-defined]
             return
         path = str(Path(folder) / _NAME) if "://" not in str(folder) else f"{folder}/{_NAME}"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
 
     def _on_stop(self, signum: int, frame: Any) -> None:

@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "_compat": set(),
     "engine": {*PARTS, "controls"},
     "randomness": set(),
-    "processes": {"comm", "options", "randomness", "_compat"},
+    "launcher": {"randomness", "_compat"},
+    "processes": {"comm", "launcher", "options", "randomness", "_compat"},
     "sidecar": set(),
     "sharded": {"comm"},
     "checkpoint_io": set(),
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"strategy", "registry", "callbacks", "datamodule"},
 }
 LIGHTNING = {
+    "launcher",
     "signals",
     "strategy",
     "registry",

@@ -233,12 +233,13 @@ class PipelineEngine:
         is_same = state.graph == self.graphs.trained_fingerprint and saved.stages
         if is_same and sum(state.stage_layers) == sum(self.model.stage_layers):
             stage = mode.stages[self.transport.axis.stage]
-            load_stages(graph, saved.stages, {segment.index for segment in stage.segments})
-            graph.filled.update(state.filled)
-        elif graph.plan.num_chunks > 1 and self.transport.axis.is_first:
+            if load_stages(graph, saved.stages, {segment.index for segment in stage.segments}):
+                graph.filled.update(state.filled)
+                return
+        if graph.plan.num_chunks > 1 and self.transport.axis.is_first:
             log.warning(
-                "The checkpoint has no histories of this graph and model: from resuming a "
-                "pipelined run to an exact first step, which fills them."
+                "The checkpoint has no histories of this graph, these chunks and layers: from "
+                "resuming a pipelined run to an exact first step, which fills them."
             )
 
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:

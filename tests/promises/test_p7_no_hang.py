@@ -76,7 +76,7 @@ class Classifier(NodeClassifier):
 
 
 class Watches(L.Callback):
-    def setup(self, trainer, *_):
+    def setup(self, trainer, *_, **__):
         global current
         current = trainer
 
@@ -155,7 +155,7 @@ def test_p7_all_ranks_end_with_the_cause(
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "F"])
 @pytest.mark.parametrize(
     ("how", "rank", "start_method"),
-    [("SIGTERM", 0, "popen"), ("SIGTERM", 1, "popen"), ("SIGTERM", 1, "fork")],
+    [("SIGTERM", 0, "popen"), ("SIGTERM", 1, "popen"), ("SIGTERM-parent", 1, "fork")],
 )
 def test_p7_sigterm_ends_all_ranks_at_the_end_of_the_batch_with_a_checkpoint(
     where: str, how: str, rank: int, start_method: str, tmp_path: Path
