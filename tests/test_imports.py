@@ -41,11 +41,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "planning": {"engine", "options", "stages"},
     "registry": {"strategy"},
-    "cli": {"engine", "strategy"},
+    "plan_tables": {"engine"},
+    "cli": {"strategy", "models", "plan_tables"},
     "callbacks": {"strategy", "controls", "history"},
     "__init__": {"strategy", "registry", "callbacks", "datamodule"},
 }
 LIGHTNING = {
+    "cli",
     "strategy",
     "registry",
     "processes",
