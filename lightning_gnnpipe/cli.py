@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
+from lightning_gnnpipe.cli_parser import FrankParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
@@ -82,6 +82,11 @@ class GNNPipeCLI(LightningCLI):
         """Return Lightning's commands and `plan`, each with the arguments that a config gives."""
         return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
 
+    def instantiate_classes(self) -> None:
+        assert isinstance(self.parser, FrankParser)
+        with raising(self.parser):
+            super().instantiate_classes()
+
 
 class SaveFitConfig(SaveConfigCallback):
     """Saves the config of a `fit` to the folder of its logger, once.
@@ -112,6 +117,7 @@ def main() -> int:
             trainer_class=PlanningTrainer,
             trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
             save_config_callback=SaveFitConfig,
+            parser_class=FrankParser,
             parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
         )
     except (GNNPipeError, MisconfigurationException) as error:

@@ -42,12 +42,14 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"engine", "options", "stages"},
     "registry": {"strategy"},
     "plan_tables": {"engine"},
-    "cli": {"strategy", "models", "plan_tables"},
+    "cli_parser": set(),
+    "cli": {"cli_parser", "strategy", "models", "plan_tables"},
     "callbacks": {"strategy", "controls", "history"},
     "__init__": {"strategy", "registry", "callbacks", "datamodule"},
 }
 LIGHTNING = {
     "cli",
+    "cli_parser",
     "strategy",
     "registry",
     "processes",
