@@ -6,6 +6,7 @@ the text of one long `ValueError`, so that a refused option could not be told fr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -35,7 +36,9 @@ class FrankParser(LightningArgumentParser):
             except Exception as error:
                 raise _Raised(error) from None
 
-        super().add_instantiator(build, *args, **kwargs)
+        with warnings.catch_warnings():  # Lightning calls what newer jsonargparse deprecates
+            warnings.simplefilter("ignore", DeprecationWarning)
+            super().add_instantiator(build, *args, **kwargs)
 
 
 @contextmanager
