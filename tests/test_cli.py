@@ -146,6 +146,17 @@ def test_a_data_set_of_pyg_is_named_by_its_class(
         assert name in printed
 
 
+def test_the_config_of_the_readme_is_read(
+    gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [config] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (gnnpipe.folder / "run.yaml").write_text(config)
+    with pytest.raises(SystemExit) as done:
+        gnnpipe("fit", "--config=run.yaml", "--print_config")
+    assert done.value.code == 0
+    assert "num_chunks: 16" in capsys.readouterr().out
+
+
 def test_help_shows_every_option_of_the_strategy(
     gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
