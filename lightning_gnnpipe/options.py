@@ -44,6 +44,7 @@ class StrategyOptions:
     self_check: bool
     timeout: timedelta
     start_method: StartMethod
+    save_distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")

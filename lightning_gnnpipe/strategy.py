@@ -34,6 +34,7 @@ from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
+from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import (
     check_callbacks,
     check_optimizers,
@@ -78,6 +79,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         timeout: Longest wait for another rank before the run ends.
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
+        save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
+            torch.distributed.checkpoint, rather than one stock file by the first rank.
         process_group_backend: Of torch.distributed; None for the device's own.
         accelerator: What computes. This and all that follow are passed on to Lightning's
             `ParallelStrategy`; None leaves them to the Trainer's arguments.
@@ -106,6 +109,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -127,6 +131,7 @@ class GNNPipeStrategy(PipeCheckpoints):
             self_check,
             timeout,
             start_method,
+            save_distributed_checkpoint,
         )
         super().__init__(
             options,
@@ -159,6 +164,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._signals.attach(trainer)
         # Logged values are equal on all ranks by construction, so this advice would be wrong.
         warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
@@ -194,6 +200,11 @@ class GNNPipeStrategy(PipeCheckpoints):
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
         seed = self._share_start(module)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            run, random = saved
+            seed = run.state.seed
+            set_random_state(random, self.root_device)
         chunks = ChunkOptions(options.num_chunks, options.partition, seed)
         # Stages run one after the other in exact passes: without training there is no balance.
         balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
@@ -208,6 +219,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         self._engine.attach()
+        if saved is not None:
+            self._engine.resume(run)
         self._metrics.attach(module)
 
     def _detach(self) -> None:
@@ -232,11 +245,15 @@ class GNNPipeStrategy(PipeCheckpoints):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        progress = self.engine.progress
+        progress.batch_fingerprint = self._fingerprints.of(batch)
+        progress.signals = self._signals.pending
+        self._signals.agree(self.engine.signals)  # while evaluating
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._signals.requeue()
         self.engine.abandon()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +263,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         engine.progress.step_index = loops.total_batch_idx
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
+        self._signals.agree(engine.signals)
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
