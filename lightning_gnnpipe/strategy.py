@@ -42,7 +42,7 @@ from lightning_gnnpipe.refuse import (
     check_was_called,
 )
 from lightning_gnnpipe.stages import find_pipelined
-from lightning_gnnpipe.types import Partition, StartMethod
+from lightning_gnnpipe.types import DtypeName, Partition, StartMethod
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
-            such as `torch.bfloat16`; what is read of them is rounded. None: as computed.
+            such as `torch.bfloat16` or "bfloat16"; what is read of them is rounded. None: as
+            computed.
         history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
             is a transfer. None: where the layers compute.
         self_check: Try the module out on a small graph before training, chunks against whole,
@@ -81,8 +82,12 @@ class GNNPipeStrategy(PipeCheckpoints):
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
             torch.distributed.checkpoint, rather than one stock file by the first rank.
         process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: Passed on to Lightning's `ParallelStrategy`, as are `parallel_devices`,
-            `cluster_environment`, `checkpoint_io` and `precision_plugin`.
+        accelerator: What computes. This and all that follow are passed on to Lightning's
+            `ParallelStrategy`; None leaves them to the Trainer's arguments.
+        parallel_devices: Devices of this machine, one for each of its processes.
+        cluster_environment: Who starts the processes, and how they find each other.
+        checkpoint_io: How checkpoints are written and read.
+        precision_plugin: In which dtypes is computed.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -99,7 +104,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         recompute: bool = False,
-        history_dtype: torch.dtype | None = None,
+        history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),

@@ -56,11 +56,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "planning": {"engine", "options", "stages"},
     "registry": {"strategy"},
-    "cli": {"engine", "strategy"},
+    "plan_tables": {"engine"},
+    "cli_parser": set(),
+    "cli": {"cli_parser", "strategy", "models", "plan_tables"},
     "callbacks": {"strategy", "controls", "history"},
     "__init__": {"strategy", "registry", "callbacks", "datamodule"},
 }
 LIGHTNING = {
+    "cli",
+    "cli_parser",
     "launcher",
     "signals",
     "strategy",
