@@ -164,13 +164,14 @@ class GNNPipeStrategy(PipeCheckpoints):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._signals.attach(trainer)
         # Logged values are equal on all ranks by construction, so this advice would be wrong.
         warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
+        self._signals.attach(trainer, self.engine.progress)
+        self.engine.on_signals = self._signals.agree
         if self._has_peers:
             check_precision(self.precision_plugin)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
@@ -245,10 +246,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        progress = self.engine.progress
-        progress.batch_fingerprint = self._fingerprints.of(batch)
-        progress.signals = self._signals.pending
-        self._signals.agree(self.engine.signals)  # while evaluating
+        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -263,7 +261,6 @@ class GNNPipeStrategy(PipeCheckpoints):
         engine.progress.step_index = loops.total_batch_idx
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
-        self._signals.agree(engine.signals)
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "sidecar": set(),
     "sharded": {"comm"},
     "checkpoint_io": set(),
-    "signals": {"_compat"},
+    "signals": {"_compat", "engine"},
     "checkpoints": {
         "checkpoint_io",
         "engine",

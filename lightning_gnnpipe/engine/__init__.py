@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints
+from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
@@ -29,6 +29,7 @@ __all__ = [
     "PipelineEngine",
     "PipelinePlan",
     "PipelineStats",
+    "Progress",
     "RunState",
     "SavedRun",
     "TraceEvent",

@@ -82,7 +82,7 @@ class PipelineEngine:
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.progress = Progress()
         self.num_training_passes = 0
-        self.signals = 0  # of all ranks, at the last forward
+        self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._has_pending = False
         self._num_inferences = 0
         self._identity = GraphIdentity()
@@ -120,7 +120,9 @@ class PipelineEngine:
             )
         call = take_apart(self.model.module, args, kwargs)
         inputs = classify(call)
-        self.signals = agree(self.transport, self.progress, is_training, self._identity.of(inputs))
+        signals = agree(self.transport, self.progress, is_training, self._identity.of(inputs))
+        if signals:
+            self.on_signals(signals)
         return (self._train if is_training else self._infer)(call, inputs)
 
     def abandon(self) -> None:
