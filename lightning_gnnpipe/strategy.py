@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -41,6 +42,7 @@ from lightning_gnnpipe.refuse import (
     check_was_called,
 )
 from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import Partition, StartMethod
 
 log = logging.getLogger(__name__)
@@ -160,6 +162,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
+        if is_fitting and shows_stages(trainer):
+            self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if self._has_peers:
             check_precision(self.precision_plugin)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
@@ -179,12 +183,37 @@ class GNNPipeStrategy(PipeCheckpoints):
         if self._pipe.axis.is_distributed:
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._take_over()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._take_over()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._take_over()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._take_over()
+
     def teardown(self) -> None:
         self._detach()
         super().teardown()
 
+    def _take_over(self) -> None:
+        """Put the engine behind the forward of the pipelined module, where it is not.
+
+        Until a loop starts every rank holds the whole module: a model summary with an example
+        input, or a logger that draws the model, runs it as it is.
+        """
+        if "forward" not in self.engine.model.module.__dict__:
+            self.engine.attach()
+
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Put the engine behind the forward of the pipelined module."""
+        """Build the engine for the pipelined module of `module`."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
@@ -202,7 +231,6 @@ class GNNPipeStrategy(PipeCheckpoints):
             options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        self._engine.attach()
         self._metrics.attach(module)
 
     def _detach(self) -> None:

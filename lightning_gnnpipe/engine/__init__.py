@@ -15,7 +15,7 @@ from lightning_gnnpipe.engine.state import (
     merge_optimizer_states,
 )
 from lightning_gnnpipe.engine.switch import switched
-from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
+from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent, phases
 
 __all__ = [
     "Balance",
@@ -32,5 +32,6 @@ __all__ = [
     "forecast",
     "full_state_dict",
     "merge_optimizer_states",
+    "phases",
     "switched",
 ]
