@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_gnnpipe.engine import PipelineStats, TraceEvent, phases
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORWARD, BACKWARD, IDLE = "#4477aa", "#ee8866", "#d5d5d5"
+FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
 COLOURS = {Op.F: FORWARD, Op.B: BACKWARD}
 LABELS = {"forward": FORWARD, "backward": BACKWARD, "bubble: not computing": IDLE}
 
@@ -30,6 +29,7 @@ _LEAST_INCHES, _MOST_INCHES = 12.0, 26.0
 _MARGIN_INCHES = 1.0  # of the figure's width: the names of the rows
 _FONT_SIZES = (9, 8, 7, 6, 5)
 _DIGIT_WIDTH = 0.64 / 72  # inches, of one digit in font size 1
+_DIGIT_HEIGHT = 0.9 / 72
 _PADDING_INCHES = 0.03
 _BAR_HEIGHT = 0.84
 
@@ -61,7 +61,7 @@ def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
     """
     stages, chunks = stats.num_stages, stats.num_chunks
     least = (stages - 1) / (chunks + stages - 1)
-    kind = "exact step" if stats.is_exact else f"{chunks} chunks"
+    kind = "exact step" if stats.is_exact else f"{chunks} chunk{'s' if chunks > 1 else ''}"
     start = "" if epoch is None else f"Epoch {epoch}: "
     return (
         f"{start}{stages} stage{'s' if stages > 1 else ''}, {kind}, bubble share "
@@ -108,7 +108,8 @@ def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
 def _scale(boxes: Sequence[tuple[TraceEvent, Action]], span_us: float) -> tuple[float, int]:
     """Return inches a microsecond and the font size for most chunk numbers to fit their boxes."""
     digits = max(len(str(action.chunk)) for _, action in boxes)
-    usual_us = median(event.end_us - event.start_us for event, _ in boxes)
+    widths_us = sorted(event.end_us - event.start_us for event, _ in boxes)
+    usual_us = widths_us[len(widths_us) // 5]  # four in five are at least as wide
     least, most = ((inches - _MARGIN_INCHES) / span_us for inches in (_LEAST_INCHES, _MOST_INCHES))
     needed = (digits * _FONT_SIZES[1] * _DIGIT_WIDTH + _PADDING_INCHES) / max(usual_us, 1e-9)
     scale = min(max(needed, least), most)
@@ -151,14 +152,16 @@ def _draw_boxes(
             edgecolor="white",
             linewidth=0.5,
         )
-        text = str(action.chunk)
-        if len(text) * font_size * _DIGIT_WIDTH <= width_us * inches_per_us:
+        text, width = str(action.chunk), width_us * inches_per_us
+        is_upright = len(text) * font_size * _DIGIT_WIDTH <= width
+        if is_upright or font_size * _DIGIT_HEIGHT <= width:
             axes.text(
                 (event.start_us + width_us / 2) / 1e3,
                 event.rank,
                 text,
                 ha="center",
                 va="center",
+                rotation=0 if is_upright else 90,
                 color="white",
                 size=font_size,
             )
