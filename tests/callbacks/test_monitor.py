@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gnnpipe import PipelineMonitor, StalenessMonitor
+from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
 from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.engine import PipelineStats
 from lightning_gnnpipe.schedule import pipeline_bytes
@@ -28,6 +28,7 @@ from tests.helpers.observed import (
     make_trainer,
 )
 from tests.helpers.steps import make_stats
+from tests.helpers.wandb_files import read_offline_run
 
 KINDS = ("backward", "control", "forward", "input_grad", "output", "tied_grad")
 
@@ -184,23 +185,32 @@ def test_large_counts_of_bytes_are_exact(tmp_path: Path, monkeypatch: pytest.Mon
     assert float(line["pipe/peak_memory_mib/stage_0"]) == 2**20 / monitor._MIB
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 def test_wandb_has_figures_and_picture_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    from lightning.pytorch.loggers import WandbLogger
-
-    from lightning_gnnpipe import TimelineCallback
-    from tests.helpers.wandb_files import read_offline_run
-
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="test")
-    callbacks = PipelineMonitor(), TimelineCallback(epoch=1, dirpath=tmp_path)
-    make_trainer(1, 4, *callbacks, logger=logger).fit(make_module(), make_data())
-    logger.experiment.finish()
+    callbacks = PipelineMonitor(), TimelineCallback(epoch=1, dirpath=tmp_path), EndRun()
+    make_trainer(num_stages, 4, *callbacks, logger=logger).fit(make_module(), make_data())
     logged = read_offline_run(tmp_path)
-    assert pipe_keys(1) <= {key for line in logged for key in line}
-    [picture] = [line["pipe/timeline"] for line in logged if "pipe/timeline" in line]
-    assert picture["_type"] in ("images/separated", "image-file")
-    pictures = list(tmp_path.rglob("media/images/**/*.png"))
-    assert pictures and pictures[0].read_bytes() == (tmp_path / "timeline_epoch_1.png").read_bytes()
+    steps = [line["trainer/global_step"] for line in logged if "pipe/step_s" in line]
+    assert len(steps) == 3
+    for line in (one for one in logged if "pipe/step_s" in one):
+        assert pipe_keys(num_stages) <= line.keys()
+        assert line["pipe/bytes/output"] == (num_stages - 1) * NUM_NODES * NUM_CLASSES * 4
+    assert sum("pipe/timeline" in line for line in logged) == 1
+    [picture] = tmp_path.rglob("media/images/**/*.png")
+    assert picture.read_bytes() == (tmp_path / "timeline_epoch_1.png").read_bytes()
+
+
+class EndRun(L.Callback):
+    """Lets wandb finish its file, and end its service, in the process that logged."""
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:
+            import wandb
+
+            trainer.logger.experiment.finish()
+            wandb.teardown()
