@@ -25,6 +25,7 @@ PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 RefreshMethod = Literal["snapshot", "exact"]
+TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
 from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
+from lightning_gnnpipe.types import TrafficKind
 
 _MIB = 2**20
 
@@ -102,7 +103,8 @@ class PipelineMonitor(Callback):
             "pipe/bubble_frac": stats.bubble_frac,
         }
         values |= {f"pipe/wait_s/stage_{stage}": one for stage, one in enumerate(stats.wait_s)}
-        values |= {f"pipe/bytes/{kind}": count for kind, count in stats.bytes_by_kind.items()}
+        for kind in get_args(TrafficKind):
+            values[f"pipe/bytes/{kind}"] = stats.bytes_by_kind.get(kind, 0)
         peaks = enumerate(stats.peak_memory_bytes)
         values |= {f"pipe/peak_memory_mib/stage_{stage}": peak / _MIB for stage, peak in peaks}
         return values

@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import get_args
-
-from lightning_gnnpipe.comm.meter import TrafficKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,8 @@ class PipelineStats:
         num_stages: Stages, S.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step ran the exact schedule.
-        bytes_by_kind: Payload bytes received, summed over ranks, 0 for kinds that did not occur;
-            `forward`, `backward` and `output` are those of the formula 2 (S-1) N D b + (S-1) N C b.
+        bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
+            are those of the formula 2 (S-1) N D b + (S-1) N C b.
         bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
             compute: the mean of `wait_s` over the length of both phases.
         wait_s: For each stage the seconds of the forward and of the backward phase in which it did
@@ -96,9 +93,9 @@ def merge_stats(
 ) -> PipelineStats:
     """Put the records of all ranks, in their order, together."""
     events = _align(event for one in gathered for event in one.events)
+    kinds = {kind for one in gathered for kind in one.bytes_by_kind}
     total = {
-        kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered)
-        for kind in sorted(get_args(TrafficKind))
+        kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered) for kind in sorted(kinds)
     }
     span = sum(end - start for start, end in phases(events))
     busy = [sum(e.end_us - e.start_us for e in events if e.rank == s) for s in range(num_stages)]

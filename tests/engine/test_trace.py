@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
@@ -23,25 +26,20 @@ def test_waits_are_the_time_of_both_phases_without_computing() -> None:
     assert sum(stats.wait_s) / 2 / 6e-4 == pytest.approx(stats.bubble_frac)
 
 
-def test_every_kind_of_bytes_is_counted_from_zero() -> None:
+def test_bytes_are_summed_and_memory_is_not() -> None:
     stats = make_stats("F0 B0", "F0 B0", bytes_by_kind={"forward": 3})
-    assert stats.bytes_by_kind == {
-        "backward": 0,
-        "control": 0,
-        "forward": 6,
-        "input_grad": 0,
-        "output": 0,
-        "tied_grad": 0,
-    }
+    assert stats.bytes_by_kind == {"forward": 6}
     assert stats.peak_memory_bytes == (2**20, 2**21)
 
 
 @pytest.mark.parametrize("has_status", [True, False])
 def test_the_peak_grows_with_what_was_held(
-    has_status: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
+    has_status: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if not has_status:
         monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
-    size = 2 * peak_memory_bytes(torch.device("cpu"))
+    before, more = peak_memory_bytes(torch.device("cpu")), 2**27  # too much for a freed place
+    size = before - psutil.Process().memory_info().rss + more
     held = torch.ones(size, dtype=torch.uint8)
-    assert held.numel() <= peak_memory_bytes(torch.device("cpu")) < 3 * size
+    assert before < peak_memory_bytes(torch.device("cpu")) < before + 2 * more
+    del held
