@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
@@ -31,6 +30,7 @@ from lightning_gnnpipe.engine import (
     drop_foreign_states,
 )
 from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
@@ -48,7 +48,7 @@ from lightning_gnnpipe.types import Partition, StartMethod
 log = logging.getLogger(__name__)
 
 
-class GNNPipeStrategy(PipeCheckpoints):
+class GNNPipeStrategy(PipeLoops):
     """Trains a GNN on the whole graph, its layers in stages on several devices.
 
     Chunks of the graph are in flight between the stages.
@@ -183,37 +183,12 @@ class GNNPipeStrategy(PipeCheckpoints):
         if self._pipe.axis.is_distributed:
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._take_over()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._take_over()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._take_over()
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._take_over()
-
     def teardown(self) -> None:
         self._detach()
         super().teardown()
 
-    def _take_over(self) -> None:
-        """Put the engine behind the forward of the pipelined module, where it is not.
-
-        Until a loop starts every rank holds the whole module: a model summary with an example
-        input, or a logger that draws the model, runs it as it is.
-        """
-        if "forward" not in self.engine.model.module.__dict__:
-            self.engine.attach()
-
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Build the engine for the pipelined module of `module`."""
+        """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
