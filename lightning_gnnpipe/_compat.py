@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -15,11 +17,31 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import _interrupt
+
+
+def interrupt(trainer: Any, exception: BaseException) -> None:
+    """Tell callbacks, strategy and loggers that the run ends by `exception`."""
+    _interrupt(trainer, exception)
+
+
+def teardown(trainer: Any) -> None:
+    """Tear down what a run has set up."""
+    trainer._teardown()
+
+
+def signal_connector(trainer: Any) -> Any:
+    """Return what handles signals for the Trainer."""
+    return trainer._signal_connector
+
 
 __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "default_backend",
     "init_dist_connection",
+    "interrupt",
     "optimizers_to_device",
+    "signal_connector",
+    "teardown",
 ]

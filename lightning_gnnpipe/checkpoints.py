@@ -1,17 +1,40 @@
-"""Checkpoints under the strategy: whole ones, in the names of the user's module."""
+"""Checkpoints under the strategy: stock ones, and what a run needs to go on beside them."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
-from lightning_gnnpipe.engine import PipelineEngine, full_state_dict, merge_optimizer_states
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe import sharded, sidecar
+from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO, local_path
+from lightning_gnnpipe.engine import (
+    PipelineEngine,
+    RunState,
+    SavedRun,
+    full_state_dict,
+    merge_optimizer_states,
+    own_optimizer_state,
+    own_state_dict,
+)
+from lightning_gnnpipe.errors import CheckpointError, ConfigError, PeerError, explain
 from lightning_gnnpipe.processes import PipeProcesses
+from lightning_gnnpipe.randomness import random_state
+from lightning_gnnpipe.signals import StopSignals
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+_KEY = "gnnpipe"
 
 
 class PipeCheckpoints(PipeProcesses):
@@ -25,6 +48,8 @@ class PipeCheckpoints(PipeProcesses):
         super().__init__(*args, **kwargs)
         self._engine: PipelineEngine | None = None
         self._prefix = ""
+        self._signals = StopSignals()
+        self._saved: tuple[SavedRun, Mapping[str, Any]] | None = None  # and random numbers
 
     @property
     def engine(self) -> PipelineEngine:
@@ -43,30 +68,197 @@ class PipeCheckpoints(PipeProcesses):
             )
         return self._engine
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes stock checkpoints; unless the user brings another, it does so atomically."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        io = self._checkpoint_io
+        if hasattr(io, "checkpoint_io"):  # a plugin that wraps another
+            io.checkpoint_io = AtomicCheckpointIO()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint; all ranks fail together, with the first one's reason.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        path = local_path(checkpoint_path)
+
+        def read() -> dict[str, Any]:
+            if path is not None and sharded.is_sharded(path):
+                found = sharded.read_sharded(path, weights_only is not False)
+            else:
+                found = self._read_stock(checkpoint_path, weights_only)
+            self._saved = self._read_run(found, path)
+            return found
+
+        return self._together(read)
+
+    def _read_stock(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        try:
+            found = super().load_checkpoint(path, weights_only)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # what damaged files raise is not told by torch
+            raise CheckpointError(
+                explain(
+                    expected=f"a checkpoint in {path}",
+                    found=f"{type(error).__name__}: {error}",
+                    remedy="Load an earlier one; if it holds objects of your own classes, and you "
+                    "trust it, pass weights_only=False.",
+                )
+            ) from error
+        if not isinstance(found, dict) or "state_dict" not in found:
+            raise CheckpointError(
+                explain(
+                    expected=f"a checkpoint of Lightning in {path}",
+                    found=f"a {type(found).__name__} without 'state_dict'",
+                    remedy="Load bare weights with module.load_state_dict(...) before training.",
+                )
+            )
+        return found
+
+    def _read_run(
+        self, checkpoint: Mapping[str, Any], path: Path | None
+    ) -> tuple[SavedRun, Mapping[str, Any]] | None:
+        """Return what the checkpoint tells of a pipelined run, where one is to go on."""
+        assert self.lightning_module is not None
+        found = checkpoint.get(_KEY)
+        if found is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if not isinstance(found, dict) or not {"run", "random", "histories"} <= found.keys():
+            found = {"run": {}}
+        state = RunState.of(found["run"])
+        ident = found["histories"]
+        stages: tuple[dict[str, Any], ...] = ()
+        if path is not None and ident is not None:
+            is_sharded = sharded.is_sharded(path)
+            folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
+            stages = sidecar.read_stages(folder, len(state.stage_layers))
+        return SavedRun(state, stages), found["random"]
+
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._is_split:
             self.engine.model.restore()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None
         if not self._is_split or self._is_interrupted:
-            return self.lightning_module.state_dict()
-        return full_state_dict(self.lightning_module, self._prefix, self.engine.model)
+            return module.state_dict()
+        if self.options.save_distributed_checkpoint:
+            stage = self._pipe.axis.stage
+            return own_state_dict(module, self._prefix, self.engine.model, stage)
+        return full_state_dict(module, self._prefix, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
         if not self._has_peers or self._is_interrupted:
             return state
+        if self.options.save_distributed_checkpoint:
+            return {**state, "state": own_optimizer_state(self._pipe, state)}
         return merge_optimizer_states(self._pipe, state)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        if self._is_split and self._is_interrupted:
+        if self._is_interrupted and (self._is_split or self._has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = local_path(filepath)
+        if self.options.save_distributed_checkpoint:
+            self._save_sharded(checkpoint, filepath, path)
+            return
+        ident = None
+        if self._engine is not None and "optimizer_states" in checkpoint:
+            has_histories = path is not None and self._engine.run_state().graph is not None
+            ident = self._pipe.broadcast_object(sidecar.new_id()) if has_histories else None
+            checkpoint[_KEY] = self._run(ident)
+        if path is not None and ident is not None:
+            self._write_histories(sidecar.unfinished_folder(path, ident))
+
+        def write() -> None:
+            if path is not None and ident is not None:
+                sidecar.finish(path, ident)
+            super(PipeCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
+            if path is not None:
+                sidecar.prune(path, ident)
+
+        self._together(lambda: write() if self.is_global_zero else None)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, path: Path | None) -> None:
+        if path is None:
+            raise ConfigError(
+                explain(
+                    expected="a local path for a sharded checkpoint",
+                    found=str(filepath),
+                    remedy="Save to a file system that all ranks see, or leave "
+                    "save_distributed_checkpoint off.",
+                )
+            )
+        weights = checkpoint.pop("state_dict")
+        if not self._is_split and not self.is_global_zero:
+            weights = {}
+        optimizers = [one["state"] for one in checkpoint.get("optimizer_states", ())]
+        for one in checkpoint.get("optimizer_states", ()):
+            one["state"] = {}
+        self._together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
+        if self._engine is not None and optimizers:
+            has_histories = self._engine.run_state().graph is not None
+            checkpoint[_KEY] = self._run(sharded.HISTORIES if has_histories else None)
+            if has_histories:
+                self._write_histories(sharded.part_of(path) / sharded.HISTORIES)
+        sharded.write_sharded(self._pipe, path, checkpoint, weights, optimizers)
+        self._together(lambda: sharded.put_in_place(path) if self.is_global_zero else None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save, if all ranks stop together; then see `PipeProcesses.on_exception`."""
+        if isinstance(exception, SIGTERMException) and self._signals.stops_together:
+            self._signals.save()
+        super().on_exception(exception)
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        path = local_path(filepath)
+        if self.is_global_zero and path is not None:
+            sidecar.prune(path, None)
+
+    def _run(self, histories: str | None) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the run, in plain types."""
+        return {
+            "run": self.engine.run_state().as_dict(),
+            "random": random_state(self.root_device),
+            "histories": histories,
+        }
+
+    def _write_histories(self, folder: Path) -> None:
+        stage = self._pipe.axis.stage
+        self._together(lambda: sidecar.write_stage(folder, stage, self.engine.stage_state()))
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        if self._has_peers:
+            texts = self._pipe.all_gather_objects(None if error is None else str(error))
+            failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+            if error is None and failed:
+                raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
+        if error is not None:
+            raise error
+        return result
 
     @property
     def _is_split(self) -> bool:
@@ -75,5 +267,8 @@ class PipeCheckpoints(PipeProcesses):
 
     @property
     def _is_interrupted(self) -> bool:
+        """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
         assert self.lightning_module is not None
-        return self.lightning_module.trainer.interrupted
+        is_stop = isinstance(sys.exc_info()[1], SIGTERMException)
+        is_orderly = is_stop and self._signals.stops_together
+        return self.lightning_module.trainer.interrupted and not is_orderly

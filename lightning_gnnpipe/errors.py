@@ -23,6 +23,10 @@ class ScheduleError(GNNPipeError):
     """A list of actions is incomplete, out of order, or would deadlock."""
 
 
+class CheckpointError(GNNPipeError):
+    """A checkpoint cannot be read, or does not belong to this run."""
+
+
 class PeerError(RuntimeError):
     """Another rank failed, or did not answer within the timeout."""
 

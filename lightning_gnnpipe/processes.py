@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
 from lightning_gnnpipe.errors import PeerError
+from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.randomness import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +82,17 @@ class PipeProcesses(ParallelStrategy):
         """Whether there are other ranks, and this process is one of them."""
         return self._transport is not None and self._transport.axis.is_distributed
 
+    @property
+    def _has_workers(self) -> bool:
+        """Whether this process has started those that train, and does not train itself."""
+        return self._transport is None and isinstance(self._launcher, WorkerLauncher)
+
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.num_processes * self.num_nodes == 1:
             return
         if self.options.start_method != "popen":
-            self._launcher = _compat.MultiProcessingLauncher(
-                self,
-                start_method=self.options.start_method,
-            )
+            self._launcher = WorkerLauncher(self, start_method=self.options.start_method)
         elif not self.cluster_environment.creates_processes_externally:
             self._launcher = _compat.SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -105,6 +108,9 @@ class PipeProcesses(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
+        if isinstance(self._launcher, WorkerLauncher) and self._launcher.random_state is not None:
+            set_random_state(self._launcher.random_state, torch.device("cpu"))
+            self._launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
         num_stages = self.options.resolve_num_stages(self.world_size)
@@ -129,11 +135,8 @@ class PipeProcesses(ParallelStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 self._pipe.broadcast(tensor.data, 0, "control")
         given = os.environ.get("PL_GLOBAL_SEED")
-        states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-        torch_state, python_state, numpy_state = self._pipe.broadcast_object(states)
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        state = self._pipe.broadcast_object(random_state(self.root_device))
+        set_random_state(state, self.root_device)
         seed = int(given) if given is not None else torch.initial_seed()
         return self._pipe.broadcast_object(seed)
 
@@ -164,7 +167,7 @@ class PipeProcesses(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
         super().on_exception(exception)
-        if not self._has_peers:
+        if not self._has_peers or isinstance(exception, SIGTERMException):  # all ranks stop
             return
         if not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)

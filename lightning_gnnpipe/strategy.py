@@ -35,6 +35,7 @@ from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
+from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import (
     check_callbacks,
     check_optimizers,
@@ -43,7 +44,7 @@ from lightning_gnnpipe.refuse import (
 )
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.summary import print_stages, shows_stages
-from lightning_gnnpipe.types import Partition, StartMethod
+from lightning_gnnpipe.types import DtypeName, Partition, StartMethod
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class GNNPipeStrategy(PipeLoops):
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
-            such as `torch.bfloat16`; what is read of them is rounded. None: as computed.
+            such as `torch.bfloat16` or "bfloat16"; what is read of them is rounded. None: as
+            computed.
         history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
             is a transfer. None: where the layers compute.
         self_check: Try the module out on a small graph before training, chunks against whole,
@@ -79,9 +81,15 @@ class GNNPipeStrategy(PipeLoops):
         timeout: Longest wait for another rank before the run ends.
         start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
             "forkserver".
+        save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
+            torch.distributed.checkpoint, rather than one stock file by the first rank.
         process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: Passed on to Lightning's `ParallelStrategy`, as are `parallel_devices`,
-            `cluster_environment`, `checkpoint_io` and `precision_plugin`.
+        accelerator: What computes. This and all that follow are passed on to Lightning's
+            `ParallelStrategy`; None leaves them to the Trainer's arguments.
+        parallel_devices: Devices of this machine, one for each of its processes.
+        cluster_environment: Who starts the processes, and how they find each other.
+        checkpoint_io: How checkpoints are written and read.
+        precision_plugin: In which dtypes is computed.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -98,11 +106,12 @@ class GNNPipeStrategy(PipeLoops):
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         recompute: bool = False,
-        history_dtype: torch.dtype | None = None,
+        history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
+        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -124,6 +133,7 @@ class GNNPipeStrategy(PipeLoops):
             self_check,
             timeout,
             start_method,
+            save_distributed_checkpoint,
         )
         super().__init__(
             options,
@@ -156,6 +166,7 @@ class GNNPipeStrategy(PipeLoops):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._signals.attach(trainer)
         # Logged values are equal on all ranks by construction, so this advice would be wrong.
         warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
@@ -193,6 +204,11 @@ class GNNPipeStrategy(PipeLoops):
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
         seed = self._share_start(module)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            run, random = saved
+            seed = run.state.seed
+            set_random_state(random, self.root_device)
         chunks = ChunkOptions(options.num_chunks, options.partition, seed)
         # Stages run one after the other in exact passes: without training there is no balance.
         balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
@@ -206,6 +222,8 @@ class GNNPipeStrategy(PipeLoops):
             options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
+        if saved is not None:
+            self._engine.resume(run)
         self._metrics.attach(module)
 
     def _detach(self) -> None:
@@ -230,11 +248,15 @@ class GNNPipeStrategy(PipeLoops):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        progress = self.engine.progress
+        progress.batch_fingerprint = self._fingerprints.of(batch)
+        progress.signals = self._signals.pending
+        self._signals.agree(self.engine.signals)  # while evaluating
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._signals.requeue()
         self.engine.abandon()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +266,7 @@ class GNNPipeStrategy(PipeLoops):
         engine.progress.step_index = loops.total_batch_idx
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
+        self._signals.agree(engine.signals)
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output

@@ -5,6 +5,15 @@ from __future__ import annotations
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.mesh import PipeAxis, set_group_timeout
 from lightning_gnnpipe.comm.meter import Meter
+from lightning_gnnpipe.comm.shards import load_shards, save_shards
 from lightning_gnnpipe.comm.transport import Transport
 
-__all__ = ["Meter", "PipeAxis", "Transport", "set_group_timeout", "share_tensors"]
+__all__ = [
+    "Meter",
+    "PipeAxis",
+    "Transport",
+    "load_shards",
+    "save_shards",
+    "set_group_timeout",
+    "share_tensors",
+]

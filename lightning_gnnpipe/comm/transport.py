@@ -38,7 +38,7 @@ class Transport:
         self, source: int, kind: TrafficKind, chunk: int, buffers: Sequence[Tensor]
     ) -> None:
         """Start to receive the tensors of `chunk` from stage `source` into `buffers`."""
-        with self._explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
+        with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
             works = [
                 dist.irecv(buffer, source, tag=self._tag(kind, chunk, i))
                 for i, buffer in enumerate(buffers)
@@ -49,7 +49,7 @@ class Transport:
     def wait_receive(self, kind: TrafficKind, chunk: int) -> list[Tensor]:
         """Wait for the tensors of `chunk` and return them."""
         works, buffers = self._receives.pop((kind, chunk))
-        with self._explained(f"wait for {kind} data of chunk {chunk}"):
+        with self.explained(f"wait for {kind} data of chunk {chunk}"):
             for work in works:
                 work.wait(self.axis.timeout)
         self.meter.count(kind, *buffers)
@@ -57,7 +57,7 @@ class Transport:
 
     def send(self, target: int, kind: TrafficKind, chunk: int, tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of `chunk` to stage `target`."""
-        with self._explained(f"send {kind} data of chunk {chunk} to rank {target}"):
+        with self.explained(f"send {kind} data of chunk {chunk} to rank {target}"):
             for i, tensor in enumerate(tensors):
                 payload = tensor.detach().contiguous()
                 if payload.numel():
@@ -66,7 +66,7 @@ class Transport:
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
-        with self._explained("wait for sent data to be received"):
+        with self.explained("wait for sent data to be received"):
             for work, _ in self._sends:
                 work.wait(self.axis.timeout)
         self._sends.clear()
@@ -75,7 +75,7 @@ class Transport:
         """Overwrite `tensor` by that of stage `source`."""
         if not self.axis.is_distributed:
             return
-        with self._explained(f"broadcast {kind} data from rank {source}"):
+        with self.explained(f"broadcast {kind} data from rank {source}"):
             dist.broadcast(tensor, source)
         if self.axis.stage != source:
             self.meter.count(kind, tensor)
@@ -84,7 +84,7 @@ class Transport:
         """Sum `tensor` over all stages, in place."""
         if not self.axis.is_distributed:
             return
-        with self._explained(f"sum {kind} data over all ranks"):
+        with self.explained(f"sum {kind} data over all ranks"):
             dist.all_reduce(tensor)
         self.meter.count(kind, tensor)
 
@@ -94,14 +94,14 @@ class Transport:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64, device=self.axis.device)
         all_numbers = [torch.empty_like(own) for _ in range(self.axis.num_stages)]
-        with self._explained("compare the batch with the other ranks"):
+        with self.explained("compare the batch with the other ranks"):
             dist.all_gather(all_numbers, own)
         self.meter.count("control", *all_numbers)
         return [one.tolist() for one in all_numbers]
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        with self._explained("meet the other ranks"):
+        with self.explained("meet the other ranks"):
             dist.barrier()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
@@ -109,7 +109,7 @@ class Transport:
         if not self.axis.is_distributed:
             return value
         box = [value]
-        with self._explained(f"broadcast from rank {source}"):
+        with self.explained(f"broadcast from rank {source}"):
             dist.broadcast_object_list(box, source, device=self.axis.device)
         return box[0]
 
@@ -132,7 +132,7 @@ class Transport:
         if not self.axis.is_distributed:
             return [value]
         values: list[Any] = [None] * self.axis.num_stages
-        with self._explained("gather from all ranks"):
+        with self.explained("gather from all ranks"):
             dist.all_gather_object(values, value)
         return values
 
@@ -143,7 +143,7 @@ class Transport:
         return (2 * chunk + (kind == "backward")) * _MAX_TENSORS + index
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:

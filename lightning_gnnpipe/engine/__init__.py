@@ -9,10 +9,13 @@ from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan
+from lightning_gnnpipe.engine.resume import RunState, SavedRun
 from lightning_gnnpipe.engine.state import (
     drop_foreign_states,
     full_state_dict,
     merge_optimizer_states,
+    own_optimizer_state,
+    own_state_dict,
 )
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent, phases
@@ -26,12 +29,16 @@ __all__ = [
     "PipelineEngine",
     "PipelinePlan",
     "PipelineStats",
+    "RunState",
+    "SavedRun",
     "TraceEvent",
     "clip_by_total_norm",
     "drop_foreign_states",
     "forecast",
     "full_state_dict",
     "merge_optimizer_states",
+    "own_optimizer_state",
+    "own_state_dict",
     "phases",
     "switched",
 ]

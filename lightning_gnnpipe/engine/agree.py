@@ -26,11 +26,13 @@ class Progress:
         step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
         batch_fingerprint: Of everything in the batch.
         loss: The last loss, to be compared between ranks.
+        signals: Bits that this rank wants all to know.
     """
 
     step_index: int = 0
     batch_fingerprint: int = 0
     loss: float = 0.0
+    signals: int = 0
 
 
 class BatchFingerprints:
@@ -55,8 +57,8 @@ class BatchFingerprints:
         return total
 
 
-def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> None:
-    """Refuse to go on if the ranks differ; a collective call.
+def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> int:
+    """Refuse to go on if the ranks differ; return the signals of all of them. A collective call.
 
     Args:
         transport: The ranks.
@@ -69,7 +71,7 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
         UnsupportedError: If the last loss was not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph]
+    numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
     ranks = transport.all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
@@ -99,6 +101,10 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
                 "in training_step.",
             )
         )
+    signals = 0
+    for rank in ranks:
+        signals |= rank[4]
+    return signals
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ as warm or cold as they will be.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def measure_layers(
     first = (len(ranked) - num_timed) // 2
     timed = ranked[first : first + num_timed]
     total = sum(work_of(chunk) for chunk in plan.chunks)
-    context = MessageContext(_ZeroHalo(plan.num_nodes, histories), plan)
+    context = MessageContext(_ZeroHalo(plan, histories), plan)
     context.leaves = inputs
     with (
         undisturbed(module),
@@ -195,9 +196,10 @@ class _ZeroHalo:
 
     scale = 1.0
 
-    def __init__(self, num_nodes: int, options: HistoryOptions) -> None:
+    def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = _OwnMoments()
-        self._num_nodes, self._options = num_nodes, options
+        self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
+        self._options = options
         self._zeros: dict[object, Tensor] = {}
         self.tables: dict[CallKey, Tensor] = {}
         self.grads: dict[CallKey, Tensor] = {}
@@ -206,6 +208,12 @@ class _ZeroHalo:
     @property
     def is_local(self) -> bool:
         return self._options.device is None
+
+    @property
+    def by_chunk(self) -> _ZeroHalo:
+        other = copy.copy(self)
+        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
+        return other
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

@@ -7,6 +7,7 @@ forward, without         ->  exact pass, histories untouched
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,20 +22,23 @@ from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.chunk_run import make_seeds
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_stages, save_stage
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
-from lightning_gnnpipe.graph import chunk_order, graph_fingerprint
+from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.history import HistoryOptions, Staleness
 from lightning_gnnpipe.passing import guard_losses
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
-from lightning_gnnpipe.types import version_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,11 @@ class PipelineEngine:
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.progress = Progress()
         self.num_training_passes = 0
+        self.signals = 0  # of all ranks, at the last forward
         self._has_pending = False
         self._num_inferences = 0
-        self._last_graph: _KnownEdges | None = None
+        self._identity = GraphIdentity()
+        self._saved: SavedRun | None = None
         self._last: PassRecord | None = None
         self._unguard: Callable[[], None] = lambda: None
 
@@ -114,12 +120,33 @@ class PipelineEngine:
             )
         call = take_apart(self.model.module, args, kwargs)
         inputs = classify(call)
-        agree(self.transport, self.progress, is_training, self._fingerprint(inputs))
+        self.signals = agree(self.transport, self.progress, is_training, self._identity.of(inputs))
         return (self._train if is_training else self._infer)(call, inputs)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
         self._has_pending = False
+
+    def run_state(self) -> RunState:
+        """Return what a checkpoint keeps of the run, beside weights and histories."""
+        graph = self.graphs.trained
+        fingerprint = self.graphs.trained_fingerprint
+        counts = self.num_training_passes, self._num_inferences, self.model.stage_layers
+        if graph is None or graph.plan.num_chunks == 1:
+            return RunState(self.options.seed, *counts, None, ())
+        return RunState(self.options.seed, *counts, fingerprint, tuple(graph.filled))
+
+    def stage_state(self) -> dict[str, Any]:
+        """Return the histories of this rank's layers for a checkpoint; see `save_stage`."""
+        graph = self.graphs.trained
+        return {} if graph is None else save_stage(graph)
+
+    def resume(self, saved: SavedRun) -> None:
+        """Go on with a saved run; its histories are taken at the first step on its graph."""
+        self._saved = saved
+        self.num_training_passes = saved.state.num_training_passes
+        self._num_inferences = saved.state.num_inferences
+        self.model.prefer(saved.state.stage_layers)
 
     def counted_parameters(self, root: nn.Module) -> set[int]:
         """Return the ids of the parameters of `root` that count on this rank; each counts once."""
@@ -155,8 +182,10 @@ class PipelineEngine:
         return self._last
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
-        graph = self.graphs.for_training(self._fingerprint(inputs), inputs)
+        graph = self.graphs.for_training(self._identity.of(inputs), inputs)
         mode = self._mode(call, inputs, graph)
+        if self._saved is not None:
+            self._take_histories(self._saved, graph, mode)
         is_exact = self.controls.is_exact or mode.reads not in graph.filled
         if self.controls.refreshes and not is_exact:
             self._refresh(call, inputs, graph)
@@ -186,7 +215,7 @@ class PipelineEngine:
         return mode.layers.rebuild_output(joined)
 
     def _infer(self, call: Call, inputs: Inputs) -> Any:
-        graph = self.graphs.for_inference(self._fingerprint(inputs), inputs)
+        graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
         mode = self._mode(call, inputs, graph)
         parts = self._parts(mode, graph, is_exact=True, is_training=False)
         if self._has_pending:  # the training pass still needs its own
@@ -196,6 +225,22 @@ class PipelineEngine:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
         return mode.layers.rebuild_output(outputs)
+
+    def _take_histories(self, saved: SavedRun, graph: PlannedGraph, mode: Mode) -> None:
+        """Give the graph the saved histories, if they are its own and those of these layers."""
+        self._saved = None
+        state = saved.state
+        is_same = state.graph == self.graphs.trained_fingerprint and saved.stages
+        if is_same and sum(state.stage_layers) == sum(self.model.stage_layers):
+            stage = mode.stages[self.transport.axis.stage]
+            if load_stages(graph, saved.stages, {segment.index for segment in stage.segments}):
+                graph.filled.update(state.filled)
+                return
+        if graph.plan.num_chunks > 1 and self.transport.axis.is_first:
+            log.warning(
+                "The checkpoint has no histories of this graph, these chunks and layers: from "
+                "resuming a pipelined run to an exact first step, which fills them."
+            )
 
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""
@@ -232,7 +277,7 @@ class PipelineEngine:
         if is_training:
             seeds = make_seeds(self.options.seed, self.progress.step_index)
         else:
-            self._num_inferences += 1
+            self._num_inferences += self.model.module.training  # dropout is on
             seeds = make_seeds(~self.options.seed, self._num_inferences)
         has_stale = graph.plan.num_chunks > 1  # otherwise histories would never be read
         return StepParts(
@@ -252,34 +297,3 @@ class PipelineEngine:
         if self.options.self_check and (has_chunks or is_listed(module)):
             trains = self.options.is_fitting and (module.training or torch.is_grad_enabled())
             check_layers(module, layers, call, inputs, on_chunks=has_chunks, with_gradients=trains)
-
-    def _fingerprint(self, inputs: Inputs) -> int:
-        """Return the graph's fingerprint; loaders that copy the graph cost one comparison."""
-        edge_index = inputs.edge_index
-        if self._last_graph is not None and self._last_graph.is_same(inputs):
-            return self._last_graph.number
-        if edge_index.dim() != 2 or edge_index.is_floating_point():
-            return 0  # refused by the check of the graph
-        sizes = (inputs.num_nodes, *inputs.edge_sizes)
-        several = inputs.edge_sizes if len(inputs.edge_sizes) > 1 else ()
-        number = graph_fingerprint(edge_index, inputs.num_nodes, several)
-        self._last_graph = _KnownEdges(edge_index, version_of(edge_index), sizes, number)
-        return number
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownEdges:
-    edge_index: Tensor
-    version: int
-    sizes: tuple[int, ...]
-    number: int
-
-    def is_same(self, inputs: Inputs) -> bool:
-        """Whether `inputs` has the graph whose fingerprint was taken."""
-        if version_of(self.edge_index) != self.version or self.version < 0:
-            return False
-        other = inputs.edge_index
-        sizes = (inputs.num_nodes, *inputs.edge_sizes)
-        if (self.sizes, self.edge_index.dtype) != (sizes, other.dtype):
-            return False
-        return self.edge_index is other or torch.equal(self.edge_index, other)

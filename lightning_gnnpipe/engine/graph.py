@@ -77,7 +77,13 @@ class GraphCache:
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
+        self.trained_fingerprint: int | None = None
         self._has_warned = False
+
+    @property
+    def trained(self) -> PlannedGraph | None:
+        """The graph of the last training step, which has the histories."""
+        return self._trained
 
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
@@ -87,7 +93,7 @@ class GraphCache:
             if self._trained is not None:
                 self._trained.drop_histories()
                 self._warn_of_change()
-            self._trained = graph
+            self._trained, self.trained_fingerprint = graph, fingerprint
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:

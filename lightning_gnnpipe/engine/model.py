@@ -84,6 +84,7 @@ class PipelinedModel:
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, layer costs
         self._costs: list[float] = []
         self._counts: tuple[int, ...] | None = None
+        self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
@@ -91,6 +92,15 @@ class PipelinedModel:
     def is_split(self) -> bool:
         """Whether the layers have been dealt out."""
         return self._counts is not None
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage; empty before they are dealt out."""
+        return self._counts or ()
+
+    def prefer(self, stage_layers: tuple[int, ...]) -> None:
+        """Deal the layers out like this rather than measure them, where it fits."""
+        self._preferred = stage_layers
 
     @property
     def owned(self) -> set[str]:
@@ -256,6 +266,9 @@ class PipelinedModel:
             return check_counts(self._balance, num_layers, num_stages)
         costs = [1.0] * num_layers
         counts = solve_balance(costs, num_stages)
+        fits = (len(self._preferred), sum(self._preferred)) == (num_stages, num_layers)
+        if self._balance == "measured" and fits:
+            return self._preferred
         if self._balance == "measured" and 1 < num_stages < num_layers:
             if self._transport.axis.is_first:
                 layers = next(iter(self._modes.values())).layers

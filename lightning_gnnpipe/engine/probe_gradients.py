@@ -3,9 +3,9 @@
 A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
 row is read stale. The small graph has its edges moved so that they lead from a chunk to itself or
 to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
-edges in both directions, or normalise with statistics of the last step, are compared on the whole
-graph only. Gradients of many layers in half precision are mostly rounding: there, only each layer's
-own are compared.
+edges in both directions or shares of all chunks (HANConv), or normalise with statistics of the last
+step, are compared on the whole graph only. Gradients of many layers in half precision are mostly
+rounding: there, only each layer's own are compared.
 """
 
 from __future__ import annotations

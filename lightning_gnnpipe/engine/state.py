@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.model import PipelinedModel
 
+State = dict[str, Any]
+
 
 def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict[str, Tensor]:
     """Return the state dict of `root` with the weights of all stages, on every rank; collective.
@@ -41,6 +43,30 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     for one in reversed(transport.all_gather_objects(state["state"])):
         merged |= one
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
+
+
+def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, stage: int) -> State:
+    """Return the part of the state dict of `root` that this stage writes; no two write the same.
+
+    What belongs to no stage is the first one's. For the other arguments see `full_state_dict`.
+    """
+    named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
+    owned, pipelined = model.owned, model.pipelined
+    foreign = {id(named[name]) for name in pipelined - owned if name in named}
+    own = {id(named[name]) for name in owned if name in named}
+    state: State = root.state_dict(keep_vars=True)
+    return {
+        key: value.detach() if isinstance(value, Tensor) else value
+        for key, value in state.items()
+        if id(value) in own or (stage == 0 and id(value) not in foreign)
+    }
+
+
+def own_optimizer_state(transport: Transport, state: State) -> State:
+    """Return the optimizer's states that this rank writes: of parameters of no earlier rank."""
+    kept = [set(keys) for keys in transport.all_gather_objects(list(state["state"]))]
+    earlier = set().union(*kept[: transport.axis.stage])
+    return {key: value for key, value in state["state"].items() if key not in earlier}
 
 
 def drop_foreign_states(optimizers: Iterable[Optimizer], model: PipelinedModel) -> None:

@@ -70,6 +70,16 @@ class ChunkPlan:
         """Edge sets over the nodes."""
         return max(len(self.edge_sizes), 1)
 
+    @property
+    def between_chunks(self) -> ChunkPlan:
+        """The plan of a graph whose nodes are the chunks: each is one, and reads all others."""
+        if "between chunks" not in self._cache:
+            with torch.inference_mode(False):
+                number = torch.arange(self.num_chunks, device=self.perm.device)
+                edges = torch.cartesian_prod(number, number).t()
+                self._cache["between chunks"] = plan_from_assignment(edges, len(number), number)
+        return self._cache["between chunks"]
+
     def with_edge_sets(self, sizes: Sequence[int]) -> ChunkPlan:
         """Return the plan of edges that are several sets, one after the other, of these sizes."""
         return replace(self, edge_sizes=tuple(sizes) if len(sizes) > 1 else (), _cache={})

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.history.moments import Moments
+from lightning_gnnpipe.history.saved import SavedHistory
 from lightning_gnnpipe.history.store import HistoryOptions, HistoryStore
 
-__all__ = ["HistoryOptions", "HistoryStore", "Moments", "Staleness", "StalenessRecorder"]
+__all__ = [
+    "HistoryOptions",
+    "HistoryStore",
+    "Moments",
+    "SavedHistory",
+    "Staleness",
+    "StalenessRecorder",
+]

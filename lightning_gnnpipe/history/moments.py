@@ -76,10 +76,18 @@ class MomentStore:
 
     def begin_step(self) -> None:
         """Serve from now on what the last step has gathered, where all chunks took part."""
-        for entry in self._entries.values():
-            if len(entry.chunks) == self._num_chunks:
-                entry.served = entry.gathered
+        for key, entry in self._entries.items():
+            entry.served = self.latest(key)
             entry.gathered, entry.chunks = None, set()
+
+    def latest(self, key: Hashable) -> Moments | None:
+        """Return the moments that the next step would read."""
+        entry = self._entries[key]
+        return entry.gathered if len(entry.chunks) == self._num_chunks else entry.served
+
+    def load(self, key: Hashable, moments: Moments) -> None:
+        """Serve `moments` from now on."""
+        self._entries[key] = _Entry(served=moments)
 
     def put(self, key: Hashable, rows: Tensor) -> Moments:
         """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""

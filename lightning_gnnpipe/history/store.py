@@ -7,6 +7,7 @@ written is never read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.moments import MomentStore
+from lightning_gnnpipe.history.saved import NEVER, SavedHistory
 from lightning_gnnpipe.types import ChunkView
-
-NEVER = -1
 
 
 @dataclass(slots=True)
@@ -102,6 +102,13 @@ class HistoryStore:
         """Whether histories are where the layers compute, so that they can be read in place."""
         return self.options.device is None
 
+    @property
+    def by_chunk(self) -> HistoryStore:
+        """The store, for this step, of histories with one row a chunk instead of one a node."""
+        other = copy.copy(self)  # of the same entries
+        other.num_nodes = self.num_chunks
+        return other
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -116,6 +123,22 @@ class HistoryStore:
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_nodes, *]`, in plan order."""
         return self._entries[key].rows
+
+    def save(self, key: Hashable) -> SavedHistory:
+        """Return the history under `key` as it is between two steps; its tensors are not copied."""
+        entry = self._entries[key]
+        frozen_step = min(entry.frozen_written, default=NEVER)
+        return SavedHistory(entry.rows, min(entry.written), entry.frozen, frozen_step)
+
+    def load(self, key: Hashable, saved: SavedHistory) -> None:
+        """Go on with a history that was saved; its rows are in this plan's order."""
+        entry = self._entry(key, saved.rows)
+        entry.rows.copy_(saved.rows)
+        entry.written = [saved.step] * self.num_chunks
+        entry.is_filled = saved.step != NEVER
+        if saved.frozen is not None:
+            entry.frozen = torch.empty_like(entry.rows).copy_(saved.frozen)
+            entry.frozen_written = [saved.frozen_step] * self.num_chunks
 
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

@@ -24,6 +24,7 @@ from lightning_gnnpipe.passing.direction import direct, replace_attributes
 from lightning_gnnpipe.passing.memory import without_memory
 from lightning_gnnpipe.passing.normalize import localized
 from lightning_gnnpipe.passing.order import check_order
+from lightning_gnnpipe.passing.relations import passes_wide_rows, related
 from lightning_gnnpipe.passing.statistics import find_norms, whole_statistics
 
 
@@ -69,12 +70,12 @@ def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
             stack.callback(replace_attributes(block, attributes))
         stack.enter_context(without_memory(convs))
         stack.enter_context(localized(convs, context))
+        stack.enter_context(related(convs, context))
         for name, conv in convs.items():
-            replaced: dict[str, Any] = {
-                "forward": direct(name, conv, context),
-                "propagate": _wrap(name, conv, "propagate", context),
-                "edge_updater": _wrap(name, conv, "edge_updater", context),
-            }
+            replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
+            if not passes_wide_rows(conv):
+                for method in ("propagate", "edge_updater"):
+                    replaced[method] = _wrap(name, conv, method, context)
             stack.callback(replace_attributes(conv, replaced))
         yield
 

@@ -55,6 +55,10 @@ class HaloStore(Protocol):
     def moments(self) -> MomentSource:
         """The statistics of norms."""
 
+    @property
+    def by_chunk(self) -> HaloStore:
+        """The store for histories with one row a chunk instead of one a node."""
+
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:

@@ -25,11 +25,10 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
 )
 
-_SEVERAL_RELATIONS = (gnn.HANConv, gnn.HGTConv, gnn.HypergraphConv)
-
 _REMEDY_RELATIONS = (
     "Several edge sets over the same nodes can be passed as several 'edge_index' (SignedConv, "
-    "HeteroConv with one type of nodes), or told apart by edge types (RGCNConv, RGATConv)."
+    "HeteroConv, HANConv or HGTConv with one type of nodes), or told apart by edge types "
+    "(RGCNConv, RGATConv)."
 )
 
 _REMEDY_NORM = (
@@ -72,10 +71,11 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if len(_node_types(layer)) > 1:
+        yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
+        return
     if isinstance(layer, gnn.HeteroConv):
-        if len({end for relation in layer.convs.keys() for end in relation[::2]}) > 1:  # noqa: SIM118
-            yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
-        elif layer.aggr in ("min", "max"):
+        if layer.aggr in ("min", "max"):
             remedy = 'Use aggr="sum", "mean" or "cat".'
             yield _refuse(name, layer, f"its aggr='{layer.aggr}' cannot be traced", remedy)
         return
@@ -89,6 +89,15 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterat
         yield from _refused_conv(name, layer)
     elif isinstance(layer, aggr.Aggregation):
         yield from _refused_aggregation(module, name, layer)
+
+
+def _node_types(layer: nn.Module) -> set[str]:
+    """Return the types of nodes that a layer for heterogeneous graphs was built for."""
+    if isinstance(layer, gnn.HeteroConv):
+        return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
+    if isinstance(layer, gnn.HANConv):
+        return set(layer.metadata[0])
+    return set(layer.node_types) if isinstance(layer, gnn.HGTConv) else set()
 
 
 def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
@@ -125,7 +134,7 @@ def _refused_conv(name: str, conv: nn.Module) -> Iterator[str]:
             f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of "
             "your own."
         )
-        is_relational = isinstance(conv, _SEVERAL_RELATIONS)
+        is_relational = isinstance(conv, gnn.HypergraphConv)
         yield _refuse(name, conv, reason, _REMEDY_RELATIONS if is_relational else remedy)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.utils
 from torch import fx, nn
-from torch_geometric.nn import DeepGCNLayer, MessagePassing
+from torch_geometric.nn import DeepGCNLayer, HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -260,6 +260,15 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._listed or not _is_traced_through(m)
 
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        result = super().call_module(m, forward, args, kwargs)
+        types = _node_types(m)
+        if len(types) == 1 and len(args) + len(kwargs) == 2:  # it returns a dict, for items() too
+            return {types[0]: result[types[0]]}
+        return result
+
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
@@ -268,3 +277,10 @@ class _Tracer(fx.Tracer):
             self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
         ]
         return type(self.root).forward, [self.root, *leaves]
+
+
+def _node_types(m: nn.Module) -> list[str]:
+    """Return the keys of what a layer for heterogeneous graphs returns."""
+    if isinstance(m, HANConv):
+        return list(m.metadata[0])
+    return list(m.node_types) if isinstance(m, HGTConv) else []

@@ -160,3 +160,14 @@ def test_edge_sets_share_chunks_and_halos() -> None:
             assert torch.equal(found, wanted)
             whole = edge_set.whole.chunks[0]
             assert torch.equal(plan.perm[whole.edge_index], wanted[:, edge_set.edge_perm])
+
+
+def test_between_chunks_each_reads_all_others() -> None:
+    plan = plan_from_assignment(DRAWN_EDGES, 5, torch.tensor([0, 2, 1, 2, 1])).between_chunks
+    assert plan.num_nodes == plan.num_chunks == 3
+    assert plan.sources == {0: (1, 2), 1: (0, 2), 2: (0, 1)}
+    assert [chunk.halo.tolist() for chunk in plan.chunks] == [[1, 2], [0, 2], [0, 1]]
+    assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 1), (1, 2), (2, 3)]
+    assert plan.whole.chunks[0].num_halo == 0
+    one = trivial_plan(DRAWN_EDGES, 5).between_chunks
+    assert (one.num_nodes, one.num_chunks) == (1, 1)

@@ -85,11 +85,20 @@ def signed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, edges, batch.other_edge_index)
 
 
-TO, BACK = ("a", "to", "a"), ("a", "back", "a")
+TO, BACK, OVER = ("a", "to", "a"), ("a", "back", "a"), ("a", "over", "a")
+BOTH = (["a"], [TO, BACK])
 
 
 def related(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv({"a": x}, {TO: edges, BACK: batch.other_edge_index})["a"]
+
+
+def alone(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv({"a": x}, {TO: edges})["a"]
+
+
+def related_flipped(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv({"a": x}, {TO: edges.flip([0]), BACK: batch.other_edge_index})["a"]
 
 
 def related_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -255,6 +264,15 @@ CASES: list[ConvCase] = [
     ConvCase("GraphConv max", lambda: gnn.GraphConv(D, D, aggr="max")),
     ConvCase("GraphConv weight", lambda: gnn.GraphConv(D, D), weighted),
     ConvCase("GraphConv upstream", upstream(gnn.GraphConv, D, D), weighted),
+    ConvCase("HANConv", lambda: gnn.HANConv(D, D, BOTH), related, has_two=True),
+    ConvCase("HANConv heads", lambda: gnn.HANConv(D, D, BOTH, heads=2), related, has_two=True),
+    ConvCase("HANConv one set", lambda: gnn.HANConv(D, D, (["a"], [TO]), heads=2), alone),
+    ConvCase(
+        "HANConv three sets",
+        lambda: gnn.HANConv(D, 2 * D, (["a"], [TO, BACK, OVER]), heads=2, negative_slope=0.4),
+        lambda c, x, e, b: c({"a": x}, {TO: e, BACK: b.other_edge_index, OVER: e})["a"],
+        has_two=True,
+    ),
     ConvCase(
         "HEATConv",
         lambda: gnn.HEATConv(D, D, NUM_TYPES, NUM_TYPES, 2, 3, 2, heads=2),
@@ -270,6 +288,15 @@ CASES: list[ConvCase] = [
         "HeteroConv weight",
         lambda: gnn.HeteroConv({TO: gnn.GCNConv(D, D), BACK: gnn.GraphConv(D, D)}, aggr="cat"),
         related_weighted,
+        has_two=True,
+    ),
+    ConvCase("HGTConv", lambda: gnn.HGTConv(D, D, BOTH), related, has_two=True),
+    ConvCase("HGTConv heads", lambda: gnn.HGTConv(D, 2 * D, BOTH, heads=2), related, has_two=True),
+    ConvCase("HGTConv one set", lambda: gnn.HGTConv(D, D, (["a"], [TO]), heads=2), alone),
+    ConvCase(
+        "HGTConv some sets",
+        lambda: gnn.HGTConv(D, D, (["a"], [TO, OVER, BACK]), heads=2),
+        related,
         has_two=True,
     ),
     ConvCase("LEConv", lambda: gnn.LEConv(D, D)),
@@ -389,6 +416,11 @@ CASES: list[ConvCase] = [
 
 
 BY_SELF_CHECK: list[ConvCase] = [
+    # Several edge sets, one of them turned round, or all read upstream.
+    ConvCase("HANConv flipped", lambda: gnn.HANConv(D, D, BOTH), related_flipped, has_two=True),
+    ConvCase("HGTConv flipped", lambda: gnn.HGTConv(D, D, BOTH), related_flipped, has_two=True),
+    ConvCase("HANConv upstream", upstream(gnn.HANConv, D, D, BOTH), related, has_two=True),
+    ConvCase("HGTConv upstream", upstream(gnn.HGTConv, D, D, (["a"], [TO])), alone),
     # Two edge sets at once, read upstream.
     ConvCase("SignedConv upstream", upstream(gnn.SignedConv, D, D, True), signed, has_two=True),
     # They look at row 1 of the edges for the receivers, whatever their flow is.
@@ -467,8 +499,6 @@ REFUSED: dict[str, Callable[[], nn.Module] | None] = {
     "FusedGATConv": None,
     "GPSConv": lambda: gnn.GPSConv(D, gnn.GCNConv(D, D)),
     "GravNetConv": None,
-    "HANConv": lambda: gnn.HANConv(D, D, (["a"], [("a", "to", "a")])),
-    "HGTConv": lambda: gnn.HGTConv(D, D, (["a"], [("a", "to", "a")])),
     "HypergraphConv": lambda: gnn.HypergraphConv(D, D),
     "MessagePassing": None,
     "PANConv": lambda: gnn.PANConv(D, D, filter_size=2),

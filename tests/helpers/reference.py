@@ -13,7 +13,8 @@ rows that were kept, put together in node order, is then the gradient of the fun
 computed, with stale rows as constants.
 
 The rows are those given to ``propagate`` or ``edge_updater``: for GCNConv the transformed ones, for
-SAGEConv the raw ones.
+SAGEConv the raw ones. For HGTConv they are keys and values, before it copies them for each edge
+set; HANConv has more of them, those whose mean over all nodes weighs its edge sets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import HANConv, HGTConv, MessagePassing
+from torch_geometric.nn.conv import han_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops
 
@@ -135,15 +137,26 @@ def _intercepted(net: nn.Module, mix: Callable[[Key, Tensor], Tensor]) -> Iterat
     norms = {module for module in modules if hasattr(module, "gcn_norm")}
     for name, conv in convs:
         conv._decomposed_layers = 1  # channels do not see each other: it does not matter
+        if isinstance(conv, HGTConv):
+            conv._construct_src_node_feat = _mixed_sources(name, conv, mix, calls)
+            continue
         for method in METHODS:
             setattr(conv, method, _wrapper(name, conv, method, mix, calls))
     for module in norms:
         module.gcn_norm = _mixed_norm(module.__name__, mix, calls)
+    plain_group = han_conv.group
+    han_conv.group = _mixed_group(
+        {conv.q: n for n, conv in convs if isinstance(conv, HANConv)}, mix, calls
+    )
     try:
         yield
     finally:
+        han_conv.group = plain_group
         for _, conv in convs:
             conv._decomposed_layers = decomposed[conv]
+            if isinstance(conv, HGTConv):
+                del conv._construct_src_node_feat
+                continue
             for method in METHODS:
                 delattr(conv, method)
             if decomposed[conv] != 1:
@@ -184,6 +197,46 @@ def _mixed_norm(
         return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
 
     return norm
+
+
+def _mixed_group(
+    names: dict[Tensor, str], mix: Callable[[Key, Tensor], Tensor], calls: Counter[tuple[str, str]]
+) -> Callable[..., Any]:
+    """Return HANConv's ``group``, in which a node's part of the mean is a row like any other."""
+
+    def group(xs: list[Tensor], q: Tensor, k_lin: nn.Module) -> tuple[Tensor, Tensor]:
+        name = names[q]
+        number = calls[name, "group"]
+        calls[name, "group"] += 1
+        scores = []
+        for edge_set, x in enumerate(xs):
+            rows = mix((name, "group", number, str(edge_set)), k_lin(x).tanh())
+            scores.append((q * rows.mean(0)).sum())
+        weights = torch.stack(scores).softmax(0)
+        return sum(weight * x for weight, x in zip(weights, xs, strict=True)), weights
+
+    return group
+
+
+def _mixed_sources(
+    name: str,
+    conv: HGTConv,
+    mix: Callable[[Key, Tensor], Tensor],
+    calls: Counter[tuple[str, str]],
+) -> Callable[..., Any]:
+    """Return HGTConv's method that copies keys and values, on mixed rows."""
+    original = conv._construct_src_node_feat
+
+    def construct(k_dict: dict[str, Tensor], v_dict: dict[str, Tensor], edges: Any) -> Any:
+        number = calls[name, "sources"]
+        calls[name, "sources"] += 1
+        k, v = (
+            {key: mix((name, "sources", number, which), rows) for key, rows in given.items()}
+            for which, given in (("k", k_dict), ("v", v_dict))
+        )
+        return original(k, v, edges)
+
+    return construct
 
 
 def _wrapper(

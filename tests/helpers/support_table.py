@@ -21,10 +21,13 @@ trained in chunks in `tests/passing/test_convs.py`, and its outputs and gradient
 independent oracle to 1e-10 in float64. `SplineConv` needs pyg-lib, which pip does not bring; it was
 shown with a stand-in for the two functions that it takes from there (`tests/helpers/splines.py`).
 
-"Two sets" are two `edge_index` over the same nodes in one forward. `HeteroConv` is exact for one
-type of nodes. `SuperGATConv` is exact in what it returns; its `get_attention_loss()`, over random
-pairs of all nodes, is refused in training. `MeshCNNConv` needs its edges in groups of four with one
-target, which is in row 1.
+"Two sets" are two `edge_index` over the same nodes in one forward. `HeteroConv`, `HANConv` and
+`HGTConv` are exact for one type of nodes and any number of edge sets over it; several types are
+refused. HANConv's mean over all nodes, which weighs its edge sets, is as stale as rows are: a chunk
+sums what it and earlier chunks have just computed, and what later ones did a step ago.
+`SuperGATConv` is exact in what it returns; its `get_attention_loss()`, over random pairs of all
+nodes, is refused in training. `MeshCNNConv` needs its edges in groups of four with one target,
+which is in row 1.
 """
 
 

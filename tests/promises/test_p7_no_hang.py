@@ -1,4 +1,4 @@
-"""P7: a rank that raises, is killed or stalls ends all ranks, soon, with the cause shown."""
+"""P7: a rank that raises, is killed, stalls or is told to stop ends all ranks, with the cause."""
 
 from __future__ import annotations
 
@@ -9,41 +9,79 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, time
 from datetime import timedelta
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+import lightning_gnnpipe.engine.step as steps
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.models import GCN, NodeClassifier
 from torch_geometric.data import Data
 
 torch.set_num_threads(1)
-how, rank, start_method = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
+current = None
+
+
+def fail(place):
+    trainer = current
+    if place != where or trainer is None or trainer.global_rank != rank:
+        return
+    if trainer.current_epoch != 2 or trainer.sanity_checking:
+        return
+    if how == "raise":
+        raise KeyError("the user's mistake")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "stall":
+        print("stalling now", flush=True)
+        time.sleep(300)
+    if how.startswith("SIG"):
+        os.kill(os.getppid() if how == "SIGTERM-parent" else os.getpid(),
+                getattr(signal, how.removesuffix("-parent")))
+
+
+def failing(name, work):
+    def run(*args):
+        fail(name)
+        return work(*args)
+    return run
+
+
+for op, method in list(steps._METHODS.items()):
+    steps._METHODS[op] = failing(op.name, method)
+sidecar.write_stage = failing("save", sidecar.write_stage)
 
 
 class Classifier(NodeClassifier):
     def training_step(self, batch, batch_idx):
-        if self.trainer.current_epoch == 2 and self.trainer.global_rank == rank:
-            self.fail()
+        fail("training_step")
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        fail("validation_step")
+        return super().validation_step(batch, batch_idx)
 
     def on_train_epoch_end(self):
         print(f"rank {self.trainer.global_rank} is process {os.getpid()}", flush=True)
 
-    def fail(self):
-        if how == "raise":
-            raise KeyError("the user's mistake")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
-            os._exit(3)
-        if how == "stall":
-            print("stalling now", flush=True)
-            time.sleep(300)
+
+class Watches(L.Callback):
+    def setup(self, trainer, *_, **__):
+        global current
+        current = trainer
+
+    def on_train_batch_end(self, *_):
+        fail("callback")
 
 
 if __name__ == "__main__":
@@ -53,8 +91,9 @@ if __name__ == "__main__":
         edge_index=torch.randint(0, 30, (2, 90), generator=generator),
         y=torch.randint(0, 3, (30,), generator=generator),
     )
+    saver = ModelCheckpoint(folder, every_n_epochs=2 if where == "save" else 1000)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, max_epochs=50, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=2, max_epochs=50, logger=False, callbacks=[Watches(), saver],
         enable_progress_bar=False, enable_model_summary=False,
         strategy=GNNPipeStrategy(start_method=start_method, timeout=timedelta(seconds=8)),
     )
@@ -62,39 +101,80 @@ if __name__ == "__main__":
     print("finished", flush=True)
 """
 
+MISTAKE = "the user's mistake"
+LOST = "another rank has failed|SIGKILL|exit code"
+RANK_OF = {"F": 0, "B": 1, "SEND_F": 0, "RECV_F": 1, "SEND_B": 1, "RECV_B": 0}
 CASES = [
-    ("raise", 0, "popen", "the user's mistake"),
-    ("raise", 1, "popen", "the user's mistake"),
-    ("raise", 1, "fork", "the user's mistake"),
-    ("kill", 1, "popen", "another rank has failed|SIGKILL|exit code"),
-    ("kill", 0, "fork", "SIGKILL"),
-    ("stall", 1, "popen", "did not answer within 8 s"),
+    ("training_step", "raise", 0, "popen", MISTAKE),
+    ("training_step", "raise", 1, "popen", MISTAKE),
+    ("training_step", "kill", 1, "popen", LOST),
+    ("training_step", "kill", 0, "fork", "SIGKILL"),
+    ("training_step", "stall", 1, "popen", "did not answer within 8 s"),
+    ("validation_step", "raise", 1, "fork", MISTAKE),
+    ("validation_step", "kill", 1, "fork", "SIGKILL"),
+    ("callback", "raise", 0, "fork", MISTAKE),
+    ("callback", "kill", 1, "fork", "SIGKILL"),
+    ("save", "raise", 1, "fork", MISTAKE),
+    ("save", "kill", 0, "fork", "SIGKILL"),
+    ("save", "stall", 1, "fork", "did not answer within 8 s"),
+    *((op, "raise", rank, "fork", MISTAKE) for op, rank in RANK_OF.items()),
+    *((op, "kill", rank, "fork", "SIGKILL") for op, rank in RANK_OF.items()),
 ]
 
 
-@pytest.mark.parametrize(("how", "rank", "start_method", "cause"), CASES)
-def test_p7_all_ranks_end_with_the_cause(
-    how: str, rank: int, start_method: str, cause: str, tmp_path: Path
-) -> None:
+def run(tmp_path: Path, *arguments: object) -> tuple[int, str, float]:
+    """Run the script; return its exit status, what it printed and how long it took in seconds."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
     started = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, str(script), how, str(rank), start_method],
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments), str(tmp_path / "checkpoints")],
         capture_output=True,
         text=True,
         timeout=100,
-        env={"PATH": "", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    text = run.stdout + run.stderr
-    assert run.returncode != 0
-    assert "finished" not in run.stdout
-    assert re.search(cause, text), text[-3000:]
-    assert time.monotonic() - started < 80
+    text = done.stdout + done.stderr
     for pid in re.findall(r"is process (\d+)", text):
         assert not is_alive(int(pid)), f"process {pid} is left over"
+    return done.returncode, text, time.monotonic() - started
+
+
+@pytest.mark.parametrize(("where", "how", "rank", "start_method", "cause"), CASES)
+def test_p7_all_ranks_end_with_the_cause(
+    where: str, how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+) -> None:
+    status, text, seconds = run(tmp_path, where, how, rank, start_method)
+    assert status != 0
+    assert "finished" not in text
+    assert re.search(cause, text), text[-3000:]
+    assert seconds < 80
+
+
+@pytest.mark.parametrize("where", ["training_step", "validation_step", "F"])
+@pytest.mark.parametrize(
+    ("how", "rank", "start_method"),
+    [("SIGTERM", 0, "popen"), ("SIGTERM", 1, "popen"), ("SIGTERM-parent", 1, "fork")],
+)
+def test_p7_sigterm_ends_all_ranks_at_the_end_of_the_batch_with_a_checkpoint(
+    where: str, how: str, rank: int, start_method: str, tmp_path: Path
+) -> None:
+    _, text, _ = run(tmp_path, where, how, rank, start_method)
+    assert "finished" not in text
+    saved = torch.load(tmp_path / "checkpoints" / "last-sigterm.ckpt", weights_only=True)
+    assert saved["epoch"] in (2, 3)
+    assert all(tensor.numel() for tensor in saved["state_dict"].values())
+    histories = tmp_path / "checkpoints" / ".gnnpipe" / saved["gnnpipe"]["histories"]
+    assert sorted(path.name for path in histories.glob("*.pt")) == ["stage_0.pt", "stage_1.pt"]
+
+
+@pytest.mark.parametrize(("rank", "start_method"), [(0, "popen"), (1, "popen"), (1, "fork")])
+def test_p7_sigint_ends_all_ranks(rank: int, start_method: str, tmp_path: Path) -> None:
+    status, text, seconds = run(tmp_path, "training_step", "SIGINT", rank, start_method)
+    assert status != 0
+    assert "finished" not in text
+    assert seconds < 60
 
 
 def is_alive(pid: int) -> bool:

@@ -22,10 +22,20 @@ def main() -> None:
     parser.add_argument("--sorted", action="store_true", help="PyG on sorted edges as well")
     options = parser.parse_args()
     settings: dict[str, dict[str, Any]] = {
-        CSR: {"mode": "csr", "num_threads": 2, "steps": 3},
+        CSR: {"mode": "csr", "num_threads": 2},
         "2 stages, K=16, 1 thread each": {"stages": 2, "chunks": 16},
         "2 stages, K=32, 1 thread each": {"stages": 2, "chunks": 32},
         "1 stage, K=32": {"stages": 1, "chunks": 32, "num_threads": 2},
+        "2 stages, K=16, histories in bfloat16": {
+            "stages": 2,
+            "chunks": 16,
+            "histories": "bfloat16",
+        },
+        "2 stages, K=32, histories in bfloat16": {
+            "stages": 2,
+            "chunks": 32,
+            "histories": "bfloat16",
+        },
     }
     if options.sorted:
         settings["PyG full batch, edges sorted"] = {

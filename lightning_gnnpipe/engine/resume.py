@@ -1,0 +1,150 @@
+"""What a run needs, beside weights, to go on as if it had never stopped.
+
+`RunState` is the same on every rank and small; `save_stage` gives the histories of one rank's
+layers, as they are, with the order of their rows. Another number of stages, or of chunks, takes
+what its layers need, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.errors import CheckpointError, explain
+from lightning_gnnpipe.history import Moments, SavedHistory
+from lightning_gnnpipe.passing import CallKey
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run between two steps, but for weights and histories.
+
+    Attributes:
+        seed: Of chunk orders, dropout and partition.
+        num_training_passes: Training passes made.
+        num_inferences: Passes without gradients made.
+        stage_layers: Layers of each stage.
+        graph: Fingerprint of the graph that the histories belong to; None if there are none.
+        filled: Modes whose histories are complete.
+        version: Of this format.
+    """
+
+    seed: int
+    num_training_passes: int
+    num_inferences: int
+    stage_layers: tuple[int, ...]
+    graph: int | None
+    filled: tuple[Hashable, ...]
+    version: int = _VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state in plain types, for a checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> RunState:
+        """Return the state that `as_dict` has made.
+
+        Raises:
+            CheckpointError: If it was made by a version with another format.
+        """
+        names = {field.name for field in fields(RunState)}
+        if saved.get("version") != _VERSION or not names <= saved.keys():
+            raise CheckpointError(
+                explain(
+                    expected=f"the state of a pipeline in format {_VERSION}",
+                    found=f"format {saved.get('version')}",
+                    remedy="Load the checkpoint with the version of lightning_gnnpipe that wrote "
+                    "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
+                )
+            )
+        return RunState(**{name: saved[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run to go on with: its state, and what `save_stage` returned on each of its ranks."""
+
+    state: RunState
+    stages: tuple[Mapping[str, Any], ...]
+
+
+def save_stage(graph: PlannedGraph) -> dict[str, Any]:
+    """Return the histories of this rank's layers in plain types; tensors are not copied."""
+    store = graph.store
+    histories = []
+    for key in store:
+        saved = store.save(key)
+        values = {field.name: getattr(saved, field.name) for field in fields(saved)}
+        histories.append({"key": _plain(key), **values})
+    moments = [
+        {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
+        for key in store.moments
+        if (one := store.moments.latest(key)) is not None
+    ]
+    ends = [chunk.end for chunk in graph.plan.chunks]
+    return {"perm": graph.plan.perm, "ends": ends, "histories": histories, "moments": moments}
+
+
+def load_stages(
+    graph: PlannedGraph, stages: Sequence[Mapping[str, Any]], segments: Collection[int]
+) -> bool:
+    """Give `graph` the saved histories of `segments`, in its own order of rows.
+
+    Returns:
+        Whether it could: histories with a row a chunk (HANConv's) need the chunks they were made
+        on.
+    """
+    perm, store = graph.plan.perm.cpu(), graph.store
+    device = graph.plan.perm.device
+    ends = [chunk.end for chunk in graph.plan.chunks]
+    is_same_cut = all(s["ends"] == ends and torch.equal(s["perm"], perm) for s in stages)
+    keys = [CallKey(*one["key"]) for stage in stages for one in stage["histories"]]
+    if not is_same_cut and any(map(_is_by_chunk, keys)):
+        return False
+    for stage in stages:
+        places = _places(stage["perm"], perm)
+        for one in stage["histories"]:
+            key = CallKey(*one["key"])
+            if key.segment in segments:
+                rows, frozen = (_moved(one[name], places, device) for name in ("rows", "frozen"))
+                assert rows is not None
+                target = store.by_chunk if _is_by_chunk(key) else store
+                target.load(key, SavedHistory(rows, one["step"], frozen, one["frozen_step"]))
+        for one in stage["moments"]:
+            key = CallKey(*one["key"])
+            if key.segment in segments:
+                mean, var = one["mean"].to(device), one["var"].to(device)
+                store.moments.load(key, Moments(one["count"], mean, var))
+    return True
+
+
+def _is_by_chunk(key: CallKey) -> bool:
+    return key.argument == "statistics"
+
+
+def _plain(key: Hashable) -> tuple[Any, ...]:
+    assert isinstance(key, CallKey)
+    return tuple(key)
+
+
+def _places(old: Tensor, new: Tensor) -> Tensor | None:
+    """Return where the row of each new position is in the old order; None for the same place."""
+    if torch.equal(old, new):
+        return None
+    position = torch.empty_like(old)
+    position[old] = torch.arange(old.numel())
+    return position[new]
+
+
+def _moved(rows: Tensor | None, places: Tensor | None, device: torch.device) -> Tensor | None:
+    if rows is None:
+        return None
+    return (rows if places is None else rows[places]).to(device)

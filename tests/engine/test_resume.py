@@ -1,0 +1,88 @@
+"""Histories go into a checkpoint and come out of it by node, whatever the chunks are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.resume import RunState, load_stages, save_stage
+from lightning_gnnpipe.errors import CheckpointError
+from lightning_gnnpipe.graph import plan_from_assignment
+from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.passing import CallKey
+
+# A ring of six nodes.
+EDGES = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])
+H, STATISTIC, OTHER = (
+    CallKey(0, "conv", 0, "x"),
+    CallKey(0, "n", 0, "statistics"),
+    CallKey(5, "conv", 0, "x"),
+)
+
+
+def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
+    plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
+    return PlannedGraph(plan, options or HistoryOptions())
+
+
+def push(graph: PlannedGraph, key: CallKey, by_node: Tensor) -> None:
+    for chunk in graph.plan.chunks:
+        graph.store.push(key, chunk, by_node[graph.plan.perm[chunk.start : chunk.end]])
+
+
+def by_node(graph: PlannedGraph, key: CallKey) -> Tensor:
+    rows = torch.empty_like(graph.store.rows(key))
+    rows[graph.plan.perm] = graph.store.rows(key)
+    return rows
+
+
+@pytest.mark.parametrize("assignment", [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [1, 1, 0, 0, 1, 0]])
+def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
+    first = planned([1, 0, 1, 0, 1, 0])
+    first.store.begin_step(3)
+    push(first, H, torch.arange(6.0).view(6, 1))
+    first.store.freeze()
+    first.store.begin_step(7)
+    push(first, H, torch.arange(6.0).view(6, 1) * 10)
+    first.store.moments.put(STATISTIC, torch.arange(4.0).view(4, 1))
+
+    second = planned(assignment)
+    load_stages(second, [save_stage(first)], {0})
+    assert by_node(second, H).flatten().tolist() == [0, 10, 20, 30, 40, 50]
+    saved = second.store.save(H)
+    assert (saved.step, saved.frozen_step) == (7, 3)
+    latest = second.store.moments.latest(STATISTIC)
+    assert latest is not None and (latest.count, float(latest.mean)) == (4, 1.5)
+    second.store.restore()
+    assert by_node(second, H).flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    chunk = second.plan.chunks[0]
+    halo = torch.empty(chunk.num_halo, 1)
+    second.store.pull(H, chunk, halo)
+    assert halo.flatten().tolist() == second.plan.perm[chunk.halo].tolist()
+
+
+def test_a_stage_takes_its_own_layers_alone() -> None:
+    first = planned([0, 0, 0, 1, 1, 1])
+    for key in (H, OTHER):
+        push(first, key, torch.ones(6, 1))
+    second = planned([0, 0, 0, 1, 1, 1])
+    load_stages(second, [save_stage(first)], {5})
+    assert list(second.store) == [OTHER]
+
+
+def test_a_history_is_kept_as_this_run_keeps_it() -> None:
+    first = planned([0, 0, 0, 1, 1, 1])
+    push(first, H, torch.ones(6, 1))
+    second = planned([0, 0, 0, 1, 1, 1], HistoryOptions(dtype=torch.bfloat16))
+    load_stages(second, [save_stage(first)], {0})
+    assert second.store.rows(H).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
+def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
+    state = RunState(1, 2, 3, (4, 5), 6, ()).as_dict() | change
+    state = {key: value for key, value in state.items() if value is not ...}
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 1"):
+        RunState.of(state)
