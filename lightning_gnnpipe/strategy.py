@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
@@ -30,6 +30,7 @@ from lightning_gnnpipe.engine import (
     drop_foreign_states,
 )
 from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
@@ -42,12 +43,13 @@ from lightning_gnnpipe.refuse import (
     check_was_called,
 )
 from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import DtypeName, Partition, StartMethod
 
 log = logging.getLogger(__name__)
 
 
-class GNNPipeStrategy(PipeCheckpoints):
+class GNNPipeStrategy(PipeLoops):
     """Trains a GNN on the whole graph, its layers in stages on several devices.
 
     Chunks of the graph are in flight between the stages.
@@ -172,6 +174,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         self._attach(self.lightning_module, is_fitting)
         self._signals.attach(trainer, self.engine.progress)
         self.engine.on_signals = self._signals.agree
+        if is_fitting and shows_stages(trainer):
+            self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if self._has_peers:
             check_precision(self.precision_plugin)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
@@ -196,7 +200,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         super().teardown()
 
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Put the engine behind the forward of the pipelined module."""
+        """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
@@ -219,7 +223,6 @@ class GNNPipeStrategy(PipeCheckpoints):
             options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        self._engine.attach()
         if saved is not None:
             self._engine.resume(run)
         self._metrics.attach(module)

@@ -26,6 +26,7 @@ Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 RefreshMethod = Literal["snapshot", "exact"]
+TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
 
 
 def version_of(tensor: Tensor) -> int:

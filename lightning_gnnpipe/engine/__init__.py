@@ -18,7 +18,7 @@ from lightning_gnnpipe.engine.state import (
     own_state_dict,
 )
 from lightning_gnnpipe.engine.switch import switched
-from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
+from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent, phases
 
 __all__ = [
     "Balance",
@@ -40,5 +40,6 @@ __all__ = [
     "merge_optimizer_states",
     "own_optimizer_state",
     "own_state_dict",
+    "phases",
     "switched",
 ]

@@ -162,7 +162,7 @@ class PipelineEngine:
         """Return the figures of the last training step; a collective call."""
         last = self._last_record()
         axis = self.transport.axis
-        gathered = self.transport.all_gather_objects((last.events, last.bytes_by_kind))
+        gathered = self.transport.all_gather_objects(last.of_rank(axis.device))
         return merge_stats(gathered, axis.num_stages, last.num_chunks, last.is_exact)
 
     def collect_staleness(self) -> dict[int, Staleness]:
