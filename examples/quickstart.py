@@ -3,9 +3,10 @@
     python examples/quickstart.py
     python examples/quickstart.py --dataset Cora --root DIR --layers 64 --stages 2 --chunks 16
 
-Prints what each run reached and what the pipeline cost, and draws a training step of the pipeline
-in OUTPUT/timeline.png. The script is run once by you and once more by Lightning for every further
-process of the pipeline; only the process that you started trains the single-device baseline.
+Prints what each run reached and what the pipeline cost, and draws the pipeline's last training step
+in OUTPUT/timeline_epoch_<e>.png. The script is run once by you and once more by Lightning for every
+further process of the pipeline; only the process that you started trains the single-device
+baseline.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from quiet import silence_lightning
 from rich.console import Console
 from rich.table import Table
-from timeline import draw_timeline
 from torch import Tensor, nn
 
 from lightning_gnnpipe import (
@@ -37,6 +37,7 @@ from lightning_gnnpipe import (
     HistoryRefresh,
     StalenessMonitor,
     StalenessWarmup,
+    TimelineCallback,
 )
 from lightning_gnnpipe.engine import PipelineStats
 from lightning_gnnpipe.graph import partition_nodes, replicas_per_node
@@ -56,6 +57,7 @@ class Result:
     test_acc: float
     epoch_s: float
     stats: PipelineStats | None = None
+    picture: Path | None = None
 
 
 def main() -> None:
@@ -107,6 +109,7 @@ def train_pipeline(
 ) -> tuple[Result, bool]:
     """Train the same module in stages; say whether this process is the first of them."""
     timer, step_stats = EpochTimer(), StepStats()
+    timeline = TimelineCallback(dirpath=options.output)
     trainer = build_trainer(
         "pipeline",
         options,
@@ -116,13 +119,15 @@ def train_pipeline(
             StalenessMonitor(),
             timer,
             step_stats,
+            timeline,
         ],
         devices=options.stages,
         strategy=GNNPipeStrategy(num_chunks=options.chunks),
     )
     test_acc = fit_and_test(trainer, datamodule, options)
     epoch_s = timer.median_s(NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS)
-    return Result(test_acc, epoch_s, step_stats.stats), trainer.is_global_zero
+    result = Result(test_acc, epoch_s, step_stats.stats, timeline.png_path)
+    return result, trainer.is_global_zero
 
 
 def build_trainer(
@@ -182,7 +187,7 @@ class EpochTimer(L.Callback):
 
 
 class StepStats(L.Callback):
-    """Keep bytes, bubble share and trace of the last training step; all ranks take part."""
+    """Keep bytes and bubble share of the last training step; all ranks take part."""
 
     stats: PipelineStats | None = None
 
@@ -197,7 +202,7 @@ def report(
     datamodule: FullGraphDataModule,
     options: argparse.Namespace,
 ) -> None:
-    """Print the table and draw the timeline."""
+    """Print the table, and where the timeline was drawn."""
     stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
     assert stats is not None
     single = baseline or Result(float("nan"), float("nan"))
@@ -223,12 +228,9 @@ def report(
     add("bubble share, measured", "", f"{stats.bubble_frac:.1%}")
     add("  (S - 1) / (K + S - 1)", "", f"{bubble_frac:.1%}")
 
-    path = options.output / "timeline.png"
-    title = f"{num_stages} stages, {num_chunks} chunks: bubble share {stats.bubble_frac:.0%}"
-    draw_timeline(stats.events, path, title)
     console = Console()
     console.print(table)
-    console.print(f"One training step of the pipeline, drawn from its trace: {path}")
+    console.print(f"One training step of the pipeline, drawn from its trace: {pipeline.picture}")
 
 
 def count_pipeline_bytes(datamodule: FullGraphDataModule, options: argparse.Namespace) -> int:

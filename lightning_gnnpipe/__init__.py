@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.callbacks import HistoryRefresh, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe.callbacks import (
+    ChunkProgress,
+    HistoryRefresh,
+    PipelineMonitor,
+    StalenessMonitor,
+    StalenessWarmup,
+    TimelineCallback,
+)
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.strategy import GNNPipeStrategy
@@ -10,11 +17,14 @@ from lightning_gnnpipe.strategy import GNNPipeStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkProgress",
     "FullGraphDataModule",
     "GNNPipeStrategy",
     "HistoryRefresh",
+    "PipelineMonitor",
     "StalenessMonitor",
     "StalenessWarmup",
+    "TimelineCallback",
     "__version__",
 ]
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.call import _interrupt
 from torch import nn
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "average_of",
     "default_backend",
     "init_dist_connection",
+    "interrupt",
     "optimizers_to_device",
     "signal_connector",
     "skips_backward",
+    "teardown",
 ]
 
 
@@ -47,6 +50,16 @@ def average_of(callback: Callback) -> nn.Module | None:
 def skips_backward(trainer: Trainer) -> bool:
     """Whether this epoch only renews running statistics, after weights have been averaged."""
     return bool(trainer.fit_loop._skip_backward)
+
+
+def interrupt(trainer: Any, exception: BaseException) -> None:
+    """Tell callbacks, strategy and loggers that the run ends by `exception`."""
+    _interrupt(trainer, exception)
+
+
+def teardown(trainer: Any) -> None:
+    """Tear down what a run has set up."""
+    trainer._teardown()
 
 
 def signal_connector(trainer: Any) -> Any:

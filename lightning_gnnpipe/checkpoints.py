@@ -175,7 +175,7 @@ class PipeCheckpoints(PipeProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        if self._is_split and self._is_interrupted:
+        if self._is_interrupted and (self._is_split or self._has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
             return
         path = local_path(filepath)

@@ -1,149 +1,141 @@
-"""`gnnpipe plan FILE:FUNCTION`: print a forecast of training in a pipeline.
+"""`gnnpipe fit | validate | test | predict | plan --config run.yaml`: LightningCLI with a plan.
 
-FUNCTION takes no arguments and returns a LightningModule and its data.
+One file names the model, the data and the Trainer, each by `class_path` and `init_args`; every
+command takes it as it is. Lightning starts the further processes of a pipeline by running the same
+command line again, so nothing here may depend on what a first process did.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
+import logging
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from lightning_gnnpipe.engine import PipelinePlan
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning_utilities.core.imports import RequirementCache
+
+import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
+from lightning_gnnpipe.cli_parser import FrankParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ImportError as error:
-    raise ImportError(
-        "Expected 'rich', to print tables (got no such package). "
-        'pip install "lightning-gnnpipe[examples]".'
-    ) from error
+log = logging.getLogger(__name__)
 
-_MIB = 2**20
+REQUIREMENTS = ("jsonargparse[signatures]>=4.27.7", "rich")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    options = _parse(arguments)
+class PlanningTrainer(pl.Trainer):
+    """A Trainer that can say beforehand what its strategy would do."""
+
+    @rank_zero_only
+    def plan(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        link_gbit: float = 10.0,
+    ) -> None:
+        """Print how model and graph would be cut, and what a training step would take.
+
+        Args:
+            model: The module that would be trained.
+            datamodule: Its data.
+            link_gbit: Speed of the link between two devices, in Gbit/s each way.
+
+        Raises:
+            ConfigError: If there are no data, or the strategy is another one.
+            GNNPipeError: As training would.
+        """
+        from rich.console import Console
+
+        from lightning_gnnpipe.plan_tables import print_plan
+
+        strategy = self.strategy
+        if not isinstance(strategy, GNNPipeStrategy):
+            raise ConfigError(
+                explain(
+                    expected="'trainer.strategy' to be GNNPipeStrategy",
+                    found=type(strategy).__name__,
+                    remedy="Leave it out, or give it as class_path and init_args.",
+                )
+            )
+        if datamodule is None:
+            raise ConfigError(
+                explain(
+                    expected="'data' to name a LightningDataModule",
+                    found="none",
+                    remedy="FullGraphDataModule serves a graph or a data set.",
+                )
+            )
+        num_stages = strategy.options.resolve_num_stages(self.world_size)
+        plan = strategy.plan(model, datamodule, num_stages=num_stages, link_gbit_per_s=link_gbit)
+        print_plan(plan, Console())
+
+
+class GNNPipeCLI(LightningCLI):
+    """LightningCLI with the command `plan`."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's commands and `plan`, each with the arguments that a config gives."""
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
+    def instantiate_classes(self) -> None:
+        assert isinstance(self.parser, FrankParser)
+        with raising(self.parser):
+            super().instantiate_classes()
+
+
+class SaveFitConfig(SaveConfigCallback):
+    """Saves the config of a `fit` to the folder of its logger, once.
+
+    Without a logger that is `default_root_dir`, the current folder as a rule: what is there already
+    is the config of another run, or the very file that was given, and is left alone.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not self._leaves_another(trainer):
+            super().setup(trainer, pl_module, stage)
+
+    def _leaves_another(self, trainer: pl.Trainer) -> bool:
+        """Return whether there is another run's config in the way; all ranks say the same."""
+        path = os.path.join(trainer.log_dir or ".", self.config_filename)
+        is_there = trainer.is_global_zero and trainer.logger is None and os.path.isfile(path)
+        if is_there and not self.already_saved:
+            log.warning("%s exists and is kept: the config of this run is not saved.", path)
+        return trainer.strategy.broadcast(is_there)
+
+
+def main() -> int:
+    """Run the command of `sys.argv`; return its exit status."""
+    sys.path.insert(0, os.getcwd())  # a config names classes in files of the user's
     try:
-        module, data = _load(options.target)()
-        strategy = GNNPipeStrategy(num_chunks=options.chunks, partition=options.partition)
-        plan = strategy.plan(
-            module, data, num_stages=options.stages, link_gbit_per_s=options.link_gbit
+        _expect_packages()
+        GNNPipeCLI(
+            trainer_class=PlanningTrainer,
+            trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
+            save_config_callback=SaveFitConfig,
+            parser_class=FrankParser,
+            parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
         )
-    except GNNPipeError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+    except (GNNPipeError, MisconfigurationException) as error:
+        sys.stderr.write(f"gnnpipe: {error}\n")
         return 1
-    print_plan(plan, Console())
     return 0
 
 
-def print_plan(plan: PipelinePlan, console: Console) -> None:
-    """Print `plan` as three tables and the advice."""
-    console.print(_model_table(plan))
-    console.print(_graph_table(plan))
-    console.print(_step_table(plan))
-    for line in plan.advice:
-        console.print(f"[yellow]![/] {line}")
-
-
-def _model_table(plan: PipelinePlan) -> Table:
-    table = Table(title=f"Model: {len(plan.layer_names)} layers in {len(plan.stages)} stages")
-    for name in ("stage", "layers", "forward + backward [ms]", "parameters", "memory [MiB]"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
-    for index, stage in enumerate(plan.stages):
-        last = stage.first_layer + stage.num_layers - 1
-        names = plan.layer_names[stage.first_layer], plan.layer_names[last]
-        table.add_row(
-            str(index),
-            names[0] if stage.num_layers == 1 else f"{names[0]} .. {names[1]} ({stage.num_layers})",
-            f"{stage.compute_s * 1e3:,.0f}",
-            f"{stage.num_parameters:,}",
-            f"{stage.memory_bytes / _MIB:,.0f}",
-        )
-    return table
-
-
-def _graph_table(plan: PipelinePlan) -> Table:
-    table = Table(title=f"Graph: {plan.num_nodes:,} nodes, {plan.num_edges:,} edges")
-    for name in (f"{len(plan.chunk_rows)} chunks", "least", "most", "sum"):
-        table.add_column(
-            name, justify="right" if name != f"{len(plan.chunk_rows)} chunks" else "left"
-        )
-    for name, counts in (
-        ("nodes", plan.chunk_rows),
-        ("edges", plan.chunk_edges),
-        ("nodes read of others", plan.halo_rows),
-    ):
-        table.add_row(name, f"{min(counts):,}", f"{max(counts):,}", f"{sum(counts):,}")
-    table.add_row("edges between chunks", "", "", f"{100 * plan.edge_cut_frac:.1f} %")
-    return table
-
-
-def _step_table(plan: PipelinePlan) -> Table:
-    table = Table(title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s")
-    for name in ("", "one device", "pipeline", "graph parallel"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row(
-        "seconds, predicted",
-        f"{plan.one_device_s:.3f}",
-        f"{plan.step_s:.3f}",
-        f"{plan.graph_parallel_s:.3f}",
-    )
-    table.add_row("bytes", "0", f"{plan.step_bytes:,}", f"{plan.graph_parallel_bytes:,}")
-    table.add_row("idle share", "", f"{100 * plan.bubble_frac:.1f} %", "")
-    return table
-
-
-def _load(target: str) -> Any:
-    name, _, function = target.rpartition(":")
-    path = Path(name)
-    if not name or not path.is_file():
-        raise ConfigError(
-            explain(
-                expected="FILE:FUNCTION to name a Python file and a function in it",
-                found=target,
-                remedy="Write train.py:make, for instance, where make() returns a LightningModule "
-                "and its data.",
+def _expect_packages() -> None:
+    for requirement in REQUIREMENTS:
+        if not RequirementCache(requirement):
+            raise ConfigError(
+                explain(
+                    expected=f"the package '{requirement}' to be installed",
+                    found="no such package",
+                    remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
+                )
             )
-        )
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = loaded
-    spec.loader.exec_module(loaded)
-    if not callable(getattr(loaded, function, None)):
-        raise ConfigError(
-            explain(
-                expected=f"a function '{function}' in {path}",
-                found="none",
-                remedy="It takes no arguments and returns a LightningModule and its data.",
-            )
-        )
-    return getattr(loaded, function)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    def count(text: str) -> int | str:
-        return text if text == "auto" else int(text)
-
-    parser = argparse.ArgumentParser(prog="gnnpipe", description="GNNs in a pipeline of layers.")
-    commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan", help="print how model and graph would be cut, and how fast")
-    add = plan.add_argument
-    add("target", metavar="FILE:FUNCTION", help="returns a LightningModule and its data")
-    add("--stages", type=int, default=2, help="pipeline stages, S (default: 2)")
-    add("--chunks", type=count, default="auto", help="chunks of the graph, K (default: 4 a stage)")
-    add("--partition", default="metis", choices=["metis", "random", "contiguous"])
-    add("--link-gbit", type=float, default=10.0, help="link speed in Gbit/s (default: 10)")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

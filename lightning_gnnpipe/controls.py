@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+OnChunk = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -17,6 +20,8 @@ class Controls:
             case.
         refreshes: Recompute all histories by an exact pass, dropout off, before the step.
         records_staleness: Record who reads whom stale, and how far rows drift.
+        on_chunk: Called on this rank after each chunk of a training step, forward and backward,
+            with how many it has computed so far and how many it will: twice the chunks.
     """
 
     is_exact: bool = False
@@ -24,8 +29,9 @@ class Controls:
     takes_snapshot: bool = False
     refreshes: bool = False
     records_staleness: bool = False
+    on_chunk: OnChunk | None = None
 
     def reset(self) -> None:
         """Switch everything off."""
-        for name in self.__slots__:
-            setattr(self, name, False)
+        for field in fields(self):
+            setattr(self, field.name, field.default)

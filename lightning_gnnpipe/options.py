@@ -12,7 +12,13 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import HistoryOptions
-from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition, PartitionMethod, StartMethod
+from lightning_gnnpipe.types import (
+    CHUNKS_PER_STAGE,
+    DtypeName,
+    Partition,
+    PartitionMethod,
+    StartMethod,
+)
 
 BalanceOption = Literal["measured", "uniform"] | Sequence[int]
 
@@ -33,7 +39,7 @@ class StrategyOptions:
     pipelined_module: str | None
     balance: BalanceOption
     recompute: bool
-    history_dtype: torch.dtype | None
+    history_dtype: torch.dtype | DtypeName | None
     history_device: torch.device | str | None
     self_check: bool
     timeout: timedelta
@@ -54,7 +60,9 @@ class StrategyOptions:
                 self.cross_chunk_grad_scale,
                 "1 is the exact gradient of the stale function, 2 the paper's.",
             )
-        if self.history_dtype is not None and not self.history_dtype.is_floating_point:
+        if isinstance(self.history_dtype, str):
+            _check_choice("history_dtype", self.history_dtype, get_args(DtypeName))
+        elif self.history_dtype is not None and not self.history_dtype.is_floating_point:
             _refuse(
                 "'history_dtype' to be a floating-point dtype",
                 self.history_dtype,
@@ -72,9 +80,10 @@ class StrategyOptions:
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
         device = None if self.history_device is None else torch.device(self.history_device)
-        return HistoryOptions(
-            self.cross_chunk_grad_scale, self.recompute, self.history_dtype, device
-        )
+        dtype = self.history_dtype
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, dtype, device)
 
     def resolve_num_stages(self, world_size: int) -> int:
         """Return S, which must be the number of processes.

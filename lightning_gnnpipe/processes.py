@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
 from lightning_gnnpipe.errors import PeerError
+from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.randomness import random_state, set_random_state
 
@@ -81,12 +82,17 @@ class PipeProcesses(ParallelStrategy):
         """Whether there are other ranks, and this process is one of them."""
         return self._transport is not None and self._transport.axis.is_distributed
 
+    @property
+    def _has_workers(self) -> bool:
+        """Whether this process has started those that train, and does not train itself."""
+        return self._transport is None and isinstance(self._launcher, WorkerLauncher)
+
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.num_processes * self.num_nodes == 1:
             return
         if self.options.start_method != "popen":
-            self._launcher = _Launcher(self, start_method=self.options.start_method)
+            self._launcher = WorkerLauncher(self, start_method=self.options.start_method)
         elif not self.cluster_environment.creates_processes_externally:
             self._launcher = _compat.SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -102,7 +108,7 @@ class PipeProcesses(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
-        if isinstance(self._launcher, _Launcher) and self._launcher.random_state is not None:
+        if isinstance(self._launcher, WorkerLauncher) and self._launcher.random_state is not None:
             set_random_state(self._launcher.random_state, torch.device("cpu"))
             self._launcher.random_state = None
         super().setup_environment()
@@ -167,25 +173,12 @@ class PipeProcesses(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
         super().on_exception(exception)
-        if not self._has_peers:
+        if not self._has_peers or isinstance(exception, SIGTERMException):  # all ranks stop
             return
-        if not isinstance(exception, PeerError | KeyboardInterrupt | SIGTERMException):
+        if not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)
         if isinstance(self._launcher, _compat.SubprocessScriptLauncher):
             _end(self._launcher.procs)
-
-
-class _Launcher(_compat.MultiProcessingLauncher):
-    """Starts processes that draw the random numbers that this one would draw.
-
-    Python's `random` is seeded anew in every process that is forked.
-    """
-
-    random_state: dict[str, Any] | None = None
-
-    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.random_state = random_state(torch.device("cpu"))
-        return super().launch(function, *args, **kwargs)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gnnpipe import _compat
+from lightning_gnnpipe.engine import Progress
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +27,22 @@ _NAME = "last-sigterm.ckpt"  # found by Trainer.fit(ckpt_path="last")
 
 
 class StopSignals:
-    """The signals that this rank has received.
+    """The signals that have come.
 
     Attributes:
-        pending: The sum of `STOP` and `REQUEUE`, as far as they have come.
         agreed: Those that all ranks know of.
     """
 
     def __init__(self) -> None:
-        self.pending = 0
         self.agreed = 0
+        self._progress = Progress()
         self._trainer: pl.Trainer | None = None
         self._requeue: Any = None
 
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Note signals from now on; Lightning registers its handlers after this."""
-        self.pending = self.agreed = 0
+    def attach(self, trainer: pl.Trainer, progress: Progress) -> None:
+        """Note signals in `progress` from now on; Lightning registers its handlers after this."""
+        self.agreed = 0
+        self._progress = progress
         connector = _compat.signal_connector(trainer)
         if self._trainer is None:
             self._requeue = connector._slurm_sigusr_handler_fn
@@ -64,7 +65,7 @@ class StopSignals:
         """Save and queue the job again, if SLURM has asked for it; on all ranks."""
         if self.agreed & REQUEUE:
             self.agreed &= ~REQUEUE
-            self.pending &= ~REQUEUE
+            self._progress.signals &= ~REQUEUE
             self._requeue(0, None)
 
     def save(self) -> None:
@@ -78,15 +79,15 @@ class StopSignals:
         if trainer.fast_dev_run or trainer.sanity_checking or is_saved or folder is None:  # type: ignore[attr-defined]
             return
         path = str(Path(folder) / _NAME) if "://" not in str(folder) else f"{folder}/{_NAME}"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
 
     def _on_stop(self, signum: int, frame: Any) -> None:
-        is_first = not self.pending & STOP
-        self.pending |= STOP
+        is_first = not self._progress.signals & STOP
+        self._progress.signals |= STOP
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if is_first and launcher is not None:
             launcher.kill(signum)  # the processes that this one has started
 
     def _on_requeue(self, signum: int, frame: Any) -> None:
-        self.pending |= REQUEUE
+        self._progress.signals |= REQUEUE

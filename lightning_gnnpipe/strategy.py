@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
@@ -33,6 +33,7 @@ from lightning_gnnpipe.engine import (
 )
 from lightning_gnnpipe.guests import GuestCallbacks
 from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
@@ -40,12 +41,13 @@ from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import check_optimizers, check_sharded, check_was_called
 from lightning_gnnpipe.stages import find_pipelined
-from lightning_gnnpipe.types import Partition, StartMethod
+from lightning_gnnpipe.summary import print_stages, shows_stages
+from lightning_gnnpipe.types import DtypeName, Partition, StartMethod
 
 log = logging.getLogger(__name__)
 
 
-class GNNPipeStrategy(PipeCheckpoints):
+class GNNPipeStrategy(PipeLoops):
     """Trains a GNN on the whole graph, its layers in stages on several devices.
 
     Chunks of the graph are in flight between the stages.
@@ -68,7 +70,8 @@ class GNNPipeStrategy(PipeCheckpoints):
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
-            such as `torch.bfloat16`; what is read of them is rounded. None: as computed.
+            such as `torch.bfloat16` or "bfloat16"; what is read of them is rounded. None: as
+            computed.
         history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
             is a transfer. None: where the layers compute.
         self_check: Try the module out on a small graph before training, chunks against whole,
@@ -79,8 +82,12 @@ class GNNPipeStrategy(PipeCheckpoints):
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
             torch.distributed.checkpoint, rather than one stock file by the first rank.
         process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: Passed on to Lightning's `ParallelStrategy`, as are `parallel_devices`,
-            `cluster_environment`, `checkpoint_io` and `precision_plugin`.
+        accelerator: What computes. This and all that follow are passed on to Lightning's
+            `ParallelStrategy`; None leaves them to the Trainer's arguments.
+        parallel_devices: Devices of this machine, one for each of its processes.
+        cluster_environment: Who starts the processes, and how they find each other.
+        checkpoint_io: How checkpoints are written and read.
+        precision_plugin: In which dtypes is computed.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -97,7 +104,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         recompute: bool = False,
-        history_dtype: torch.dtype | None = None,
+        history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
@@ -159,13 +166,16 @@ class GNNPipeStrategy(PipeCheckpoints):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._signals.attach(trainer)
         # Logged values are equal on all ranks by construction, so this advice would be wrong.
         warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._attach(self.lightning_module, is_fitting)
+        self._signals.attach(trainer, self.engine.progress)
+        self.engine.on_signals = self._signals.agree
+        if is_fitting and shows_stages(trainer):
+            self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if is_fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -190,7 +200,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         super().teardown()
 
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Put the engine behind the forward of the pipelined module."""
+        """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
@@ -213,7 +223,6 @@ class GNNPipeStrategy(PipeCheckpoints):
             options.self_check,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        self._engine.attach()
         if saved is not None:
             self._engine.resume(run)
         self._metrics.attach(module)
@@ -253,10 +262,7 @@ class GNNPipeStrategy(PipeCheckpoints):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        progress = self.engine.progress
-        progress.batch_fingerprint = self._fingerprints.of(batch)
-        progress.signals = self._signals.pending
-        self._signals.agree(self.engine.signals)  # while evaluating
+        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -273,7 +279,6 @@ class GNNPipeStrategy(PipeCheckpoints):
             self.controls.is_exact = True
         passes = engine.num_training_passes
         output = super().training_step(*args, **kwargs)
-        self._signals.agree(engine.signals)
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output

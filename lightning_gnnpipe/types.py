@@ -24,7 +24,9 @@ CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arX
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 RefreshMethod = Literal["snapshot", "exact"]
+TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The forecast: what is counted is exact, what is timed adds up, and the command prints it."""
+"""The forecast: what is counted is exact, and what is timed adds up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.cli import main
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 
@@ -238,36 +237,3 @@ def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
     module = Impatient(GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=4), NUM_CLASSES)
     with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
         GNNPipeStrategy().plan(module, data)
-
-
-def test_the_command_prints_the_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    script = tmp_path / "my_model.py"
-    script.write_text("from tests.test_planning import make\n")
-    assert main(["plan", f"{script}:make", "--stages", "2", "--chunks", "5"]) == 0
-    printed = capsys.readouterr().out
-    for text in ("6 layers in 2 stages", "60 nodes, 240 edges", "5 chunks", "graph parallel"):
-        assert text in printed
-    assert f"{2 * NUM_NODES * 2 * WIDTH * 4 + NUM_NODES * NUM_CLASSES * 4:,}" in printed
-
-
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [("nowhere.py:make", "FILE:FUNCTION"), ("{script}:other", "a function 'other'")],
-)
-def test_a_wrong_target_is_explained(
-    target: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "my_other_model.py"
-    script.write_text("")
-    assert main(["plan", target.format(script=script)]) == 1
-    assert text in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_too_many_stages_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = tmp_path / "my_third_model.py"
-    script.write_text("from tests.test_planning import make\n")
-    assert main(["plan", f"{script}:make", "--stages", "9"]) == 1
-    assert "9 stages and 6 layers" in capsys.readouterr().err

@@ -137,7 +137,8 @@ def test_p6_a_checkpoint_is_a_stock_one(tmp_path: Path) -> None:
     make_trainer(0, 3, stock).fit(make_module(), datamodule=datamodule())
     found = torch.load(tmp_path / "last.ckpt", weights_only=True)
     expected = torch.load(tmp_path / "plain" / "last.ckpt", weights_only=True)
-    assert found.keys() == expected.keys()
+    assert found.keys() - expected.keys() == {"gnnpipe"}  # of which plain Lightning takes no notice
+    assert expected.keys() <= found.keys()
     torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=1e-10)
     ours_state, plain_state = found["optimizer_states"][0], expected["optimizer_states"][0]
     torch.testing.assert_close(ours_state["state"], plain_state["state"], rtol=0, atol=1e-10)

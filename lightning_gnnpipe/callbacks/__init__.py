@@ -1,9 +1,19 @@
-"""Callbacks: what is done about staleness, and what is seen of it."""
+"""Callbacks: what is done about staleness, and what is seen of it and of the pipeline."""
 
 from __future__ import annotations
 
+from lightning_gnnpipe.callbacks.monitor import PipelineMonitor
+from lightning_gnnpipe.callbacks.progress import ChunkProgress
 from lightning_gnnpipe.callbacks.refresh import HistoryRefresh
 from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
+from lightning_gnnpipe.callbacks.timeline import TimelineCallback
 from lightning_gnnpipe.callbacks.warmup import StalenessWarmup
 
-__all__ = ["HistoryRefresh", "StalenessMonitor", "StalenessWarmup"]
+__all__ = [
+    "ChunkProgress",
+    "HistoryRefresh",
+    "PipelineMonitor",
+    "StalenessMonitor",
+    "StalenessWarmup",
+    "TimelineCallback",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
 
 
 class StalenessMonitor(Callback):
@@ -16,18 +16,32 @@ class StalenessMonitor(Callback):
     (|H_stale - H_fresh| / |H_fresh| over the rows that the epoch rewrote, dropout included).
     Measuring the drift costs one more read of every history.
 
+    Args:
+        every_n_epochs: Log the last of every n epochs; only it is measured.
+
+    Raises:
+        ConfigError: If `every_n_epochs` is not a positive integer.
+
     Example:
         >>> from lightning_gnnpipe import StalenessMonitor
         >>> callback = StalenessMonitor()
     """
 
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        super().__init__()
+        check_count("every_n_epochs", every_n_epochs, 1)
+        self.every_n_epochs = every_n_epochs
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pipe_strategy(self, trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pipe_strategy(self, trainer).controls.records_staleness = True
+        controls = pipe_strategy(self, trainer).controls
+        controls.records_staleness = self._is_due(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._is_due(trainer):
+            return
         layers = pipe_strategy(self, trainer).collect_staleness()
         rows = sum(one.rows for one in layers.values())
         stale = sum(one.stale_rows for one in layers.values())
@@ -41,3 +55,6 @@ class StalenessMonitor(Callback):
         }
         values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
         pl_module.log_dict(values, batch_size=1)
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from torch import Tensor
 
-TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
+from lightning_gnnpipe.types import TrafficKind
 
 
 class Meter:

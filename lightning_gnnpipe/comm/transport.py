@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.comm.mesh import PipeAxis
-from lightning_gnnpipe.comm.meter import Meter, TrafficKind
+from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.errors import PeerError
+from lightning_gnnpipe.types import TrafficKind
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints
+from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
@@ -19,7 +19,7 @@ from lightning_gnnpipe.engine.state import (
     own_state_dict,
 )
 from lightning_gnnpipe.engine.switch import switched
-from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent
+from lightning_gnnpipe.engine.trace import PipelineStats, TraceEvent, phases
 from lightning_gnnpipe.engine.weights import StageWeights
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "PipelinePlan",
     "PipelineStats",
     "PipelinedModel",
+    "Progress",
     "RunState",
     "SavedRun",
     "StageWeights",
@@ -43,6 +44,7 @@ __all__ = [
     "merge_optimizer_states",
     "own_optimizer_state",
     "own_state_dict",
+    "phases",
     "share_overflows",
     "switched",
 ]

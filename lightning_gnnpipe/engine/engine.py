@@ -82,7 +82,7 @@ class PipelineEngine:
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.progress = Progress()
         self.num_training_passes = 0
-        self.signals = 0  # of all ranks
+        self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._has_pending = False
         self._num_inferences = 0
         self._identity = GraphIdentity()
@@ -120,7 +120,9 @@ class PipelineEngine:
             )
         call = take_apart(self.model.module, args, kwargs)
         inputs = classify(call)
-        self.signals |= agree(self.transport, self.progress, is_training, self._identity.of(inputs))
+        signals = agree(self.transport, self.progress, is_training, self._identity.of(inputs))
+        if signals:
+            self.on_signals(signals)
         return (self._train if is_training else self._infer)(call, inputs)
 
     def abandon(self) -> None:
@@ -160,7 +162,7 @@ class PipelineEngine:
         """Return the figures of the last training step; a collective call."""
         last = self._last_record()
         axis = self.transport.axis
-        gathered = self.transport.all_gather_objects((last.events, last.bytes_by_kind))
+        gathered = self.transport.all_gather_objects(last.of_rank(axis.device))
         return merge_stats(gathered, axis.num_stages, last.num_chunks, last.is_exact)
 
     def collect_staleness(self) -> dict[int, Staleness]:
@@ -233,12 +235,13 @@ class PipelineEngine:
         is_same = state.graph == self.graphs.trained_fingerprint and saved.stages
         if is_same and sum(state.stage_layers) == sum(self.model.stage_layers):
             stage = mode.stages[self.transport.axis.stage]
-            load_stages(graph, saved.stages, {segment.index for segment in stage.segments})
-            graph.filled.update(state.filled)
-        elif graph.plan.num_chunks > 1 and self.transport.axis.is_first:
+            if load_stages(graph, saved.stages, {segment.index for segment in stage.segments}):
+                graph.filled.update(state.filled)
+                return
+        if graph.plan.num_chunks > 1 and self.transport.axis.is_first:
             log.warning(
-                "The checkpoint has no histories of this graph and model: from resuming a "
-                "pipelined run to an exact first step, which fills them."
+                "The checkpoint has no histories of this graph, these chunks and layers: from "
+                "resuming a pipelined run to an exact first step, which fills them."
             )
 
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:

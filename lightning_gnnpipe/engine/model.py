@@ -7,7 +7,6 @@ as on one device.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,13 +37,12 @@ from lightning_gnnpipe.stages import (
     traced_options,
 )
 
-log = logging.getLogger(__name__)
-
 _NUM_MODES = 8
 
 Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], list[float]]
+OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +80,8 @@ class PipelinedModel:
         self._balance = balance
         self._check = check
         self._modes: dict[object, Mode] = {}
+        self.on_split: OnSplit | None = None  # is told stages, users of parameters, layer costs
+        self._costs: list[float] = []
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
@@ -244,10 +244,9 @@ class PipelinedModel:
                     remedy="Call the same message-passing layers in both modes.",
                 )
             )
+        is_first_time = self._counts is None
         if self._counts is None:
             self._counts = self._count_layers(lengths.pop(), measure)
-            if self._transport.axis.is_first:
-                log.info("Layers of each stage: %s.", ", ".join(map(str, self._counts)))
         self._modes = {
             key: mode
             if mode.stages
@@ -260,6 +259,8 @@ class PipelinedModel:
                 users.setdefault(name, set()).update(stages)
         self._users = {name: users[name] for name in sorted(users)}
         self._check_norms()
+        if is_first_time and self.on_split is not None:
+            self.on_split(next(iter(self._modes.values())).stages, self._users, self._costs)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 
@@ -288,7 +289,8 @@ class PipelinedModel:
         if self._balance == "measured" and 1 < num_stages < num_layers:
             if self._transport.axis.is_first:
                 layers = next(iter(self._modes.values())).layers
-                counts = solve_balance(measure(layers), num_stages)
+                self._costs = measure(layers)
+                counts = solve_balance(self._costs, num_stages)
             counts = self._transport.broadcast_object(counts)
         return counts
 

@@ -7,7 +7,7 @@ what its layers need, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -89,15 +89,26 @@ def save_stage(graph: PlannedGraph) -> dict[str, Any]:
         for key in store.moments
         if (one := store.moments.latest(key)) is not None
     ]
-    return {"perm": graph.plan.perm, "histories": histories, "moments": moments}
+    ends = [chunk.end for chunk in graph.plan.chunks]
+    return {"perm": graph.plan.perm, "ends": ends, "histories": histories, "moments": moments}
 
 
 def load_stages(
-    graph: PlannedGraph, stages: Iterable[Mapping[str, Any]], segments: Collection[int]
-) -> None:
-    """Give `graph` the saved histories of `segments`, in its own order of rows."""
+    graph: PlannedGraph, stages: Sequence[Mapping[str, Any]], segments: Collection[int]
+) -> bool:
+    """Give `graph` the saved histories of `segments`, in its own order of rows.
+
+    Returns:
+        Whether it could: histories with a row a chunk (HANConv's) need the chunks they were made
+        on.
+    """
     perm, store = graph.plan.perm.cpu(), graph.store
     device = graph.plan.perm.device
+    ends = [chunk.end for chunk in graph.plan.chunks]
+    is_same_cut = all(s["ends"] == ends and torch.equal(s["perm"], perm) for s in stages)
+    keys = [CallKey(*one["key"]) for stage in stages for one in stage["histories"]]
+    if not is_same_cut and any(map(_is_by_chunk, keys)):
+        return False
     for stage in stages:
         places = _places(stage["perm"], perm)
         for one in stage["histories"]:
@@ -105,12 +116,18 @@ def load_stages(
             if key.segment in segments:
                 rows, frozen = (_moved(one[name], places, device) for name in ("rows", "frozen"))
                 assert rows is not None
-                store.load(key, SavedHistory(rows, one["step"], frozen, one["frozen_step"]))
+                target = store.by_chunk if _is_by_chunk(key) else store
+                target.load(key, SavedHistory(rows, one["step"], frozen, one["frozen_step"]))
         for one in stage["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
+    return True
+
+
+def _is_by_chunk(key: CallKey) -> bool:
+    return key.argument == "statistics"
 
 
 def _plain(key: Hashable) -> tuple[Any, ...]:

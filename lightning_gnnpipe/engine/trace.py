@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,7 +32,12 @@ class PipelineStats:
         bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
             are those of the formula 2 (S-1) N D b + (S-1) N C b.
         bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
-            compute.
+            compute: the mean of `wait_s` over the length of both phases.
+        wait_s: For each stage the seconds of the forward and of the backward phase in which it did
+            not compute. A phase lasts from the start of its first compute action on any stage to
+            the end of its last; what lies between the phases, outputs and loss, is in neither.
+        peak_memory_bytes: For each stage the most memory that its process has held so far: of its
+            GPU, as allocated by torch, or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
     """
 
@@ -41,15 +46,33 @@ class PipelineStats:
     is_exact: bool
     bytes_by_kind: dict[str, int]
     bubble_frac: float
+    wait_s: tuple[float, ...]
+    peak_memory_bytes: tuple[int, ...]
     events: tuple[TraceEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's part of the figures of a step."""
+
+    events: list[TraceEvent]
+    bytes_by_kind: dict[str, int]
+    peak_memory_bytes: int
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Times the compute actions of this rank."""
+    """Times the compute actions of this rank.
+
+    Attributes:
+        rank: This rank.
+        spans: Action, start and end of each, in seconds.
+        on_span: Called after each with how many there are.
+    """
 
     rank: int
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    on_span: Callable[[int], None] | None = None
 
     @contextmanager
     def record(self, action: str) -> Iterator[None]:
@@ -57,6 +80,8 @@ class Recorder:
         start = time.perf_counter()
         yield
         self.spans.append((action, start, time.perf_counter()))
+        if self.on_span is not None:
+            self.on_span(len(self.spans))
 
     def read(self) -> list[TraceEvent]:
         """Return the events on this host's monotonic clock."""
@@ -64,18 +89,37 @@ class Recorder:
 
 
 def merge_stats(
-    gathered: Sequence[tuple[list[TraceEvent], dict[str, int]]],
-    num_stages: int,
-    num_chunks: int,
-    is_exact: bool,
+    gathered: Sequence[RankRecord], num_stages: int, num_chunks: int, is_exact: bool
 ) -> PipelineStats:
-    """Put the events and bytes of all ranks together."""
-    events = _align(event for one, _ in gathered for event in one)
-    kinds = {kind for _, received in gathered for kind in received}
-    total = {kind: sum(received.get(kind, 0) for _, received in gathered) for kind in sorted(kinds)}
+    """Put the records of all ranks, in their order, together."""
+    events = _align(event for one in gathered for event in one.events)
+    kinds = {kind for one in gathered for kind in one.bytes_by_kind}
+    total = {
+        kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered) for kind in sorted(kinds)
+    }
+    span = sum(end - start for start, end in phases(events))
+    busy = [sum(e.end_us - e.start_us for e in events if e.rank == s) for s in range(num_stages)]
+    waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
-        num_stages, num_chunks, is_exact, total, _bubble_frac(events, num_stages), events
+        num_stages,
+        num_chunks,
+        is_exact,
+        total,
+        bubble_frac=sum(waits) / (num_stages * span) if span else 0.0,
+        wait_s=tuple(one / 1e6 for one in waits),
+        peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
+        events=events,
     )
+
+
+def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
+    """Return first start and last end, in microseconds, of the forward and the backward phase."""
+    found = []
+    for is_backward in (False, True):
+        phase = [e for e in events if ("B" in e.action) == is_backward]
+        if phase:
+            found.append((min(e.start_us for e in phase), max(e.end_us for e in phase)))
+    return found
 
 
 def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
@@ -83,17 +127,3 @@ def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
     ordered = sorted(events, key=lambda event: event.start_us)
     zero = ordered[0].start_us if ordered else 0.0
     return tuple(TraceEvent(e.rank, e.action, e.start_us - zero, e.end_us - zero) for e in ordered)
-
-
-def _bubble_frac(events: Sequence[TraceEvent], num_stages: int) -> float:
-    """Return 1 - busy / (S span).
-
-    The span is that of the forward phase plus that of the backward phase.
-    """
-    span = 0.0
-    for is_backward in (False, True):
-        phase = [e for e in events if ("B" in e.action) == is_backward]
-        if phase:
-            span += max(e.end_us for e in phase) - min(e.start_us for e in phase)
-    busy = sum(e.end_us - e.start_us for e in events)
-    return max(0.0, 1.0 - busy / (num_stages * span)) if span else 0.0

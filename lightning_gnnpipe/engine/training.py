@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.controls import Controls, OnChunk
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.step import Step, StepParts
-from lightning_gnnpipe.engine.trace import TraceEvent
+from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.history import Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
@@ -34,6 +35,10 @@ class PassRecord:
     events: list[TraceEvent]
     bytes_by_kind: dict[str, int]
     staleness: dict[int, Staleness]
+
+    def of_rank(self, device: torch.device) -> RankRecord:
+        """Return what this rank adds to the figures of the step."""
+        return RankRecord(self.events, self.bytes_by_kind, peak_memory_bytes(device))
 
 
 class TrainingPass:
@@ -70,6 +75,7 @@ class TrainingPass:
             number: How many training passes the run has made; ages of rows are counted in them.
         """
         store = self._graph.store
+        self._watch(controls.on_chunk)
         self._parts.transport.meter.reset()
         store.begin_step(number)
         store.recorder = StalenessRecorder() if controls.records_staleness else None
@@ -124,6 +130,11 @@ class TrainingPass:
             self._parts.transport.meter.read(),
             {} if recorder is None else _by_segment(recorder),
         )
+
+    def _watch(self, on_chunk: OnChunk | None) -> None:
+        if on_chunk is not None:
+            total = 2 * self._parts.plan.num_chunks
+            self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
 
 
 def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:

@@ -130,21 +130,14 @@ class HistoryStore:
         frozen_step = min(entry.frozen_written, default=NEVER)
         return SavedHistory(entry.rows, min(entry.written), entry.frozen, frozen_step)
 
-    def load(self, key: Hashable, saved: SavedHistory, places: Tensor | None = None) -> None:
-        """Go on with a history that was saved.
-
-        Args:
-            key: Its key.
-            saved: The history.
-            places: `[num_nodes]` where each position's row is in it; None for the same place.
-        """
+    def load(self, key: Hashable, saved: SavedHistory) -> None:
+        """Go on with a history that was saved; its rows are in this plan's order."""
         entry = self._entry(key, saved.rows)
-        entry.rows.copy_(saved.rows if places is None else saved.rows[places])
+        entry.rows.copy_(saved.rows)
         entry.written = [saved.step] * self.num_chunks
         entry.is_filled = saved.step != NEVER
         if saved.frozen is not None:
-            frozen = saved.frozen if places is None else saved.frozen[places]
-            entry.frozen = entry.rows.new_empty(entry.rows.shape).copy_(frozen)
+            entry.frozen = torch.empty_like(entry.rows).copy_(saved.frozen)
             entry.frozen_written = [saved.frozen_step] * self.num_chunks
 
     def push(

@@ -8,12 +8,16 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    ChunkProgress,
     FullGraphDataModule,
     GNNPipeStrategy,
     HistoryRefresh,
+    PipelineMonitor,
     StalenessMonitor,
     StalenessWarmup,
+    TimelineCallback,
 )
+from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.models import GCN, NodeClassifier
 
@@ -33,6 +37,19 @@ def test_refresh_takes_a_number_of_epochs(value: object) -> None:
 def test_refresh_takes_a_method() -> None:
     with pytest.raises(ConfigError, match=r"'how' to be 'snapshot' or 'exact' \(got 'now'\)"):
         HistoryRefresh(2, how="now")
+
+
+@pytest.mark.parametrize("kind", [PipelineMonitor, StalenessMonitor])
+@pytest.mark.parametrize("value", [0, 2.0, True])
+def test_monitors_take_a_number_of_epochs(kind: type[L.Callback], value: object) -> None:
+    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
+        kind(every_n_epochs=value)
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, "last"])
+def test_timelines_take_an_epoch(value: object) -> None:
+    with pytest.raises(ConfigError, match="'epoch' to be an integer of at least 0"):
+        TimelineCallback(epoch=value)
 
 
 def trainer(strategy: object, *callbacks: L.Callback) -> L.Trainer:
@@ -59,7 +76,17 @@ def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
     return NodeClassifier(GCN(4, 8, 3, num_layers=2), 3), FullGraphDataModule(data)
 
 
-@pytest.mark.parametrize("callback", [StalenessWarmup(1), HistoryRefresh(1), StalenessMonitor()])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        ChunkProgress(),
+        HistoryRefresh(1),
+        PipelineMonitor(),
+        StalenessMonitor(),
+        StalenessWarmup(1),
+        TimelineCallback(),
+    ],
+)
 def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
     module, datamodule = parts()
     name = type(callback).__name__
@@ -73,5 +100,4 @@ def test_callbacks_leave_the_switches_off() -> None:
     callbacks = (StalenessWarmup(9), HistoryRefresh(1, how="exact"), StalenessMonitor())
     trainer(strategy, *callbacks, HistoryRefresh(1)).fit(module, datamodule=datamodule)
     controls = strategy.controls
-    assert not controls.is_exact and not controls.refreshes and not controls.records_staleness
-    assert not controls.serves_snapshot and not controls.takes_snapshot
+    assert controls == Controls()

@@ -42,7 +42,7 @@ def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_pat
     assert measured == formula == ["0", f"{2 * 1797 * 2 * 16 * 4 + 1797 * 10 * 4:,}"]
     assert row(done.stdout, "graph parallel, 2 METIS parts")[1] != "0"
     assert row(done.stdout, "(S - 1) / (K + S - 1)")[1] == "11.1%"
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")
 
 
 def parse(monkeypatch, *options: str) -> argparse.Namespace:

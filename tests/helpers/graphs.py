@@ -114,6 +114,11 @@ def communities(num_chunks: int, num_nodes: int = 24) -> GraphCase:
     return _case(f"communities_{num_chunks}", [*_both(_ring(num_nodes)), *chords], partition)
 
 
+def any_case(edges: Edges, partition: list[int]) -> GraphCase:
+    """Any edges between nodes that lie in any chunks; no edge at all is one as well."""
+    return _case("any", edges, partition)
+
+
 def _ring(num_nodes: int) -> Edges:
     return [(n, (n + 1) % num_nodes) for n in range(num_nodes)]
 
@@ -128,7 +133,7 @@ def _case(name: str, edges: Edges, partition: list[int]) -> GraphCase:
     data = Data(
         x=_table(num_nodes, NUM_FEATURES, phase=0.3),
         y=(3 * node + node // 2) % NUM_CLASSES,
-        edge_index=torch.tensor(edges).t().contiguous(),
+        edge_index=torch.tensor(edges, dtype=torch.long).view(-1, 2).t().contiguous(),
         edge_attr=_table(num_edges, NUM_EDGE_FEATURES, phase=1.7),
         edge_weight=1.0 + 0.5 * _table(num_edges, 1, phase=0.9).squeeze(1),
         train_mask=node % 4 != 3,

@@ -1,0 +1,116 @@
+"""What a training step of the pipeline took, in numbers, for whatever logger is set."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+
+from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
+from lightning_gnnpipe.types import TrafficKind
+
+_MIB = 2**20
+
+
+class PipelineMonitor(Callback):
+    """Logs time, waits, bytes and memory of the pipeline, and how stale its reads were.
+
+    All figures are those of the epoch's last training step, and equal on all ranks. Keys:
+
+    - `pipe/step_s`: seconds from the start of the step to its end, optimizer included, on the first
+      rank, which is the last to finish its backward phase.
+    - `pipe/bubble_frac`: share of the stages' time, forward and backward phase, in which they did
+      not compute. A phase lasts from the start of its first chunk on any stage to the end of its
+      last.
+    - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it waited
+      for others, sent, or was done. Their mean, over the length of the phases, is the bubble share.
+    - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward`, `backward`,
+      `output`, `input_grad`, `tied_grad`, and `control`, which is what is no payload of the step.
+    - `pipe/peak_memory_mib/stage_<s>`: the most memory so far: what torch allocated on a GPU, else
+      what the process held resident, with Python and the data set.
+    - Those of `StalenessMonitor`, unless one is among the Trainer's callbacks.
+
+    The events of a step are recorded in any case; only an epoch that is logged exchanges them. On a
+    GPU such an epoch's step is waited for, and chunks count as computed once they were launched.
+
+    Args:
+        every_n_epochs: Log the last of every n epochs.
+        logs_staleness: Whether to log the keys of `StalenessMonitor` as well, at the price of one
+            more read of every history.
+
+    Raises:
+        ConfigError: If `every_n_epochs` is not a positive integer.
+
+    Example:
+        >>> from lightning_gnnpipe import PipelineMonitor
+        >>> callback = PipelineMonitor(every_n_epochs=5)
+    """
+
+    def __init__(self, every_n_epochs: int = 1, logs_staleness: bool = True) -> None:
+        super().__init__()
+        check_count("every_n_epochs", every_n_epochs, 1)
+        self.every_n_epochs = every_n_epochs
+        self.logs_staleness = logs_staleness
+        self._staleness: StalenessMonitor | None = None
+        self._start_s = 0.0
+        self._step_s = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pipe_strategy(self, trainer)
+        others = any(isinstance(one, StalenessMonitor) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        is_wanted = self.logs_staleness and not others
+        self._staleness = StalenessMonitor(self.every_n_epochs) if is_wanted else None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._staleness is not None:
+            self._staleness.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._start_s = self._now_s(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._step_s = self._now_s(trainer) - self._start_s
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        values = self._collect(trainer)
+        # In single precision a count of bytes is exact up to 16 MiB only.
+        exact = {name: torch.tensor(one, dtype=torch.float64) for name, one in values.items()}
+        pl_module.log_dict(exact, batch_size=1)
+        if self._staleness is not None:
+            self._staleness.on_train_epoch_end(trainer, pl_module)
+
+    def _collect(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return all figures but those of staleness, equal on all ranks; a collective call."""
+        strategy = pipe_strategy(self, trainer)
+        stats = strategy.collect_stats()
+        values = {
+            "pipe/step_s": strategy.broadcast(self._step_s),
+            "pipe/bubble_frac": stats.bubble_frac,
+        }
+        values |= {f"pipe/wait_s/stage_{stage}": one for stage, one in enumerate(stats.wait_s)}
+        for kind in get_args(TrafficKind):
+            values[f"pipe/bytes/{kind}"] = stats.bytes_by_kind.get(kind, 0)
+        peaks = enumerate(stats.peak_memory_bytes)
+        values |= {f"pipe/peak_memory_mib/stage_{stage}": peak / _MIB for stage, peak in peaks}
+        return values
+
+    def _now_s(self, trainer: pl.Trainer) -> float:
+        device = trainer.strategy.root_device
+        if device.type == "cuda" and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()

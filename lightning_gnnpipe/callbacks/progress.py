@@ -1,0 +1,91 @@
+"""Progress within a step: an epoch over the whole graph is one batch, which may take long."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+from lightning_gnnpipe.callbacks.access import pipe_strategy
+
+_INTERVAL_S = 0.1
+
+
+class ChunkProgress(Callback):
+    """Shows on the progress bar how many chunks of the step the first rank has computed.
+
+    The bar then reads `Epoch 3 forward 5/16`, later `Epoch 3 backward 12/16`. It is renewed at most
+    ten times a second, by Lightning's own bars, TQDM and Rich; others stay as they are.
+
+    Example:
+        >>> from lightning_gnnpipe import ChunkProgress
+        >>> callback = ChunkProgress()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar: ProgressBar | None = None
+        self._label = ""
+        self._shown_s = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pipe_strategy(self, trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        bar = trainer.progress_bar_callback
+        if trainer.is_global_zero and isinstance(bar, TQDMProgressBar | RichProgressBar):
+            self._bar = bar if bar.is_enabled else None
+        if self._bar is not None:
+            self._label = _description(self._bar)
+            self._shown_s = 0.0
+            pipe_strategy(self, trainer).controls.on_chunk = self._show
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._bar is not None:
+            _describe(self._bar, self._label)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._bar = None
+
+    def _show(self, num_done: int, num_total: int) -> None:
+        now_s = time.monotonic()
+        if self._bar is None or now_s - self._shown_s < _INTERVAL_S:
+            return
+        self._shown_s = now_s
+        num_chunks = num_total // 2
+        phase, done = "forward", num_done
+        if num_done > num_chunks:
+            phase, done = "backward", num_done - num_chunks
+        _describe(self._bar, f"{self._label.rstrip()} {phase} {done}/{num_chunks}")
+
+
+def _description(bar: ProgressBar) -> str:
+    """Return what stands in front of the training bar."""
+    if isinstance(bar, TQDMProgressBar):
+        return bar.train_progress_bar.desc.removesuffix(": ")
+    if isinstance(bar, RichProgressBar) and bar.train_progress_bar_id is not None:
+        return bar.train_progress_bar.description
+    return ""
+
+
+def _describe(bar: ProgressBar, text: str) -> None:
+    """Put `text` in front of the training bar."""
+    if isinstance(bar, TQDMProgressBar):
+        bar.train_progress_bar.set_description(text)
+    elif isinstance(bar, RichProgressBar):
+        task = bar.train_progress_bar_id
+        if bar.progress is not None and task is not None:
+            bar.progress.update(task, description=text)
+            bar.refresh()

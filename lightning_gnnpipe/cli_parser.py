@@ -1,0 +1,55 @@
+"""A parser of LightningCLI's that lets errors of the classes it builds out as they are.
+
+jsonargparse tries the members of a union one after the other and turns what any of them raises into
+the text of one long `ValueError`, so that a refused option could not be told from a wrong type.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+
+class _Raised(BaseException):
+    """Carries an error past `except Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class FrankParser(LightningArgumentParser):
+    """Builds classes inside of `raising` without hiding their errors."""
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Register `instantiator` for a class, as jsonargparse does; its errors pass through."""
+
+        @wraps(instantiator)  # jsonargparse reads the signature
+        def build(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return instantiator(*args, **kwargs)
+            except Exception as error:
+                raise _Raised(error) from None
+
+        with warnings.catch_warnings():  # Lightning calls what newer jsonargparse deprecates
+            warnings.simplefilter("ignore", DeprecationWarning)
+            super().add_instantiator(build, *args, **kwargs)
+
+
+@contextmanager
+def raising(parser: FrankParser) -> Iterator[None]:
+    """Raise what a class raises that `parser` builds inside."""
+    parser.add_instantiator(_build, object, subclasses=True)
+    try:
+        yield
+    except _Raised as raised:
+        raise raised.error from None
+
+
+def _build(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)

@@ -1,0 +1,17 @@
+"""What is shown of a pipeline: its stages as a table, a training step as a picture and a trace."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.report.chrome import chrome_trace
+from lightning_gnnpipe.report.gantt import check_matplotlib, draw_timeline, timeline_title
+from lightning_gnnpipe.report.stages import StageRow, describe_stages, format_stages
+
+__all__ = [
+    "StageRow",
+    "check_matplotlib",
+    "chrome_trace",
+    "describe_stages",
+    "draw_timeline",
+    "format_stages",
+    "timeline_title",
+]

@@ -1,0 +1,72 @@
+"""A measured training step as a trace that Perfetto and Chrome (about:tracing) open.
+
+The format is Chrome's "Trace Event Format": complete events (ph "X") with start and duration in
+microseconds, one thread a stage, and metadata events (ph "M") that name process and threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_gnnpipe.engine import PipelineStats, phases
+from lightning_gnnpipe.schedule import Action, Op
+
+_NAMES = {Op.F: "forward", Op.B: "backward"}
+
+
+def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str, Any]:
+    """Return the trace of a step, ready for `json.dump`.
+
+    Args:
+        stats: The step, as `strategy.collect_stats()` returns it.
+        title: Name of the process in the viewer.
+    """
+    return {
+        "traceEvents": [*_names(stats, title), *_phases(stats), *_actions(stats)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "num_stages": stats.num_stages,
+            "num_chunks": stats.num_chunks,
+            "is_exact": stats.is_exact,
+            "bubble_frac": stats.bubble_frac,
+            "wait_s": list(stats.wait_s),
+            "bytes_by_kind": stats.bytes_by_kind,
+        },
+    }
+
+
+def _names(stats: PipelineStats, title: str) -> list[dict[str, Any]]:
+    """Return what names the process and its threads: 0 for the phases, 1 + s for stage s."""
+    threads = ["phase", *(f"stage {stage}" for stage in range(stats.num_stages))]
+    named = [_metadata("process_name", 0, name=title)]
+    for thread, name in enumerate(threads):
+        named.append(_metadata("thread_name", thread, name=name))
+        named.append(_metadata("thread_sort_index", thread, sort_index=thread))
+    return named
+
+
+def _metadata(what: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": args}
+
+
+def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
+    found = phases(stats.events)
+    named = list(zip(("forward", "backward"), found, strict=False))
+    if len(found) == 2:
+        named.append(("outputs, loss", (found[0][1], max(found[0][1], found[1][0]))))
+    return [_complete(name, "phase", 0, start, end) for name, (start, end) in named]
+
+
+def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
+    found = []
+    for event in stats.events:
+        action = Action.parse(event.action)
+        name = f"{action.op.value}{action.chunk}"
+        one = _complete(name, _NAMES[action.op], 1 + event.rank, event.start_us, event.end_us)
+        found.append(one | {"args": {"stage": action.stage, "chunk": action.chunk}})
+    return found
+
+
+def _complete(name: str, category: str, thread: int, start: float, end: float) -> dict[str, Any]:
+    one = {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": category}
+    return one | {"ts": start, "dur": end - start}

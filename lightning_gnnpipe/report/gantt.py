@@ -1,0 +1,187 @@
+"""A measured training step as a picture: one row a rank, time to the right, bubbles grey.
+
+    rank 0  |F2|F0|F3|F1|#####|      |#####|B1|B3|B0|B2|
+    rank 1  |##|F2|F0|F3|F1|   loss   |B1|B3|B0|B2|####|
+
+Grey is time of the forward or backward phase in which the rank did not compute. Between the phases
+the outputs are shared and the loss is taken; that time is left white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning_gnnpipe.engine import PipelineStats, TraceEvent, phases
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.schedule import Action, Op
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
+COLOURS = {Op.F: FORWARD, Op.B: BACKWARD}
+LABELS = {"forward": FORWARD, "backward": BACKWARD, "bubble: not computing": IDLE}
+
+_LEAST_INCHES, _MOST_INCHES = 12.0, 26.0
+_MARGIN_INCHES = 1.0  # of the figure's width: the names of the rows
+_FONT_SIZES = (9, 8, 7, 6, 5)
+_DIGIT_WIDTH = 0.64 / 72  # inches, of one digit in font size 1
+_DIGIT_HEIGHT = 0.9 / 72
+_PADDING_INCHES = 0.03
+_BAR_HEIGHT = 0.84
+
+
+def check_matplotlib() -> None:
+    """Refuse to draw without matplotlib.
+
+    Raises:
+        ImportError: With how to install it.
+    """
+    if find_spec("matplotlib") is None:
+        raise ImportError(
+            explain(
+                expected="'matplotlib', to draw a timeline",
+                found="no such package",
+                remedy="pip install matplotlib.",
+            )
+        )
+
+
+def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
+    """Return one line on the step: stages, chunks, its bubble share.
+
+    At best that is (S - 1) / (K + S - 1), with chunks of equal cost that are sent in no time.
+
+    Args:
+        stats: The step.
+        epoch: Its epoch, if it is to be named.
+    """
+    stages, chunks = stats.num_stages, stats.num_chunks
+    least = (stages - 1) / (chunks + stages - 1)
+    kind = "exact step" if stats.is_exact else f"{chunks} chunk{'s' if chunks > 1 else ''}"
+    start = "" if epoch is None else f"Epoch {epoch}: "
+    return (
+        f"{start}{stages} stage{'s' if stages > 1 else ''}, {kind}, bubble share "
+        f"{stats.bubble_frac:.1%} (at best {least:.1%})"
+    )
+
+
+def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
+    """Return a picture of the compute actions among `events`.
+
+    Args:
+        events: Of a training step, as in `PipelineStats.events`.
+        title: Its heading; see `timeline_title`.
+
+    Raises:
+        ConfigError: If there is nothing to draw.
+        ImportError: Without matplotlib.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    boxes = [(e, action) for e in events if (action := Action.parse(e.action)).op.is_compute]
+    if not boxes:
+        raise ConfigError(
+            explain(
+                expected="forward or backward actions in the trace",
+                found="none",
+                remedy="Draw a training step that has finished.",
+            )
+        )
+    computed = [event for event, _ in boxes]
+    span_us = max(e.end_us for e in computed) - min(e.start_us for e in computed)
+    num_ranks = max(e.rank for e in computed) + 1
+    inches_per_us, font_size = _scale(boxes, span_us)
+    width = inches_per_us * span_us + _MARGIN_INCHES
+    figure = Figure(figsize=(width, 1.7 + 0.55 * num_ranks), layout="constrained")
+    axes = figure.subplots()
+    _draw_phases(axes, computed, num_ranks)
+    _draw_boxes(axes, boxes, inches_per_us, font_size)
+    _label(figure, axes, title, num_ranks, computed)
+    return figure
+
+
+def _scale(boxes: Sequence[tuple[TraceEvent, Action]], span_us: float) -> tuple[float, int]:
+    """Return inches a microsecond and the font size for most chunk numbers to fit their boxes."""
+    digits = max(len(str(action.chunk)) for _, action in boxes)
+    widths_us = sorted(event.end_us - event.start_us for event, _ in boxes)
+    usual_us = widths_us[len(widths_us) // 5]  # four in five are at least as wide
+    least, most = ((inches - _MARGIN_INCHES) / span_us for inches in (_LEAST_INCHES, _MOST_INCHES))
+    needed = (digits * _FONT_SIZES[1] * _DIGIT_WIDTH + _PADDING_INCHES) / max(usual_us, 1e-9)
+    scale = min(max(needed, least), most)
+    room = usual_us * scale - _PADDING_INCHES
+    fitting = [size for size in _FONT_SIZES if digits * size * _DIGIT_WIDTH <= room]
+    return scale, fitting[0] if fitting else _FONT_SIZES[-1]
+
+
+def _draw_phases(axes: Axes, events: Sequence[TraceEvent], num_ranks: int) -> None:
+    spans = phases(events)
+    for rank in range(num_ranks):
+        bars: Any = [(start / 1e3, (end - start) / 1e3) for start, end in spans]
+        axes.broken_barh(bars, (rank - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=IDLE, linewidth=0)
+    if len(spans) == 2 and spans[1][0] > spans[0][1]:
+        middle_ms = (spans[0][1] + spans[1][0]) / 2e3
+        axes.text(
+            middle_ms,
+            (num_ranks - 1) / 2,
+            "outputs, loss",
+            ha="center",
+            va="center",
+            rotation=90,
+            color="#666666",
+            size=7,
+        )
+
+
+def _draw_boxes(
+    axes: Axes,
+    boxes: Sequence[tuple[TraceEvent, Action]],
+    inches_per_us: float,
+    font_size: int,
+) -> None:
+    for event, action in boxes:
+        width_us = event.end_us - event.start_us
+        axes.broken_barh(
+            [(event.start_us / 1e3, width_us / 1e3)],
+            (event.rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
+            facecolor=COLOURS[action.op],
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        text, width = str(action.chunk), width_us * inches_per_us
+        is_upright = len(text) * font_size * _DIGIT_WIDTH <= width
+        if is_upright or font_size * _DIGIT_HEIGHT <= width:
+            axes.text(
+                (event.start_us + width_us / 2) / 1e3,
+                event.rank,
+                text,
+                ha="center",
+                va="center",
+                rotation=0 if is_upright else 90,
+                color="white",
+                size=font_size,
+            )
+
+
+def _label(
+    figure: Figure, axes: Axes, title: str, num_ranks: int, events: Sequence[TraceEvent]
+) -> None:
+    from matplotlib.patches import Patch
+
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.set_ylim(num_ranks - 0.5, -0.5)
+    axes.set_xlim(min(e.start_us for e in events) / 1e3, max(e.end_us for e in events) / 1e3)
+    axes.set_xlabel("time in the training step [ms]; the number in a box is its chunk")
+    axes.set_title(title, loc="left")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(
+        handles=[Patch(color=colour, label=label) for label, colour in LABELS.items()],
+        ncols=len(LABELS),
+        loc="outside lower right",
+        frameon=False,
+    )

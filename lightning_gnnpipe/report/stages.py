@@ -1,0 +1,120 @@
+"""How layers were dealt out to stages, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import StringIO
+
+from torch import nn
+
+from lightning_gnnpipe.engine.names import LayerNames
+from lightning_gnnpipe.stages import Stage
+
+_HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
+_LEFT = 1  # the column of words
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, or what lies outside of all of them.
+
+    Attributes:
+        index: The stage; None for parameters outside of the pipelined module, which every rank has.
+        layers: Names of its layers.
+        num_parameters: Numbers in its parameters; one that several stages use counts on the first.
+        cost_s: Seconds that its layers took in the timed pass that they were dealt out by, scaled
+            to a training step; None if they were dealt out otherwise.
+    """
+
+    index: int | None
+    layers: tuple[str, ...]
+    num_parameters: int
+    cost_s: float | None
+
+
+def describe_stages(
+    root: nn.Module,
+    pipelined: nn.Module,
+    stages: Sequence[Stage],
+    users: Mapping[str, set[int]],
+    costs: Sequence[float],
+) -> tuple[StageRow, ...]:
+    """Return a row for each stage, and one for the rest of `root` if it has parameters.
+
+    Args:
+        root: The whole module, all of its parameters on this rank.
+        pipelined: The pipelined module in it.
+        stages: Its stages.
+        users: Which stages use a parameter or buffer of `pipelined`, by name.
+        costs: Of each layer, in seconds; empty if they were not measured.
+    """
+    sizes = {name: p.numel() for name, p in pipelined.named_parameters()}
+    owners = {name: min(users[name]) for name in sizes if users.get(name)}
+    names = LayerNames(pipelined)
+    rows = []
+    for stage in stages:
+        layers = tuple(names.of(segment) for segment in stage.segments)
+        own = sum(size for name, size in sizes.items() if owners.get(name) == stage.index)
+        cost_s = sum(costs[segment.index] for segment in stage.segments) if costs else None
+        rows.append(StageRow(stage.index, layers, own, cost_s))
+    rest = sum(p.numel() for p in root.parameters()) - sum(row.num_parameters for row in rows)
+    return (*rows, StageRow(None, (), rest, None)) if rest else tuple(rows)
+
+
+def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
+    """Return `rows` as a table, drawn by rich where it is installed.
+
+    Args:
+        rows: See `describe_stages`.
+        num_columns: Width of the screen.
+    """
+    cells = [_cells(row) for row in rows]
+    has_costs = any(row.cost_s is not None for row in rows)
+    table = [_HEADINGS, *cells]
+    if not has_costs:
+        table = [line[:-1] for line in table]
+    num_stages = sum(row.index is not None for row in rows)
+    num_layers = sum(len(row.layers) for row in rows)
+    title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
+    return _draw_rich(title, table, num_columns) if find_spec("rich") else _draw(title, table)
+
+
+def _cells(row: StageRow) -> tuple[str, ...]:
+    if row.index is None:
+        return "all", "outside of the pipelined module", f"{row.num_parameters:,}", ""
+    first, last = row.layers[0], row.layers[-1]
+    several = f"{first} .. {last} ({len(row.layers)})"
+    return (
+        str(row.index),
+        first if len(row.layers) == 1 else several,
+        f"{row.num_parameters:,}",
+        "" if row.cost_s is None else f"{row.cost_s * 1e3:,.1f}",
+    )
+
+
+def _draw_rich(title: str, table: Sequence[Sequence[str]], num_columns: int) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left")
+    for column, heading in enumerate(table[0]):
+        drawn.add_column(heading, justify="left" if column == _LEFT else "right")
+    for line in table[1:]:
+        drawn.add_row(*line)
+    text = StringIO()
+    Console(file=text, width=num_columns, markup=False).print(drawn)
+    return text.getvalue().rstrip()
+
+
+def _draw(title: str, table: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column == _LEFT else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    ]
+    return "\n".join([title, *lines])

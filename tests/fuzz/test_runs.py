@@ -1,0 +1,123 @@
+"""Random graphs, models, stages, chunks, orders and callbacks: the oracle holds.
+
+`GNNPIPE_FUZZ` is the number of runs (default 30): `GNNPIPE_FUZZ=500 pytest tests/fuzz`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.graphs import GraphCase, any_case
+from tests.helpers.launch import SEED, run_fit
+from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.record import assert_steps_equal
+from tests.helpers.training import Refresh, train_with_oracle
+
+NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
+NUM_EPOCHS = 4
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphCase:
+    """Up to 14 nodes in up to 5 chunks, any directed edges, loops and repetitions included."""
+    num_chunks = draw(st.integers(1, 5))
+    rest = draw(st.lists(st.integers(0, num_chunks - 1), max_size=9))
+    partition = draw(st.permutations([*range(num_chunks), *rest]))
+    node = st.integers(0, len(partition) - 1)
+    edges = draw(st.lists(st.tuples(node, node), max_size=40))
+    return any_case(edges, partition)
+
+
+refreshes = st.builds(
+    Refresh,
+    num_exact_epochs=st.sampled_from([1, 1, 2, NUM_EPOCHS]),
+    every_n_epochs=st.sampled_from([0, 0, 1, 2, 3]),
+    how=st.sampled_from(["snapshot", "exact"]),
+)
+
+
+def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
+    from lightning_gnnpipe import HistoryRefresh, StalenessMonitor, StalenessWarmup
+
+    chosen: list[Any] = [StalenessMonitor()] if watches else []
+    if refresh.num_exact_epochs > 1:
+        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
+    if refresh.every_n_epochs:
+        chosen.append(HistoryRefresh(every_n_epochs=refresh.every_n_epochs, how=refresh.how))
+    return chosen
+
+
+@settings(
+    max_examples=NUM_RUNS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    case=graphs(),
+    name=st.sampled_from(sorted(NETS)),
+    optimizer=st.sampled_from(["sgd", "momentum"]),
+    num_stages=st.sampled_from([1, 1, 1, 2, 3]),
+    shuffle=st.booleans(),
+    scale=st.sampled_from([0.0, 1.0, 2.0]),
+    refresh=refreshes,
+    recompute=st.booleans(),
+    validate=st.booleans(),
+    watches=st.booleans(),
+    balance=st.sampled_from(["measured", "uniform"]),
+)
+def test_any_run_equals_the_oracle(
+    case: GraphCase,
+    name: str,
+    optimizer: str,
+    num_stages: int,
+    shuffle: bool,
+    scale: float,
+    refresh: Refresh,
+    recompute: bool,
+    validate: bool,
+    watches: bool,
+    balance: str,
+) -> None:
+    from lightning_gnnpipe.graph import chunk_order
+
+    options = {"optimizer": optimizer, "lr": 0.05, "weight_decay": 0.01}
+    oracle = ReferenceModule(name, **options)
+    expected = train_with_oracle(
+        oracle,
+        case.data,
+        case.partition,
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, shuffle=shuffle),
+        refresh=refresh,
+        num_epochs=NUM_EPOCHS,
+        cross_chunk_grad_scale=scale,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        fit = run_fit(
+            ReferenceModule(name, **options),
+            case.data,
+            num_stages=num_stages,
+            num_chunks=case.num_chunks,
+            partition=case.partition,
+            callbacks=callbacks(refresh, watches),
+            max_epochs=NUM_EPOCHS,
+            tmp_path=Path(folder),
+            trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
+            strategy_kwargs={
+                "shuffle_chunks": shuffle,
+                "cross_chunk_grad_scale": scale,
+                "recompute": recompute,
+                "balance": balance,
+            },
+        )
+    assert_steps_equal(fit.steps, expected)
+    for key, value in oracle.state_dict().items():
+        torch.testing.assert_close(fit.state_dict[key], value, rtol=1e-10, atol=1e-10)

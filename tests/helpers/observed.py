@@ -1,0 +1,56 @@
+"""A small graph and a deep stack, fitted under the strategy with callbacks and loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.types import StartMethod
+
+NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS = 40, 5, 8, 3, 4
+
+
+def make_module() -> NodeClassifier:
+    L.seed_everything(3, verbose=False)
+    return NodeClassifier(GCN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS), NUM_CLASSES)
+
+
+def make_data() -> FullGraphDataModule:
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(NUM_NODES, NUM_FEATURES, generator=generator),
+        edge_index=torch.randint(0, NUM_NODES, (2, 120), generator=generator),
+        y=torch.randint(0, NUM_CLASSES, (NUM_NODES,), generator=generator),
+    )
+    return FullGraphDataModule(data)
+
+
+def make_trainer(
+    num_stages: int,
+    num_chunks: int,
+    *callbacks: L.Callback,
+    start_method: StartMethod = "fork",
+    **kwargs: Any,
+) -> L.Trainer:
+    options = {
+        "max_epochs": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **kwargs,
+    }
+    return L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=GNNPipeStrategy(
+            num_chunks=num_chunks, balance="uniform", start_method=start_method
+        ),
+        callbacks=list(callbacks),
+        **options,
+    )

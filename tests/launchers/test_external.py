@@ -1,0 +1,184 @@
+"""Processes that others start: torchrun with restarts, SLURM's tasks, its requeue signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, signal, sys
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.models import GCN, NodeClassifier
+
+torch.set_num_threads(1)
+folder, how, epochs = Path(sys.argv[1]), sys.argv[2], 12
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if how == "kill" and trainer.current_epoch == 5 and trainer.global_rank == 1:
+            marker = folder / "killed"
+            if not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if how == "requeue" and trainer.current_epoch == 3 and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_train_start(self, trainer, *_):
+        print(f"rank {trainer.global_rank} begins at epoch {trainer.current_epoch}", flush=True)
+
+
+ring = torch.arange(30)
+data = Data(
+    x=torch.eye(30), edge_index=torch.stack([ring, (ring + 1) % 30]), y=(ring % 3)
+)
+L.seed_everything(0, verbose=False)
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, num_nodes=1, max_epochs=epochs, logger=False,
+    default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), Fails()],
+    strategy=GNNPipeStrategy(timeout=timedelta(seconds=20)),
+)
+module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
+trainer.fit(module, datamodule=FullGraphDataModule(data), ckpt_path="last")
+total = sum(p.sum().item() for p in module.parameters())
+print(f"rank {trainer.global_rank} ends with {total:.12f}", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.environ.get("PATH", "")
+    return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def ends(text: str) -> set[str]:
+    return set(re.findall(r"ends with (\S+)", text))
+
+
+def torchrun(script: Path, folder: Path, how: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "--max-restarts=2"]
+    folder.mkdir()
+    done = subprocess.run(
+        [*command, str(script), str(folder), how],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_path: Path) -> None:
+    """One rank is killed in epoch 5; the weights are those of a run that nobody disturbed."""
+    whole = torchrun(script, tmp_path / "whole", "none")
+    again = torchrun(script, tmp_path / "again", "kill")
+    assert "begins at epoch 5" in again and "begins at epoch 5" not in whole
+    assert len(ends(whole)) == 1
+    assert ends(again) == ends(whole)
+
+
+def slurm(script: Path, folder: Path, how: str, rank: int, port: int) -> subprocess.Popen[str]:
+    """Start one task as `srun` would."""
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(
+            PATH=f"{folder}:{os.environ.get('PATH', '')}",
+            SLURM_JOB_ID="77",
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS="2",
+            SLURM_NTASKS_PER_NODE="2",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_NODEID="0",
+            SLURM_NODELIST="localhost",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        ),
+    )
+
+
+def run_slurm(script: Path, folder: Path, how: str) -> list[str]:
+    port = free_port()
+    tasks = [slurm(script, folder, how, rank, port) for rank in (0, 1)]
+    try:
+        return [task.communicate(timeout=100)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+
+def test_slurm_starts_the_ranks_and_queues_the_job_again(script: Path, tmp_path: Path) -> None:
+    """SIGUSR1 in a step: both ranks save between steps; `scontrol requeue` is called once."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/queued\n')
+    scontrol.chmod(0o755)
+    texts = run_slurm(script, folder, "requeue")
+    assert [len(ends(text)) for text in texts] == [1, 1], texts[0][-3000:]
+    assert (folder / "queued").read_text() == "requeue 77\n"
+    assert (folder / "hpc_ckpt_1.ckpt").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_torchrun_that_is_told_to_stop_saves_and_goes_on(
+    script: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The agent passes SIGTERM on to all ranks."""
+    whole = torchrun(script, tmp_path / "whole", "none")
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", str(script), str(folder), "none"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as one:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("checkpoints/*.ckpt")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        one.send_signal(number)
+        one.communicate(timeout=60)
+    folder.rename(tmp_path / "moved")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "moved"), "none"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(),
+        check=False,
+    )
+    assert ends(done.stdout) == ends(whole)

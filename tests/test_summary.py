@@ -1,0 +1,162 @@
+"""What is told about the model at the start: Lightning's summary, and the table of stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.model_summary import summarize
+
+from lightning_gnnpipe.models import NodeClassifier
+from lightning_gnnpipe.report import StageRow, format_stages
+from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, make_data, make_module, make_trainer
+
+
+class Keep(ModelSummary):
+    """Writes what the summary is on each rank and in each fit."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(max_depth=-1)
+        self.folder = folder
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        number = len(list(self.folder.glob(f"{trainer.global_rank}_*")))
+        found = table(pl_module)
+        (self.folder / f"{trainer.global_rank}_{number}.json").write_text(json.dumps(found))
+
+
+def table(module: L.LightningModule) -> dict[str, Any]:
+    summary = summarize(module, max_depth=-1)
+    sizes = {
+        name: (one.num_parameters, str(one.in_size), str(one.out_size))
+        for name, one in summary._layer_summary.items()
+    }
+    return {"total": summary.total_parameters, "sizes": json.loads(json.dumps(sizes))}
+
+
+class Drawn(NodeClassifier):
+    """Takes a graph, or its tensors, as a summary with sizes and a drawing need it."""
+
+    def __init__(self) -> None:
+        net = make_module().net
+        super().__init__(net, NUM_CLASSES)
+        edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+        self.example_input_array = (torch.zeros(4, NUM_FEATURES), edges)
+
+    def forward(self, data: Any, edge_index: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(data) if edge_index is None else self.net(data, edge_index)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("has_example", [False, True])
+def test_model_summary_is_right_on_all_ranks_in_every_fit(
+    num_stages: int, has_example: bool, tmp_path: Path
+) -> None:
+    module = Drawn() if has_example else make_module()
+    expected = table(module)
+    for _ in range(2):
+        make_trainer(num_stages, 4, Keep(tmp_path), max_epochs=1).fit(module, make_data())
+    assert table(module) == expected
+    assert_summaries(tmp_path, num_stages, expected)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from lightning_gnnpipe import GNNPipeStrategy
+from tests.helpers.observed import make_data, make_trainer
+from tests.test_summary import Drawn, Keep
+
+trainer = make_trainer(2, 4, Keep(Path(sys.argv[1])), max_epochs=1, start_method="popen")
+module = Drawn()
+trainer.fit(module, make_data())
+trainer.fit_loop.max_epochs = 2
+trainer.fit(module, make_data())
+"""
+
+
+def test_model_summary_is_right_where_processes_stay(tmp_path: Path) -> None:
+    """Each process has emptied the other stage's parameters in the first fit."""
+    script, folder = tmp_path / "fit_twice.py", tmp_path / "found"
+    script.write_text(SCRIPT)
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_summaries(folder, 2, table(Drawn()))
+
+
+def assert_summaries(folder: Path, num_stages: int, expected: dict[str, Any]) -> None:
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == [f"{r}_{fit}.json" for r in range(num_stages) for fit in range(2)]
+    for path in folder.iterdir():
+        assert json.loads(path.read_text()) == expected
+
+
+def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
+    """TensorBoard runs the model on the first rank alone, before training."""
+    logger = TensorBoardLogger(tmp_path, name="tb", version=0, log_graph=True)
+    trainer = make_trainer(2, 4, logger=logger, max_epochs=1)
+    trainer.fit(Drawn(), make_data())
+    assert trainer.state.finished
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("bar", [None, TQDMProgressBar])
+def test_the_stages_are_shown_once_with_the_summary(
+    num_stages: int, bar: type[L.Callback] | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [] if bar is None else [bar()]
+    options = {"enable_model_summary": True, "enable_progress_bar": bar is not None}
+    trainer = make_trainer(num_stages, 4, *callbacks, **options)
+    trainer.fit(make_module(), make_data())
+    shown = capfd.readouterr().out
+    text = f"Pipeline: 4 layers in {num_stages} stage"
+    assert shown.count(text) == 1
+    total = sum(p.numel() for p in make_module().parameters())
+    rows = [line.split("│") for line in shown.splitlines() if "convs." in line]
+    assert sum(int(row[3].replace(",", "")) for row in rows) == total
+    ends = [row[2].strip() for row in rows]
+    one, two = ["convs.0 .. convs.3 (4)"], ["convs.0 .. convs.1 (2)", "convs.2 .. convs.3 (2)"]
+    assert ends == (one if num_stages == 1 else two)
+
+
+def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
+    make_trainer(2, 4).fit(make_module(), make_data())
+    assert "Pipeline:" not in capfd.readouterr().out
+
+
+ROWS = (
+    StageRow(0, ("a", "b"), 1200, 0.0123),
+    StageRow(1, ("c",), 300, 0.5),
+    StageRow(None, (), 7, None),
+)
+
+
+def test_costs_are_shown_where_they_were_measured() -> None:
+    text = format_stages(ROWS)
+    assert "cost [ms]" in text and "12.3" in text and "500.0" in text and "1,200" in text
+    assert "outside of the pipelined module" in text and "3 layers in 2 stages" in text
+    assert "cost" not in format_stages(ROWS[2:])
+
+
+def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_gnnpipe.report.stages.find_spec", lambda name: None)
+    assert format_stages(ROWS).splitlines() == [
+        "Pipeline: 3 layers in 2 stages",
+        "stage  layers                           parameters  cost [ms]",
+        "    0  a .. b (2)                            1,200       12.3",
+        "    1  c                                       300      500.0",
+        "  all  outside of the pipelined module           7           ",
+    ]
