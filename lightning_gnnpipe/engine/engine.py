@@ -132,11 +132,12 @@ class PipelineEngine:
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run, beside weights and histories."""
         graph = self.graphs.trained
-        fingerprint = self.graphs.trained_fingerprint
         counts = self.num_training_passes, self._num_inferences, self.model.stage_layers
         if graph is None or graph.plan.num_chunks == 1:
             return RunState(self.options.seed, *counts, None, ())
-        return RunState(self.options.seed, *counts, fingerprint, tuple(graph.filled))
+        return RunState(
+            self.options.seed, *counts, self.graphs.trained_fingerprint, tuple(graph.filled)
+        )
 
     def stage_state(self) -> dict[str, Any]:
         """Return the histories of this rank's layers for a checkpoint; see `save_stage`."""
