@@ -8,7 +8,7 @@ forward, without         ->  exact pass, histories untouched
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,7 @@ class PipelineEngine:
                 explain(
                     expected="one pipelined forward before each backward",
                     found="a second one in the same step",
-                    remedy="Call the module once in training_step, or the second time under "
-                    "torch.no_grad().",
+                    remedy="Call the module once a step, or the second time in torch.no_grad().",
                 )
             )
         call = take_apart(self.model.module, args, kwargs)
@@ -133,11 +132,10 @@ class PipelineEngine:
         """Return what a checkpoint keeps of the run, beside weights and histories."""
         graph = self.graphs.trained
         counts = self.num_training_passes, self._num_inferences, self.model.stage_layers
-        if graph is None or graph.plan.num_chunks == 1:
-            return RunState(self.options.seed, *counts, None, ())
-        return RunState(
-            self.options.seed, *counts, self.graphs.trained_fingerprint, tuple(graph.filled)
-        )
+        histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
+        if graph is not None and graph.plan.num_chunks > 1:
+            histories = self.graphs.trained_fingerprint, tuple(graph.filled)
+        return RunState(self.options.seed, *counts, *histories)
 
     def stage_state(self) -> dict[str, Any]:
         """Return the histories of this rank's layers for a checkpoint; see `save_stage`."""
