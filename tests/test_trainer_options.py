@@ -151,7 +151,7 @@ def test_compiled_layers() -> None:
         return module
 
     plain = fit(0)
-    for num_stages in (1, 2, 3):
+    for num_stages in (1, 2):  # compiling takes seconds
         assert_same(fit(num_stages), plain)
 
 
