@@ -22,24 +22,42 @@ def package_messages() -> dict[str, str]:
     return found
 
 
+def refusal_reasons() -> set[str]:
+    """Return the reasons for which a layer is refused, where they are written out."""
+    tree = ast.parse((PACKAGE / "passing" / "support.py").read_text())
+    place = _parameters(tree, "reason")["_refuse"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    reasons = [one.args[place] for one in calls if ast.unparse(one.func) == "_refuse"]
+    return {text for reason in reasons for text in texts(reason) if text != GAP}
+
+
 def _messages(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    wrappers = _wrappers(tree)
+    wrappers = _parameters(tree, "expected")  # which hand it on to `explain`
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         expected = next((k.value for k in call.keywords if k.arg == "expected"), None)
         if name in wrappers and expected is None:
             expected = call.args[wrappers[name]]
-        if expected is not None and not isinstance(expected, ast.Name):
+        if isinstance(expected, ast.Name):
+            expected = _assigned(tree, expected.id)
+        if expected is not None:
             yield from ((f"Expected {text}", call.lineno) for text in texts(expected))
         elif name in ("PeerError", "log.warning", "warnings.warn"):
             yield from ((text, call.lineno) for text in texts(call.args[0]))
 
 
-def _wrappers(tree: ast.Module) -> dict[str, int]:
-    """Return functions that hand their own parameter `expected` on to `explain`, and its place."""
+def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """Return the text that a variable `name` is given; None if it is a parameter."""
+    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    values = (node.value for node in assignments if ast.unparse(node.targets[0]) == name)
+    return next((one for one in values if isinstance(one, ast.JoinedStr | ast.Constant)), None)
+
+
+def _parameters(tree: ast.Module, parameter: str) -> dict[str, int]:
+    """Return the functions that have a parameter of this name, and its place."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    names = {f.name: [a.arg for a in f.args.args] for f in functions if f.name != "explain"}
-    return {name: args.index("expected") for name, args in names.items() if "expected" in args}
+    names = {function.name: [one.arg for one in function.args.args] for function in functions}
+    return {name: args.index(parameter) for name, args in names.items() if parameter in args}
 
 
 def texts(node: ast.expr) -> list[str]:

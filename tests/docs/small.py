@@ -1,0 +1,80 @@
+"""What the code of the documentation is run with: a small graph, few epochs, quiet Trainers.
+
+The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
+Cora's numbers of features and classes; no Trainer runs longer than 4 epochs, of which a
+StalenessWarmup makes one exact; Trainers show neither progress nor summaries.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.datasets
+from torch_geometric.data import Data, InMemoryDataset
+
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+
+NUM_NODES, NUM_FEATURES, NUM_CLASSES = 70, 1433, 7
+MOST_EPOCHS, MOST_EXACT_EPOCHS = 4, 1
+
+
+def install(patch: pytest.MonkeyPatch, start_method: str | None = None) -> None:
+    """Make everything small.
+
+    Args:
+        patch: What can take it back.
+        start_method: How strategies that would run the script again start their processes; None
+            for just so.
+    """
+    patch.setattr(torch_geometric.datasets, "Planetoid", SmallPlanetoid)
+    _limit(patch, StalenessWarmup, num_epochs=MOST_EXACT_EPOCHS)
+    _limit(patch, L.Trainer, max_epochs=MOST_EPOCHS)
+    _give(patch, L.Trainer, enable_progress_bar=False, enable_model_summary=False)
+    if start_method is not None:
+        _give(patch, GNNPipeStrategy, start_method=start_method)
+
+
+class SmallPlanetoid(InMemoryDataset):
+    """A ring with chords, its labels in the features; takes the arguments of Planetoid."""
+
+    def __init__(self, root: str, name: str, split: str = "public", transform: Any = None) -> None:
+        super().__init__(None, transform)
+        node = torch.arange(NUM_NODES)
+        hops = [(node, (node + hop) % NUM_NODES) for hop in (1, 2, 7)]
+        y = node % NUM_CLASSES
+        graph = Data(
+            x=torch.nn.functional.one_hot(y, NUM_FEATURES).float(),
+            edge_index=torch.cat([torch.stack(pair) for s, t in hops for pair in ((s, t), (t, s))], 1),
+            y=y,
+            train_mask=node % 3 == 0,
+            val_mask=node % 3 == 1,
+            test_mask=node % 3 == 2,
+        )
+        self.data, self.slices = self.collate([graph])
+
+
+def _limit(patch: pytest.MonkeyPatch, owner: type, **most: int) -> None:
+    """Let `owner` be built with these arguments at the most."""
+    original: Any = owner.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        limited = {name: min(kwargs.get(name) or value, value) for name, value in most.items()}
+        original(self, *args, **{**kwargs, **limited})
+
+    patch.setattr(owner, "__init__", init)
+
+
+def _give(patch: pytest.MonkeyPatch, owner: type, **arguments: Any) -> None:
+    """Let `owner` be built with these arguments."""
+    original: Any = owner.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, **arguments})
+
+    patch.setattr(owner, "__init__", init)
