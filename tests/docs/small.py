@@ -2,7 +2,8 @@
 
 The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
 Cora's numbers of features and classes; no Trainer runs longer than 4 epochs, of which a
-StalenessWarmup makes one exact; Trainers show neither progress nor summaries.
+StalenessWarmup makes one exact; Trainers show neither progress nor summaries. Commands
+run 2 epochs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ NUM_NODES, NUM_FEATURES, NUM_CLASSES = 70, 1433, 7
 MOST_EPOCHS, MOST_EXACT_EPOCHS = 4, 1
 
 
-def install(patch: pytest.MonkeyPatch, start_method: str | None = None) -> None:
+def install(
+    patch: pytest.MonkeyPatch, start_method: str | None = None, most_epochs: int = MOST_EPOCHS
+) -> None:
     """Make everything small.
 
     Args:
         patch: What can take it back.
         start_method: How strategies that would run the script again start their processes; None
             for just so.
+        most_epochs: No Trainer runs longer.
     """
     patch.setattr(torch_geometric.datasets, "Planetoid", SmallPlanetoid)
     _limit(patch, StalenessWarmup, num_epochs=MOST_EXACT_EPOCHS)
-    _limit(patch, L.Trainer, max_epochs=MOST_EPOCHS)
+    _limit(patch, L.Trainer, max_epochs=most_epochs)
     _give(patch, L.Trainer, enable_progress_bar=False, enable_model_summary=False)
     if start_method is not None:
         _give(patch, GNNPipeStrategy, start_method=start_method)

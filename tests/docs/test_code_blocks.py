@@ -119,6 +119,7 @@ def test_commands_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    small.install(monkeypatch, most_epochs=2)
     blocks = read_blocks(page)
     save_configs(blocks)
     for block in blocks:
