@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install the package with its development tools into .venv, then lint, check types and test.
+# Install the package with its development tools into .venv, then lint, check types, build the
+# documentation (warnings are errors) into site/, and test.
 # PYTHON names the interpreter that makes the environment (default: python3.11).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,4 +12,5 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 .venv/bin/pytest

@@ -52,7 +52,9 @@ class SmallPlanetoid(InMemoryDataset):
         y = node % NUM_CLASSES
         graph = Data(
             x=torch.nn.functional.one_hot(y, NUM_FEATURES).float(),
-            edge_index=torch.cat([torch.stack(pair) for s, t in hops for pair in ((s, t), (t, s))], 1),
+            edge_index=torch.cat(
+                [torch.stack(pair) for s, t in hops for pair in ((s, t), (t, s))], 1
+            ),
             y=y,
             train_mask=node % 3 == 0,
             val_mask=node % 3 == 1,
