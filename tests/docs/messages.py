@@ -1,4 +1,4 @@
-"""Every message of the package, read from its source: errors and warnings, variable parts as `…`."""
+"""Every message of the package, read from its source, with `…` for what varies: errors, warnings."""
 
 from __future__ import annotations
 
