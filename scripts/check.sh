@@ -12,5 +12,5 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
 .venv/bin/pytest
