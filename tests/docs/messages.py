@@ -1,4 +1,4 @@
-"""Every message of the package, read from its source, with `…` for what varies: errors, warnings."""
+"""Every message of the package, read from its source, with `…` for what varies in it."""
 
 from __future__ import annotations
 
