@@ -28,7 +28,7 @@ from lightning_gnnpipe.engine import (
 from lightning_gnnpipe.errors import CheckpointError, ConfigError, PeerError, explain
 from lightning_gnnpipe.processes import PipeProcesses
 from lightning_gnnpipe.randomness import random_state
-from lightning_gnnpipe.signals import StopSignals
+from lightning_gnnpipe.signals import StopSignals, keep_last
 
 T = TypeVar("T")
 
@@ -100,11 +100,27 @@ class PipeCheckpoints(PipeProcesses):
             self._saved = self._read_run(found, path)
             return found
 
-        return self._together(read)
+        found = self._together(read)
+        has_histories = self._saved is not None and bool(self._saved[0].stages)
+        has_histories = self.reduce_boolean_decision(has_histories)  # all take the same steps
+        if self._saved is not None:
+            run, random = self._saved
+            run = run if has_histories else SavedRun(run.state, ())
+            self._saved = run, random
+            if self._engine is not None:  # restored in the middle of a run, as by lr_find
+                self._engine.resume(run)
+                self._saved = None
+        return found
+
+    def teardown(self) -> None:
+        self._saved = None  # of a run that failed before it began
+        super().teardown()
 
     def _read_stock(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
         try:
-            found = super().load_checkpoint(path, weights_only)
+            # Lightning before 2.6 does not know the argument.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            found = super().load_checkpoint(path, **given)
         except FileNotFoundError:
             raise
         except Exception as error:  # what damaged files raise is not told by torch
@@ -177,7 +193,9 @@ class PipeCheckpoints(PipeProcesses):
     ) -> None:
         if self._is_interrupted and (self._is_split or self._has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
+            keep_last(getattr(self.lightning_module, "_trainer", None))
             return
+        filepath = self.broadcast(filepath)
         path = local_path(filepath)
         if self.options.save_distributed_checkpoint:
             self._save_sharded(checkpoint, filepath, path)
@@ -221,8 +239,8 @@ class PipeCheckpoints(PipeProcesses):
             checkpoint[_KEY] = self._run(sharded.HISTORIES if has_histories else None)
             if has_histories:
                 self._write_histories(sharded.part_of(path) / sharded.HISTORIES)
-        sharded.write_sharded(self._pipe, path, checkpoint, weights, optimizers)
-        self._together(lambda: sharded.put_in_place(path) if self.is_global_zero else None)
+        meta = sharded.write_shards(self._pipe, path, checkpoint, weights, optimizers)
+        self._together(lambda: sharded.finish(path, meta) if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save, if all ranks stop together; then see `PipeProcesses.on_exception`."""
@@ -245,8 +263,11 @@ class PipeCheckpoints(PipeProcesses):
         }
 
     def _write_histories(self, folder: Path) -> None:
-        stage = self._pipe.axis.stage
-        self._together(lambda: sidecar.write_stage(folder, stage, self.engine.stage_state()))
+        def write() -> None:
+            for stage, saved in self.engine.stage_states().items():
+                sidecar.write_stage(folder, stage, saved)
+
+        self._together(write)
 
     def _together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if one fails, all do."""
@@ -272,7 +293,9 @@ class PipeCheckpoints(PipeProcesses):
     @property
     def _is_interrupted(self) -> bool:
         """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
-        assert self.lightning_module is not None
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is None:  # not begun, or in the process that started those that train
+            return self._has_workers and sys.exc_info()[1] is not None
         is_stop = isinstance(sys.exc_info()[1], SIGTERMException)
         is_orderly = is_stop and self._signals.stops_together
-        return self.lightning_module.trainer.interrupted and not is_orderly
+        return bool(trainer.interrupted) and not is_orderly

@@ -83,6 +83,15 @@ class PipeProcesses(ParallelStrategy):
         return self._transport is not None and self._transport.axis.is_distributed
 
     @property
+    def _is_interrupted(self) -> bool:
+        """Whether other ranks may be gone, so that none may wait for them."""
+        return False
+
+    @property
+    def _meets_peers(self) -> bool:
+        return self._has_peers and not self._is_interrupted
+
+    @property
     def _has_workers(self) -> bool:
         """Whether this process has started those that train, and does not train itself."""
         return self._transport is None and isinstance(self._launcher, WorkerLauncher)
@@ -147,11 +156,11 @@ class PipeProcesses(ParallelStrategy):
         return self._pipe.broadcast_object(seed)
 
     def barrier(self, name: str | None = None) -> None:
-        if self._has_peers:
+        if self._meets_peers:
             self._pipe.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._pipe.broadcast_object(obj, src) if self._has_peers else obj
+        return self._pipe.broadcast_object(obj, src) if self._meets_peers else obj
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor`: over replicas of the data there is nothing to reduce."""
@@ -159,7 +168,7 @@ class PipeProcesses(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all, or any, ranks decided so."""
-        if not self._has_peers:
+        if not self._meets_peers:
             return decision
         votes = [one[0] for one in self._pipe.all_gather_ints([int(decision)])]
         return min(votes) == 1 if all else max(votes) == 1

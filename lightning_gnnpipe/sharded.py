@@ -39,14 +39,14 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def write_sharded(
+def write_shards(
     transport: Transport,
     path: Path,
     checkpoint: Mapping[str, Any],
     weights: Mapping[str, Any],
     optimizers: Sequence[Mapping[Any, Mapping[str, Any]]],
-) -> None:
-    """Write a checkpoint beside `path`; a collective call.
+) -> dict[str, Any]:
+    """Write the tensors of a checkpoint beside `path`; a collective call.
 
     Args:
         transport: The ranks.
@@ -54,6 +54,9 @@ def write_sharded(
         checkpoint: As Lightning dumps it, without weights and optimizer states of parameters.
         weights: Those of the state dict that this rank writes.
         optimizers: Of each optimizer the states, by number of parameter, that this rank writes.
+
+    Returns:
+        What else there is to write, for `finish`.
     """
     tensors = {f"model/{key}": value for key, value in weights.items() if isinstance(value, Tensor)}
     plain = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
@@ -68,15 +71,20 @@ def write_sharded(
                     scalars[index].setdefault(number, {})[name] = value
     save_shards(transport, part_of(path), tensors)
     gathered = transport.all_gather_objects(scalars)
-    if transport.axis.is_first:
-        merged: list[dict[Any, dict[str, Any]]] = [{} for _ in scalars]
-        for one in gathered:
-            for index, states in enumerate(one):
-                merged[index] |= states
-        with open(part_of(path) / _META, "wb") as file:
-            torch.save({"checkpoint": dict(checkpoint), "model": plain, "scalars": merged}, file)
-            file.flush()
-            os.fsync(file.fileno())
+    merged: list[dict[Any, dict[str, Any]]] = [{} for _ in scalars]
+    for one in gathered:
+        for index, states in enumerate(one):
+            merged[index] |= states
+    return {"checkpoint": dict(checkpoint), "model": plain, "scalars": merged}
+
+
+def finish(path: Path, meta: Mapping[str, Any]) -> None:
+    """Write the rest and let the whole be `path`; on the first rank."""
+    with open(part_of(path) / _META, "wb") as file:
+        torch.save(dict(meta), file)
+        file.flush()
+        os.fsync(file.fileno())
+    put_in_place(path)
 
 
 def put_in_place(path: Path) -> None:
@@ -86,7 +94,7 @@ def put_in_place(path: Path) -> None:
         part.rename(path)
         return
     _exchange(part, path)
-    if part.is_dir():
+    if part.is_dir() and not part.is_symlink():
         shutil.rmtree(part)
     else:
         part.unlink()
@@ -130,6 +138,7 @@ def _exchange(first: Path, second: Path) -> None:
     names = os.fsencode(first), os.fsencode(second)
     if rename is None or rename(_CWD, names[0], _CWD, names[1], _RENAME_EXCHANGE):
         third = first.with_suffix(".old")
+        shutil.rmtree(third, ignore_errors=True)  # of a move that was cut off
         second.rename(third)
         first.rename(second)
         third.rename(first)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning_gnnpipe.errors import CheckpointError, explain
 _FOLDER = ".gnnpipe"
 _OWNER = "checkpoint"
 _PART = ".part"
+_ABANDONED_S = 3600.0
 
 
 def new_id() -> str:
@@ -70,7 +72,8 @@ def prune(checkpoint: Path, keep: str | None) -> None:
             continue
         owner = one / _OWNER
         is_old = owner.is_file() and owner.read_text() == checkpoint.name
-        if is_old or one.name.endswith(_PART):
+        is_left = one.name.endswith(_PART) and time.time() - one.stat().st_mtime > _ABANDONED_S
+        if is_old or is_left:  # another run may be writing to the same folder
             shutil.rmtree(one, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -74,7 +74,7 @@ class StopSignals:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        is_saved = any(one._last_global_step_saved == trainer.global_step for one in savers)
+        is_saved = any(_has_last(one, trainer) for one in savers)
         folder = next((one.dirpath for one in savers if one.dirpath), None)
         if trainer.fast_dev_run or trainer.sanity_checking or is_saved or folder is None:  # type: ignore[attr-defined]
             return
@@ -91,3 +91,16 @@ class StopSignals:
 
     def _on_requeue(self, signum: int, frame: Any) -> None:
         self._progress.signals |= REQUEUE
+
+
+def keep_last(trainer: pl.Trainer | None) -> None:
+    """Let the last checkpoints be: the one that was to replace them has not been written."""
+    for one in trainer.checkpoint_callbacks if trainer is not None else ():
+        if isinstance(one, ModelCheckpoint):
+            one.save_last = None
+
+
+def _has_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Whether `ckpt_path="last"` would find a checkpoint of this step, with which to go on."""
+    is_new = saver._last_global_step_saved == trainer.global_step
+    return is_new and bool(saver.last_model_path) and not saver.save_weights_only

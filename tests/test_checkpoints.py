@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import shutil
+import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, _compat, sharded, sidecar
 from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO
 from lightning_gnnpipe.comm import load_shards
 from lightning_gnnpipe.errors import CheckpointError
@@ -220,3 +223,162 @@ def test_metadata_of_shards_runs_no_code(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CheckpointError, match="no part of a checkpoint's metadata"):
         load_shards(tmp_path)
     assert not Path("exploded").exists()
+
+
+class SavesEarly(L.Callback):
+    """Saves before the first step of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_resumed_run_that_saves_before_its_first_step_keeps_the_histories(
+    saved: Path, num_stages: int, tmp_path: Path
+) -> None:
+    early = tmp_path / "early.ckpt"
+    whole, _ = fit(tmp_path / "a", num_stages=num_stages, epochs=5, resume=saved)
+    fit(tmp_path / "b", SavesEarly(early), num_stages=num_stages, epochs=4, resume=saved)
+    again, _ = fit(tmp_path / "c", num_stages=num_stages, epochs=5, resume=early)
+    assert torch.equal(weights(again), weights(whole))
+
+
+class RunsOnRankOne:
+    """Finds no histories on rank 1."""
+
+    def __init__(self) -> None:
+        self.original = sidecar.read_stages
+
+    def __call__(self, folder: Path, num_stages: int) -> Any:
+        rank = torch.distributed.get_rank()
+        return () if rank == 1 else self.original(folder, num_stages)
+
+
+def test_histories_that_one_rank_does_not_see_are_taken_by_none(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar, "read_stages", RunsOnRankOne())
+    fit(tmp_path / "again", epochs=4, resume=saved, timeout=timedelta(seconds=20))
+
+
+def test_a_learning_rate_finder_leaves_no_histories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kinds = NotesKind()
+    finder = LearningRateFinder(num_training_steps=6, update_attr=False)
+    finder.lr_find = lambda trainer, module: find(trainer, module)  # type: ignore[method-assign]
+
+    def find(trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.lr = 0.01
+        LearningRateFinder.lr_find(finder, trainer, module)
+
+    fit(tmp_path, finder, kinds, num_stages=1, epochs=2)
+    assert kinds.was_exact[-2:] == [True, False]
+
+
+class StopsAfter(L.Callback):
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_top_k": -1}])
+def test_sigterm_leaves_a_last_checkpoint_to_go_on_from(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(num_chunks=4),
+        max_epochs=9,
+        callbacks=[
+            ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, **options),
+            StopsAfter(),
+        ],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(module(), datamodule=FullGraphDataModule(data()))
+    assert "optimizer_states" in torch.load(tmp_path / "last-sigterm.ckpt", weights_only=True)
+
+
+def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+    folder = sidecar.unfinished_folder(tmp_path / "other.ckpt", "b")
+    old = sidecar.unfinished_folder(tmp_path / "other.ckpt", "c")
+    for one in (folder, old):
+        sidecar.write_stage(one, 0, {})
+    os.utime(old, (0, 0))
+    sidecar.prune(tmp_path / "one.ckpt", None)
+    assert folder.is_dir() and not old.exists()
+
+
+def test_a_sharded_checkpoint_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    first, path = tmp_path / "first.ckpt", tmp_path / "last.ckpt"
+    first.mkdir()
+    path.symlink_to(first)
+    sharded.part_of(path).mkdir()
+    (sharded.part_of(path) / "new").touch()
+    sharded.put_in_place(path)
+    assert (path / "new").exists() and not path.is_symlink() and first.is_dir()
+    assert not sharded.part_of(path).is_symlink()
+
+
+class SavesByRank(L.Callback):
+    """Each rank names another file, as with a time in the name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.folder / f"of_{trainer.global_rank}" / "one.ckpt")
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_all_ranks_write_where_the_first_one_says(is_sharded: bool, tmp_path: Path) -> None:
+    fit(tmp_path / "a", SavesByRank(tmp_path), save_distributed_checkpoint=is_sharded)
+    assert not (tmp_path / "of_1").exists()
+    kinds = NotesKind()
+    fit(tmp_path / "b", kinds, num_stages=1, resume=tmp_path / "of_0" / "one.ckpt")
+    assert kinds.was_exact == [False]
+
+
+class Fails(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 3 and trainer.global_rank == 0:
+            _interrupt_alone(trainer)
+
+
+def _interrupt_alone(trainer: L.Trainer) -> None:
+    """Do what Lightning does where a rank fails by itself, as under popen."""
+    try:
+        raise KeyError("the user's mistake")
+    except KeyError as error:
+        _compat.interrupt(trainer, error)
+        raise
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+def test_a_rank_that_fails_alone_waits_for_nobody_and_keeps_the_last_checkpoint(
+    last: Any, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(
+        tmp_path / "c", filename="{epoch}", every_n_epochs=2, save_last=last, save_on_exception=True
+    )
+    saver_of_exceptions = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(Exception, match="the user's mistake"):
+        fit(
+            tmp_path / "a",
+            Fails(),
+            saver_of_exceptions,
+            saver,
+            epochs=5,
+            timeout=timedelta(seconds=20),
+        )
+    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == 1

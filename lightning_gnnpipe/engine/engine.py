@@ -130,6 +130,8 @@ class PipelineEngine:
 
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run, beside weights and histories."""
+        if self._saved is not None and self._saved.stages:  # resumed, and no step since
+            return replace(self._saved.state, num_inferences=self._num_inferences)
         graph = self.graphs.trained
         counts = self.num_training_passes, self._num_inferences, self.model.stage_layers
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
@@ -137,14 +139,22 @@ class PipelineEngine:
             histories = self.graphs.trained_fingerprint, tuple(graph.filled)
         return RunState(self.options.seed, *counts, *histories)
 
-    def stage_state(self) -> dict[str, Any]:
-        """Return the histories of this rank's layers for a checkpoint; see `save_stage`."""
-        graph = self.graphs.trained
-        return {} if graph is None else save_stage(graph)
+    def stage_states(self) -> dict[int, Mapping[str, Any]]:
+        """Return the histories that this rank writes to a checkpoint, by stage: see `save_stage`.
+
+        Until the first step, a resumed run has those of the run before, of all its stages.
+        """
+        axis, graph = self.transport.axis, self.graphs.trained
+        if self._saved is not None and self._saved.stages:
+            stages = enumerate(self._saved.stages)
+            return {i: one for i, one in stages if i % axis.num_stages == axis.stage}
+        return {} if graph is None else {axis.stage: save_stage(graph)}
 
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
         self._saved = saved
+        if self.graphs.trained is not None:
+            self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
         self._num_inferences = saved.state.num_inferences
         self.model.prefer(saved.state.stage_layers)
@@ -237,7 +247,8 @@ class PipelineEngine:
             if load_stages(graph, saved.stages, {segment.index for segment in stage.segments}):
                 graph.filled.update(state.filled)
                 return
-        if graph.plan.num_chunks > 1 and self.transport.axis.is_first:
+        has_trained = state.num_training_passes > 0
+        if has_trained and graph.plan.num_chunks > 1 and self.transport.axis.is_first:
             log.warning(
                 "The checkpoint has no histories of this graph, these chunks and layers: from "
                 "resuming a pipelined run to an exact first step, which fills them."
