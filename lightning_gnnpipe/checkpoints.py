@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
-from lightning_gnnpipe import sharded, sidecar
-from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO, local_path
+from lightning_gnnpipe import _compat, sharded, sidecar
+from lightning_gnnpipe._compat import PathLike
+from lightning_gnnpipe.checkpoint_io import TRUST, AtomicCheckpointIO, holds_plain_types, local_path
 from lightning_gnnpipe.engine import (
     PipelineEngine,
     RunState,
@@ -68,22 +69,11 @@ class PipeCheckpoints(PipeProcesses):
             )
         return self._engine
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes stock checkpoints; unless the user brings another, it does so atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        io = self._checkpoint_io
-        if hasattr(io, "checkpoint_io"):  # a plugin that wraps another
-            io.checkpoint_io = AtomicCheckpointIO()
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+    def make_checkpoint_io(self) -> CheckpointIO:
+        return AtomicCheckpointIO()
 
     def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint; all ranks fail together, with the first one's reason.
 
@@ -94,7 +84,7 @@ class PipeCheckpoints(PipeProcesses):
 
         def read() -> dict[str, Any]:
             if path is not None and sharded.is_sharded(path):
-                found = sharded.read_sharded(path, weights_only is not False)
+                found = sharded.read_sharded(path, holds_plain_types(weights_only))
             else:
                 found = self._read_stock(checkpoint_path, weights_only)
             self._saved = self._read_run(found, path)
@@ -102,9 +92,10 @@ class PipeCheckpoints(PipeProcesses):
 
         return self._together(read)
 
-    def _read_stock(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+    def _read_stock(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
         try:
-            found = super().load_checkpoint(path, weights_only)
+            found = _compat.read_checkpoint(self.checkpoint_io, path, weights_only)
         except FileNotFoundError:
             raise
         except Exception as error:  # what damaged files raise is not told by torch
@@ -113,7 +104,8 @@ class PipeCheckpoints(PipeProcesses):
                     expected=f"a checkpoint in {path}",
                     found=f"{type(error).__name__}: {error}",
                     remedy="Load an earlier one; if it holds objects of your own classes, and you "
-                    "trust it, pass weights_only=False.",
+                    "trust it, pass weights_only=False (before Lightning 2.6: set the environment "
+                    f"variable {TRUST}=1).",
                 )
             ) from error
         if not isinstance(found, dict) or "state_dict" not in found:
@@ -169,7 +161,7 @@ class PipeCheckpoints(PipeProcesses):
         return merge_optimizer_states(self._pipe, state)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
         if self._is_interrupted and (self._is_split or self._has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
@@ -195,7 +187,9 @@ class PipeCheckpoints(PipeProcesses):
 
         self._together(lambda: write() if self.is_global_zero else None)
 
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, path: Path | None) -> None:
+    def _save_sharded(
+        self, checkpoint: dict[str, Any], filepath: PathLike, path: Path | None
+    ) -> None:
         if path is None:
             raise ConfigError(
                 explain(
@@ -226,7 +220,7 @@ class PipeCheckpoints(PipeProcesses):
             self._signals.save()
         super().on_exception(exception)
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)
         path = local_path(filepath)
         if self.is_global_zero and path is not None:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ _LEAST_START_TIMEOUT = timedelta(minutes=2)
 _GRACE_S = 4.0
 
 
-class PipeProcesses(ParallelStrategy):
+class PipeProcesses(_compat.LightningStrategy):
     """One process a stage.
 
     Args:
@@ -85,18 +84,19 @@ class PipeProcesses(ParallelStrategy):
     @property
     def _has_workers(self) -> bool:
         """Whether this process has started those that train, and does not train itself."""
-        return self._transport is None and isinstance(self._launcher, WorkerLauncher)
+        return self._transport is None and isinstance(self.launcher, WorkerLauncher)
 
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> Any:
         assert self.cluster_environment is not None
         if self.num_processes * self.num_nodes == 1:
-            return
+            return None
         if self.options.start_method != "popen":
-            self._launcher = WorkerLauncher(self, start_method=self.options.start_method)
-        elif not self.cluster_environment.creates_processes_externally:
-            self._launcher = _compat.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            return WorkerLauncher(self, start_method=self.options.start_method)
+        if self.cluster_environment.creates_processes_externally:
+            return None
+        return _compat.SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
     def set_world_ranks(self) -> None:
         """Tell the environment this process's place among all."""
@@ -108,9 +108,9 @@ class PipeProcesses(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
-        if isinstance(self._launcher, WorkerLauncher) and self._launcher.random_state is not None:
-            set_random_state(self._launcher.random_state, torch.device("cpu"))
-            self._launcher.random_state = None
+        if isinstance(self.launcher, WorkerLauncher) and self.launcher.random_state is not None:
+            set_random_state(self.launcher.random_state, torch.device("cpu"))
+            self.launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
         num_stages = self.options.resolve_num_stages(self.world_size)
@@ -171,8 +171,8 @@ class PipeProcesses(ParallelStrategy):
             return
         if not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)
-        if isinstance(self._launcher, _compat.SubprocessScriptLauncher):
-            _end(self._launcher.procs)
+        if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
+            _end(self.launcher.procs)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -43,12 +43,10 @@ class StopSignals:
         """Note signals in `progress` from now on; Lightning registers its handlers after this."""
         self.agreed = 0
         self._progress = progress
-        connector = _compat.signal_connector(trainer)
         if self._trainer is None:
-            self._requeue = connector._slurm_sigusr_handler_fn
+            self._requeue = _compat.requeue_handler(trainer)
         self._trainer = trainer
-        connector._sigterm_notifier_fn = self._on_stop
-        connector._slurm_sigusr_handler_fn = self._on_requeue
+        _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
 
     @property
     def stops_together(self) -> bool:
@@ -59,7 +57,7 @@ class StopSignals:
         """Take over what all ranks have received; Lightning then stops at the batch's end."""
         self.agreed |= signals
         if self._trainer is not None and self.agreed & STOP:
-            _compat.signal_connector(self._trainer).received_sigterm = True
+            _compat.stop_at_the_end_of_the_batch(self._trainer)
 
     def requeue(self) -> None:
         """Save and queue the job again, if SLURM has asked for it; on all ranks."""
@@ -74,7 +72,7 @@ class StopSignals:
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        is_saved = any(one._last_global_step_saved == trainer.global_step for one in savers)
+        is_saved = any(_compat.last_saved_step(one) == trainer.global_step for one in savers)
         folder = next((one.dirpath for one in savers if one.dirpath), None)
         if trainer.fast_dev_run or trainer.sanity_checking or is_saved or folder is None:  # type: ignore[attr-defined]
             return

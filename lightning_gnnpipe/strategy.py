@@ -180,7 +180,7 @@ class GNNPipeStrategy(PipeLoops):
             check_precision(self.precision_plugin)
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if is_fitting:
-            self._reset_optimizers_and_schedulers()
+            self.reset_optimizers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:

@@ -44,8 +44,3 @@ class PipeAxis:
     def has_tags(self) -> bool:
         """Whether messages can be told apart by a tag (NCCL matches them by order alone)."""
         return str(dist.get_backend()) != "nccl"
-
-
-def set_group_timeout(timeout: timedelta) -> None:
-    """Let collective calls over all ranks fail after `timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)

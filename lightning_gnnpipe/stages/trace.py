@@ -190,7 +190,10 @@ def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
     for name, m in module.named_modules():
         if id(m) in listed or not _is_traced_through(m):
             continue
-        for attribute, value in (*vars(m).items(), *m._buffers.items()):
+        for attribute, value in (
+            *vars(m).items(),
+            *m.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             if isinstance(value, torch.Tensor):
                 yield f"{name}.{attribute}", id(value)
             elif not attribute.startswith("_") and isinstance(value, _PLAIN | None):

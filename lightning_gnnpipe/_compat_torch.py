@@ -1,0 +1,85 @@
+"""The private names of torch that the package uses, and what older versions do differently.
+
+`tests/test_compat.py` lists the names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
+
+# What the metadata of torch.distributed.checkpoint is pickled from: types that hold data alone.
+METADATA_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(n for n, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is what torch.compile has returned."""
+    return hasattr(module, "_orig_mod")
+
+
+def has_spectral_norm(module: nn.Module) -> bool:
+    """Whether a weight of `module` is divided by an estimate that each forward pass improves."""
+    hooks = (type(hook).__name__ for hook in module._forward_pre_hooks.values())
+    return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Let collective calls over all ranks fail after `timeout`."""
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:
+    """Write `tensors`, together with all other ranks if there are any."""
+    if "no_dist" in inspect.signature(checkpoint.save).parameters:  # torch 2.6
+        checkpoint.save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
+        checkpoint.save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
+    """Overwrite `tensors` by those that `reader` finds; each process does so alone."""
+    if "no_dist" in inspect.signature(checkpoint.load).parameters:  # torch 2.6
+        checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        checkpoint.load_state_dict(dict(tensors), reader, no_dist=True)
