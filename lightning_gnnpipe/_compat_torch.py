@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
@@ -37,6 +39,17 @@ METADATA_TYPES = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
+
+
+def member_of_metadata(kind: Any, name: str) -> Any:
+    """Return a member of an enum: what Python 3.11 pickles as a call of `getattr`.
+
+    Raises:
+        TypeError: If something else is asked for.
+    """
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise TypeError(f"{kind!r}.{name} is no part of a checkpoint's metadata")
+    return kind[name]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -67,19 +80,19 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:
     """Write `tensors`, together with all other ranks if there are any."""
-    if "no_dist" in inspect.signature(checkpoint.save).parameters:  # torch 2.6
-        checkpoint.save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
+    if "no_dist" in inspect.signature(save).parameters:  # torch 2.6
+        save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
-        checkpoint.save(dict(tensors), storage_writer=writer)
+        save(dict(tensors), storage_writer=writer)
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
     """Overwrite `tensors` by those that `reader` finds; each process does so alone."""
-    if "no_dist" in inspect.signature(checkpoint.load).parameters:  # torch 2.6
-        checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
+    if "no_dist" in inspect.signature(load).parameters:  # torch 2.6
+        load(dict(tensors), storage_reader=reader, no_dist=True)
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
-        checkpoint.load_state_dict(dict(tensors), reader, no_dist=True)
+        load_state_dict(dict(tensors), reader, no_dist=True)

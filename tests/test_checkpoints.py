@@ -220,3 +220,32 @@ def test_metadata_of_shards_runs_no_code(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CheckpointError, match="no part of a checkpoint's metadata"):
         load_shards(tmp_path)
     assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("attribute", [(Path, "home"), (torch.Size, "count")])
+def test_metadata_of_shards_reads_no_attributes(attribute: object, tmp_path: Path) -> None:
+    """Python 3.11 writes a member of an enum as a call of `getattr`: it is good for that alone."""
+
+    class Reads:
+        def __reduce__(self) -> Any:
+            return getattr, attribute
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reads()))
+    with pytest.raises(CheckpointError, match="no part of a checkpoint's metadata"):
+        load_shards(tmp_path)
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_a_checkpoint_that_holds_code_is_refused_unless_it_is_trusted(
+    weights_only: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the default of torch.load and of Lightning is."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "more": Explosive()}, tmp_path / "some.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "some.ckpt", weights_only=weights_only)
+    assert not Path("exploded").exists()
+    if weights_only is None:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "some.ckpt")
+        assert Path("exploded").exists()

@@ -17,7 +17,12 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from lightning_gnnpipe._compat_torch import METADATA_TYPES, load_tensors, save_tensors
+from lightning_gnnpipe._compat_torch import (
+    METADATA_TYPES,
+    load_tensors,
+    member_of_metadata,
+    save_tensors,
+)
 from lightning_gnnpipe.comm.transport import Transport
 from lightning_gnnpipe.errors import CheckpointError, explain
 
@@ -73,6 +78,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return member_of_metadata
         if name in METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
