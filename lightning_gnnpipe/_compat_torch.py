@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -71,6 +72,11 @@ def has_spectral_norm(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` runs more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:
+    """Have the tracer find its wrapped functions in the globals of `modules` as well."""
+    tracer._autowrap_search.extend(modules)
 
 
 def set_group_timeout(timeout: timedelta) -> None:
