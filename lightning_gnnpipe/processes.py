@@ -21,7 +21,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
+from lightning_gnnpipe.comm import (
+    GPU_BACKEND,
+    Meter,
+    PipeAxis,
+    Transport,
+    choose_wire,
+    set_group_timeout,
+)
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
@@ -113,16 +120,17 @@ class PipeProcesses(_compat.LightningStrategy):
             self.launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
-        num_stages = self.options.resolve_num_stages(self.world_size)
+        num_stages, wire = self.options.resolve_num_stages(self.world_size), None
         if num_stages > 1:
             assert self.cluster_environment is not None
-            backend = self._process_group_backend or _compat.default_backend(self.root_device)
+            backend = self._process_group_backend or _default_backend(self.root_device)
             # Processes start at their own pace: the first meeting may take longer than a message.
             timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
             _compat.init_dist_connection(self.cluster_environment, backend, timeout=timeout)
             set_group_timeout(self.options.timeout)
             self.options.resolve_num_stages(dist.get_world_size())
-        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout)
+            wire = choose_wire(self.root_device, backend)
+        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout, wire)
         self._transport = Transport(axis, Meter())
 
     def model_to_device(self) -> None:
@@ -162,7 +170,10 @@ class PipeProcesses(_compat.LightningStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
-        return super().all_gather(tensor, group, sync_grads) if self._has_peers else tensor
+        if not self._has_peers:
+            return tensor
+        wire = self._pipe.axis.wire_device
+        return super().all_gather(tensor.to(wire), group, sync_grads).to(tensor.device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
@@ -173,6 +184,11 @@ class PipeProcesses(_compat.LightningStrategy):
             log.error("Rank %d failed: %r", self.global_rank, exception)
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)
+
+
+def _default_backend(device: torch.device) -> str:
+    backend = _compat.default_backend(device)
+    return GPU_BACKEND if backend == "nccl" else backend
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

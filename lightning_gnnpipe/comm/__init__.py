@@ -8,11 +8,14 @@ from lightning_gnnpipe.comm.mesh import PipeAxis
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
 from lightning_gnnpipe.comm.transport import Transport
+from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
+    "GPU_BACKEND",
     "Meter",
     "PipeAxis",
     "Transport",
+    "choose_wire",
     "load_shards",
     "save_shards",
     "set_group_timeout",
