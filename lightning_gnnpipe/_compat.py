@@ -1,9 +1,17 @@
-"""The private names of Lightning that a strategy outside of it must use, all in one place."""
+"""The private names of Lightning that the package uses, each with a public one of ours.
+
+`tests/test_compat.py` lists them, and fails with the name that disappeared. Those of torch are in
+`_compat_torch`, those of PyG in `_compat_pyg`.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _load as load_file
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -11,30 +19,19 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection as init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch import Callback, Trainer
+from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher as MultiProcessingLauncher,
+    _MultiProcessingLauncher,
 )
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.trainer.call import _interrupt as interrupt
 from torch import nn
-
-__all__ = [
-    "MultiProcessingLauncher",
-    "SubprocessScriptLauncher",
-    "average_of",
-    "default_backend",
-    "init_dist_connection",
-    "interrupt",
-    "optimizers_to_device",
-    "signal_connector",
-    "skips_backward",
-    "teardown",
-]
 
 
 def average_of(callback: Callback) -> nn.Module | None:
@@ -52,16 +49,135 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-def interrupt(trainer: Any, exception: BaseException) -> None:
-    """Tell callbacks, strategy and loggers that the run ends by `exception`."""
-    _interrupt(trainer, exception)
+class LightningStrategy(ParallelStrategy):
+    """`ParallelStrategy` with public names for what a strategy must override or read."""
+
+    def make_launcher(self) -> Any:
+        """Return what starts the processes; None if they are there."""
+        raise NotImplementedError
+
+    def make_checkpoint_io(self) -> CheckpointIO:
+        """Return what writes and reads checkpoints, unless the user brings another."""
+        raise NotImplementedError
+
+    def reset_optimizers(self) -> None:
+        """Forget the optimizers and schedulers of an earlier run."""
+        self._reset_optimizers_and_schedulers()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.make_checkpoint_io()
+        io = self._checkpoint_io
+        if hasattr(io, "checkpoint_io"):  # a plugin that wraps another
+            io.checkpoint_io = self.make_checkpoint_io()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self.make_launcher()
 
 
-def teardown(trainer: Any) -> None:
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher by fork, spawn and forkserver, with public names for its two ends."""
+
+    def run_worker(
+        self, index: int, trainer: Trainer, results: Any, work: Callable[[], Any]
+    ) -> None:
+        """Do, in worker `index`, the `work` that was asked for; it puts its result in `results`."""
+        raise NotImplementedError
+
+    def check_result(self, result: Any) -> None:
+        """Look at what worker 0 has put into the results, in the process that started it."""
+        raise NotImplementedError
+
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        assert trainer is not None
+        run = super()._wrapping_function
+        self.run_worker(
+            process_idx,
+            trainer,
+            return_queue,
+            lambda: run(process_idx, trainer, function, args, kwargs, return_queue, global_states),
+        )
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        self.check_result(worker_output)
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """Return the Trainer that `module` is attached to, if it is to one."""
+    return None if module is None else module._trainer
+
+
+def teardown(trainer: Trainer) -> None:
     """Tear down what a run has set up."""
     trainer._teardown()
 
 
-def signal_connector(trainer: Any) -> Any:
-    """Return what handles signals for the Trainer."""
-    return trainer._signal_connector
+def requeue_handler(trainer: Trainer) -> Callable[[int, Any], None]:
+    """Return the method that saves and queues the SLURM job again."""
+    return trainer._signal_connector._slurm_sigusr_handler_fn
+
+
+def handle_signals(
+    trainer: Trainer, on_stop: Callable[[int, Any], None], on_requeue: Callable[[int, Any], None]
+) -> None:
+    """Have other handlers registered for SIGTERM and for SLURM's requeue than the Trainer's."""
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = on_stop
+    connector._slurm_sigusr_handler_fn = on_requeue
+
+
+def stop_at_the_end_of_the_batch(trainer: Trainer) -> None:
+    """Let the Trainer stop as it does when it has received SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def last_saved_step(callback: ModelCheckpoint) -> int:
+    """Return the global step that `callback` has last saved at."""
+    return callback._last_global_step_saved
+
+
+def read_checkpoint(io: CheckpointIO, path: PathLike, weights_only: bool | None) -> Any:
+    """Read by `io`, whose method has no argument `weights_only` before Lightning 2.6."""
+    parameters = inspect.signature(io.load_checkpoint).parameters.values()
+    if any(one.name == "weights_only" or one.kind is one.VAR_KEYWORD for one in parameters):
+        reader: Any = io
+        return reader.load_checkpoint(path, weights_only=weights_only)
+    return io.load_checkpoint(path)
+
+
+__all__ = [
+    "LightningStrategy",
+    "MultiProcessingLauncher",
+    "PathLike",
+    "SubprocessScriptLauncher",
+    "average_of",
+    "default_backend",
+    "handle_signals",
+    "init_dist_connection",
+    "interrupt",
+    "last_saved_step",
+    "load_file",
+    "optimizers_to_device",
+    "read_checkpoint",
+    "requeue_handler",
+    "skips_backward",
+    "stop_at_the_end_of_the_batch",
+    "teardown",
+    "trainer_of",
+]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
-from lightning_gnnpipe import sharded, sidecar
-from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO, local_path
+from lightning_gnnpipe import _compat, sharded, sidecar
+from lightning_gnnpipe._compat import PathLike
+from lightning_gnnpipe.checkpoint_io import TRUST, AtomicCheckpointIO, holds_plain_types, local_path
 from lightning_gnnpipe.engine import (
     PipelineEngine,
     RunState,
@@ -25,12 +26,10 @@ from lightning_gnnpipe.engine import (
     own_optimizer_state,
     own_state_dict,
 )
-from lightning_gnnpipe.errors import CheckpointError, ConfigError, PeerError, explain
+from lightning_gnnpipe.errors import CheckpointError, ConfigError, explain
 from lightning_gnnpipe.processes import PipeProcesses
 from lightning_gnnpipe.randomness import random_state
 from lightning_gnnpipe.signals import StopSignals, keep_last
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class PipeCheckpoints(PipeProcesses):
         self._prefix = ""
         self._signals = StopSignals()
         self._saved: tuple[SavedRun, Mapping[str, Any]] | None = None  # and random numbers
+        self._ended: RunState | None = None  # of the last run that trained
 
     @property
     def engine(self) -> PipelineEngine:
@@ -68,22 +68,11 @@ class PipeCheckpoints(PipeProcesses):
             )
         return self._engine
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes stock checkpoints; unless the user brings another, it does so atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        io = self._checkpoint_io
-        if hasattr(io, "checkpoint_io"):  # a plugin that wraps another
-            io.checkpoint_io = AtomicCheckpointIO()
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+    def make_checkpoint_io(self) -> CheckpointIO:
+        return AtomicCheckpointIO()
 
     def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint; all ranks fail together, with the first one's reason.
 
@@ -94,13 +83,13 @@ class PipeCheckpoints(PipeProcesses):
 
         def read() -> dict[str, Any]:
             if path is not None and sharded.is_sharded(path):
-                found = sharded.read_sharded(path, weights_only is not False)
+                found = sharded.read_sharded(path, holds_plain_types(weights_only))
             else:
                 found = self._read_stock(checkpoint_path, weights_only)
             self._saved = self._read_run(found, path)
             return found
 
-        found = self._together(read)
+        found = self.together(read)
         has_histories = self._saved is not None and bool(self._saved[0].stages)
         has_histories = self.reduce_boolean_decision(has_histories)  # all take the same steps
         if self._saved is not None:
@@ -116,11 +105,10 @@ class PipeCheckpoints(PipeProcesses):
         self._saved = None  # of a run that failed before it began
         super().teardown()
 
-    def _read_stock(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+    def _read_stock(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
+        torch.cuda.empty_cache()
         try:
-            # Lightning before 2.6 does not know the argument.
-            given = {} if weights_only is None else {"weights_only": weights_only}
-            found = super().load_checkpoint(path, **given)
+            found = _compat.read_checkpoint(self.checkpoint_io, path, weights_only)
         except FileNotFoundError:
             raise
         except Exception as error:  # what damaged files raise is not told by torch
@@ -129,7 +117,8 @@ class PipeCheckpoints(PipeProcesses):
                     expected=f"a checkpoint in {path}",
                     found=f"{type(error).__name__}: {error}",
                     remedy="Load an earlier one; if it holds objects of your own classes, and you "
-                    "trust it, pass weights_only=False.",
+                    "trust it, pass weights_only=False (before Lightning 2.6: set the environment "
+                    f"variable {TRUST}=1).",
                 )
             ) from error
         if not isinstance(found, dict) or "state_dict" not in found:
@@ -189,11 +178,11 @@ class PipeCheckpoints(PipeProcesses):
         return merge_optimizer_states(self._pipe, state)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
         if self._is_interrupted and (self._is_split or self._has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
-            keep_last(getattr(self.lightning_module, "_trainer", None))
+            keep_last(_compat.trainer_of(self.lightning_module))
             return
         filepath = self.broadcast(filepath)
         path = local_path(filepath)
@@ -201,10 +190,11 @@ class PipeCheckpoints(PipeProcesses):
             self._save_sharded(checkpoint, filepath, path)
             return
         ident = None
-        if self._engine is not None and "optimizer_states" in checkpoint:
-            has_histories = path is not None and self._engine.run_state().graph is not None
+        state = self._run_state()
+        if state is not None and "optimizer_states" in checkpoint:
+            has_histories = path is not None and state.graph is not None
             ident = self._pipe.broadcast_object(sidecar.new_id()) if has_histories else None
-            checkpoint[_KEY] = self._run(ident)
+            checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
             self._write_histories(sidecar.unfinished_folder(path, ident))
 
@@ -215,9 +205,11 @@ class PipeCheckpoints(PipeProcesses):
             if path is not None:
                 sidecar.prune(path, ident)
 
-        self._together(lambda: write() if self.is_global_zero else None)
+        self.together(lambda: write() if self.is_global_zero else None)
 
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, path: Path | None) -> None:
+    def _save_sharded(
+        self, checkpoint: dict[str, Any], filepath: PathLike, path: Path | None
+    ) -> None:
         if path is None:
             raise ConfigError(
                 explain(
@@ -233,14 +225,15 @@ class PipeCheckpoints(PipeProcesses):
         optimizers = [one["state"] for one in checkpoint.get("optimizer_states", ())]
         for one in checkpoint.get("optimizer_states", ()):
             one["state"] = {}
-        self._together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
-        if self._engine is not None and optimizers:
-            has_histories = self._engine.run_state().graph is not None
-            checkpoint[_KEY] = self._run(sharded.HISTORIES if has_histories else None)
+        self.together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
+        state = self._run_state()
+        if state is not None and optimizers:
+            has_histories = state.graph is not None
+            checkpoint[_KEY] = self._run(state, sharded.HISTORIES if has_histories else None)
             if has_histories:
                 self._write_histories(sharded.part_of(path) / sharded.HISTORIES)
         meta = sharded.write_shards(self._pipe, path, checkpoint, weights, optimizers)
-        self._together(lambda: sharded.finish(path, meta) if self.is_global_zero else None)
+        self.together(lambda: sharded.finish(path, meta) if self.is_global_zero else None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Save, if all ranks stop together; then see `PipeProcesses.on_exception`."""
@@ -248,16 +241,22 @@ class PipeCheckpoints(PipeProcesses):
             self._signals.save()
         super().on_exception(exception)
 
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)
         path = local_path(filepath)
         if self.is_global_zero and path is not None:
             sidecar.prune(path, None)
 
-    def _run(self, histories: str | None) -> dict[str, Any]:
+    def _run_state(self) -> RunState | None:
+        """Return the state of the run that trains, or that of the last one, without histories."""
+        if self._engine is not None and self._engine.options.is_fitting:
+            return self._engine.run_state()
+        return self._ended
+
+    def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:
         """Return what a checkpoint keeps of the run, in plain types."""
         return {
-            "run": self.engine.run_state().as_dict(),
+            "run": state.as_dict(),
             "random": random_state(self.root_device),
             "histories": histories,
         }
@@ -267,23 +266,7 @@ class PipeCheckpoints(PipeProcesses):
             for stage, saved in self.engine.stage_states().items():
                 sidecar.write_stage(folder, stage, saved)
 
-        self._together(write)
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return its result; if one fails, all do."""
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as found:
-            error = found
-        if self._has_peers:
-            texts = self._pipe.all_gather_objects(None if error is None else str(error))
-            failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-            if error is None and failed:
-                raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
-        if error is not None:
-            raise error
-        return result
+        self.together(write)
 
     @property
     def _is_split(self) -> bool:
@@ -293,7 +276,7 @@ class PipeCheckpoints(PipeProcesses):
     @property
     def _is_interrupted(self) -> bool:
         """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = _compat.trainer_of(self.lightning_module)
         if trainer is None:  # not begun, or in the process that started those that train
             return self._has_workers and sys.exc_info()[1] is not None
         is_stop = isinstance(sys.exc_info()[1], SIGTERMException)

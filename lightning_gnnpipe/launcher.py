@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,20 +37,16 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
-    ) -> None:
+    def run_worker(self, index: int, trainer: Any, results: Any, work: Callable[[], Any]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+            work()
         except SIGTERMException as stop:
             _compat.interrupt(trainer, stop)
             _compat.teardown(trainer)
-            if process_idx == 0:
-                return_queue = rest[0]
-                return_queue.put(_STOPPED)
+            if index == 0:
+                results.put(_STOPPED)
 
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        if worker_output == _STOPPED:
+    def check_result(self, result: Any) -> None:
+        if result == _STOPPED:
             raise SIGTERMException
-        super()._recover_results_in_main_process(worker_output, trainer)

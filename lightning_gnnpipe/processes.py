@@ -10,23 +10,32 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.comm import Meter, PipeAxis, Transport, set_group_timeout
+from lightning_gnnpipe.comm import (
+    GPU_BACKEND,
+    Meter,
+    PipeAxis,
+    Transport,
+    choose_wire,
+    restart_store,
+    set_group_timeout,
+)
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.randomness import random_state, set_random_state
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +43,7 @@ _LEAST_START_TIMEOUT = timedelta(minutes=2)
 _GRACE_S = 4.0
 
 
-class PipeProcesses(ParallelStrategy):
+class PipeProcesses(_compat.LightningStrategy):
     """One process a stage.
 
     Args:
@@ -94,18 +103,19 @@ class PipeProcesses(ParallelStrategy):
     @property
     def _has_workers(self) -> bool:
         """Whether this process has started those that train, and does not train itself."""
-        return self._transport is None and isinstance(self._launcher, WorkerLauncher)
+        return self._transport is None and isinstance(self.launcher, WorkerLauncher)
 
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> Any:
         assert self.cluster_environment is not None
         if self.num_processes * self.num_nodes == 1:
-            return
+            return None
         if self.options.start_method != "popen":
-            self._launcher = WorkerLauncher(self, start_method=self.options.start_method)
-        elif not self.cluster_environment.creates_processes_externally:
-            self._launcher = _compat.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            return WorkerLauncher(self, start_method=self.options.start_method)
+        if self.cluster_environment.creates_processes_externally:
+            return None
+        return _compat.SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
     def set_world_ranks(self) -> None:
         """Tell the environment this process's place among all."""
@@ -117,21 +127,24 @@ class PipeProcesses(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
-        if isinstance(self._launcher, WorkerLauncher) and self._launcher.random_state is not None:
-            set_random_state(self._launcher.random_state, torch.device("cpu"))
-            self._launcher.random_state = None
+        if isinstance(self.launcher, WorkerLauncher) and self.launcher.random_state is not None:
+            set_random_state(self.launcher.random_state, torch.device("cpu"))
+            self.launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
-        num_stages = self.options.resolve_num_stages(self.world_size)
+        num_stages, wire = self.options.resolve_num_stages(self.world_size), None
         if num_stages > 1:
             assert self.cluster_environment is not None
-            backend = self._process_group_backend or _compat.default_backend(self.root_device)
+            backend = self._process_group_backend or _default_backend(self.root_device)
             # Processes start at their own pace: the first meeting may take longer than a message.
             timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
-            _compat.init_dist_connection(self.cluster_environment, backend, timeout=timeout)
+            environment = self.cluster_environment
+            store = restart_store(environment.main_address, environment.main_port, timeout)
+            _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
             set_group_timeout(self.options.timeout)
             self.options.resolve_num_stages(dist.get_world_size())
-        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout)
+            wire = choose_wire(self.root_device, backend)
+        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout, wire)
         self._transport = Transport(axis, Meter())
 
     def model_to_device(self) -> None:
@@ -177,7 +190,26 @@ class PipeProcesses(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
-        return super().all_gather(tensor, group, sync_grads) if self._has_peers else tensor
+        if not self._has_peers:
+            return tensor
+        wire = self._pipe.axis.wire_device
+        return super().all_gather(tensor.to(wire), group, sync_grads).to(tensor.device)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        if self._has_peers:
+            texts = self._pipe.all_gather_objects(None if error is None else str(error))
+            failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+            if error is None and failed:
+                raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
+        if error is not None:
+            raise error
+        return result
 
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
@@ -186,8 +218,13 @@ class PipeProcesses(ParallelStrategy):
             return
         if not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)
-        if isinstance(self._launcher, _compat.SubprocessScriptLauncher):
-            _end(self._launcher.procs)
+        if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
+            _end(self.launcher.procs)
+
+
+def _default_backend(device: torch.device) -> str:
+    backend = _compat.default_backend(device)
+    return GPU_BACKEND if backend == "nccl" else backend
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

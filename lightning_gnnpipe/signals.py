@@ -43,12 +43,10 @@ class StopSignals:
         """Note signals in `progress` from now on; Lightning registers its handlers after this."""
         self.agreed = 0
         self._progress = progress
-        connector = _compat.signal_connector(trainer)
         if self._trainer is None:
-            self._requeue = connector._slurm_sigusr_handler_fn
+            self._requeue = _compat.requeue_handler(trainer)
         self._trainer = trainer
-        connector._sigterm_notifier_fn = self._on_stop
-        connector._slurm_sigusr_handler_fn = self._on_requeue
+        _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
 
     @property
     def stops_together(self) -> bool:
@@ -59,7 +57,7 @@ class StopSignals:
         """Take over what all ranks have received; Lightning then stops at the batch's end."""
         self.agreed |= signals
         if self._trainer is not None and self.agreed & STOP:
-            _compat.signal_connector(self._trainer).received_sigterm = True
+            _compat.stop_at_the_end_of_the_batch(self._trainer)
 
     def requeue(self) -> None:
         """Save and queue the job again, if SLURM has asked for it; on all ranks."""
@@ -102,5 +100,5 @@ def keep_last(trainer: pl.Trainer | None) -> None:
 
 def _has_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     """Whether `ckpt_path="last"` would find a checkpoint of this step, with which to go on."""
-    is_new = saver._last_global_step_saved == trainer.global_step
+    is_new = _compat.last_saved_step(saver) == trainer.global_step
     return is_new and bool(saver.last_model_path) and not saver.save_weights_only

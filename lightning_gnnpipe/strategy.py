@@ -177,7 +177,7 @@ class GNNPipeStrategy(PipeLoops):
         if is_fitting and shows_stages(trainer):
             self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if is_fitting:
-            self._reset_optimizers_and_schedulers()
+            self.reset_optimizers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
@@ -242,6 +242,8 @@ class GNNPipeStrategy(PipeLoops):
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
+        if engine.options.is_fitting:
+            self._ended = engine.run_state().without_histories()
         engine.detach()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._release_scaler is not None:

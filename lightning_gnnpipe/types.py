@@ -29,11 +29,6 @@ RefreshMethod = Literal["snapshot", "exact"]
 TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class ChunkView(Protocol):
     """The part of a chunk that message passing and histories need; see `graph.Chunk`."""
 

@@ -246,6 +246,34 @@ def test_a_resumed_run_that_saves_before_its_first_step_keeps_the_histories(
     assert torch.equal(weights(again), weights(whole))
 
 
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_saved_when_it_is_over_goes_on_from_an_exact_step(
+    validates: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "over.ckpt"
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    trainer = L.Trainer(strategy=GNNPipeStrategy(num_chunks=4), max_epochs=3, **options)
+    trained = module()
+    trainer.fit(trained, datamodule=FullGraphDataModule(data()))
+    if validates:
+        trainer.validate(trained, datamodule=FullGraphDataModule(data()), verbose=False)
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["gnnpipe"]
+    assert state["run"]["num_training_passes"] == 3 and state["histories"] is None
+    kinds = NotesKind()
+    with caplog.at_level(logging.WARNING, logger="lightning_gnnpipe"):
+        fit(tmp_path / "again", kinds, num_stages=1, epochs=5, resume=path)
+    assert kinds.was_exact == [True, False]
+    assert "has no histories of this graph" in caplog.text
+
+
 class RunsOnRankOne:
     """Finds no histories on rank 1."""
 
@@ -382,3 +410,32 @@ def test_a_rank_that_fails_alone_waits_for_nobody_and_keeps_the_last_checkpoint(
             timeout=timedelta(seconds=20),
         )
     assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == 1
+
+
+@pytest.mark.parametrize("attribute", [(Path, "home"), (torch.Size, "count")])
+def test_metadata_of_shards_reads_no_attributes(attribute: object, tmp_path: Path) -> None:
+    """Python 3.11 writes a member of an enum as a call of `getattr`: it is good for that alone."""
+
+    class Reads:
+        def __reduce__(self) -> Any:
+            return getattr, attribute
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reads()))
+    with pytest.raises(CheckpointError, match="no part of a checkpoint's metadata"):
+        load_shards(tmp_path)
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_a_checkpoint_that_holds_code_is_refused_unless_it_is_trusted(
+    weights_only: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the default of torch.load and of Lightning is."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "more": Explosive()}, tmp_path / "some.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "some.ckpt", weights_only=weights_only)
+    assert not Path("exploded").exists()
+    if weights_only is None:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "some.ckpt")
+        assert Path("exploded").exists()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +17,14 @@ class PipeAxis:
         num_stages: Stages, S; the world size.
         device: Where tensors live.
         timeout: Longest wait for another rank.
+        wire: Where tensors must be to be sent; None for `device`.
     """
 
     stage: int
     num_stages: int
     device: torch.device
     timeout: timedelta
+    wire: torch.device | None = None
 
     @property
     def is_first(self) -> bool:
@@ -41,11 +42,6 @@ class PipeAxis:
         return self.num_stages > 1
 
     @property
-    def has_tags(self) -> bool:
-        """Whether messages can be told apart by a tag (NCCL matches them by order alone)."""
-        return str(dist.get_backend()) != "nccl"
-
-
-def set_group_timeout(timeout: timedelta) -> None:
-    """Let collective calls over all ranks fail after `timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    def wire_device(self) -> torch.device:
+        """Where tensors must be to be sent."""
+        return self.device if self.wire is None else self.wire

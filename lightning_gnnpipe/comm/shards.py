@@ -16,36 +16,22 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_gnnpipe._compat_torch import (
+    METADATA_TYPES,
+    load_tensors,
+    member_of_metadata,
+    save_tensors,
+)
 from lightning_gnnpipe.comm.transport import Transport
 from lightning_gnnpipe.errors import CheckpointError, explain
-
-_METADATA_TYPES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(n for n, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}
 
 
 def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's tensors, under names that no other rank uses; a collective call."""
     writer = FileSystemWriter(folder)
     with transport.explained(f"write the shards of {folder}"):
-        save(dict(tensors), storage_writer=writer, no_dist=not transport.axis.is_distributed)
+        save_tensors(tensors, writer, transport.axis.is_distributed)
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:
@@ -62,7 +48,7 @@ def load_shards(folder: Path) -> dict[str, Tensor]:
             for name, entry in entries.items()
             if isinstance(entry, dcp_metadata.TensorStorageMetadata)
         }
-        load(dict(tensors), storage_reader=reader, no_dist=True)
+        load_tensors(tensors, reader)
     except (
         Exception,
         CheckpointException,
@@ -92,6 +78,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_TYPES.get(module, ()):
+        if (module, name) == ("builtins", "getattr"):
+            return member_of_metadata
+        if name in METADATA_TYPES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")

@@ -2,7 +2,8 @@
 
 Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited
 for at the end of a phase, so both run while the stage computes. A tensor that is being sent is kept
-alive until then.
+alive until then. A tensor that is not where messages travel (see `wire`) is sent as a copy, and
+received into one.
 """
 
 from __future__ import annotations
@@ -32,26 +33,31 @@ class Transport:
         self.axis = axis
         self.meter = meter
         self._sends: list[tuple[Any, Tensor]] = []
-        self._receives: dict[tuple[TrafficKind, int], tuple[list[Any], list[Tensor]]] = {}
+        self._receives: dict[
+            tuple[TrafficKind, int], tuple[list[Any], list[Tensor], list[Tensor]]
+        ] = {}
 
     def post_receive(
         self, source: int, kind: TrafficKind, chunk: int, buffers: Sequence[Tensor]
     ) -> None:
         """Start to receive the tensors of `chunk` from stage `source` into `buffers`."""
+        landing = [self._place_for(buffer) for buffer in buffers]
         with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
             works = [
-                dist.irecv(buffer, source, tag=self._tag(kind, chunk, i))
-                for i, buffer in enumerate(buffers)
-                if buffer.numel()
+                dist.irecv(place, source, tag=_tag(kind, chunk, i))
+                for i, place in enumerate(landing)
+                if place.numel()
             ]
-        self._receives[kind, chunk] = (works, list(buffers))
+        self._receives[kind, chunk] = (works, landing, list(buffers))
 
     def wait_receive(self, kind: TrafficKind, chunk: int) -> list[Tensor]:
         """Wait for the tensors of `chunk` and return them."""
-        works, buffers = self._receives.pop((kind, chunk))
+        works, landing, buffers = self._receives.pop((kind, chunk))
         with self.explained(f"wait for {kind} data of chunk {chunk}"):
             for work in works:
                 work.wait(self.axis.timeout)
+        for buffer, place in zip(buffers, landing, strict=True):
+            _bring(place, buffer)
         self.meter.count(kind, *buffers)
         return buffers
 
@@ -59,9 +65,9 @@ class Transport:
         """Start to send the tensors of `chunk` to stage `target`."""
         with self.explained(f"send {kind} data of chunk {chunk} to rank {target}"):
             for i, tensor in enumerate(tensors):
-                payload = tensor.detach().contiguous()
+                payload = self._on_wire(tensor)
                 if payload.numel():
-                    work = dist.isend(payload, target, tag=self._tag(kind, chunk, i))
+                    work = dist.isend(payload, target, tag=_tag(kind, chunk, i))
                     self._sends.append((work, payload))
 
     def flush(self) -> None:
@@ -76,7 +82,9 @@ class Transport:
         if not self.axis.is_distributed:
             return
         with self.explained(f"broadcast {kind} data from rank {source}"):
-            dist.broadcast(tensor, source)
+            payload = self._on_wire(tensor)
+            dist.broadcast(payload, source)
+            _bring(payload, tensor)
         if self.axis.stage != source:
             self.meter.count(kind, tensor)
 
@@ -85,14 +93,16 @@ class Transport:
         if not self.axis.is_distributed:
             return
         with self.explained(f"sum {kind} data over all ranks"):
-            dist.all_reduce(tensor)
+            payload = self._on_wire(tensor)
+            dist.all_reduce(payload)
+            _bring(payload, tensor)
         self.meter.count(kind, tensor)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every stage, each a list of as many 64-bit integers."""
         if not self.axis.is_distributed:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.axis.device)
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.axis.wire_device)
         all_numbers = [torch.empty_like(own) for _ in range(self.axis.num_stages)]
         with self.explained("compare the batch with the other ranks"):
             dist.all_gather(all_numbers, own)
@@ -102,7 +112,9 @@ class Transport:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         with self.explained("meet the other ranks"):
-            dist.barrier()
+            met = torch.zeros(1, device=self.axis.wire_device)
+            dist.all_reduce(met)  # dist.barrier() would choose between backends by itself
+            met.item()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Return the picklable `value` of stage `source`."""
@@ -110,7 +122,7 @@ class Transport:
             return value
         box = [value]
         with self.explained(f"broadcast from rank {source}"):
-            dist.broadcast_object_list(box, source, device=self.axis.device)
+            dist.broadcast_object_list(box, source, device=self.axis.wire_device)
         return box[0]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
@@ -136,11 +148,15 @@ class Transport:
             dist.all_gather_object(values, value)
         return values
 
-    def _tag(self, kind: TrafficKind, chunk: int, index: int) -> int:
-        if not self.axis.has_tags:
-            return 0
-        assert index < _MAX_TENSORS
-        return (2 * chunk + (kind == "backward")) * _MAX_TENSORS + index
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, or a copy of it, as it can be sent."""
+        return tensor.detach().to(self.axis.wire_device).contiguous()
+
+    def _place_for(self, buffer: Tensor) -> Tensor:
+        """Return `buffer`, or what it is received in."""
+        if buffer.device == self.axis.wire_device:
+            return buffer
+        return torch.empty_like(buffer, device=self.axis.wire_device)
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -153,3 +169,14 @@ class Transport:
                 "rank printed is the cause. If all ranks are alive and slow, give GNNPipeStrategy "
                 f"a longer timeout. ({type(error).__name__}: {error})"
             ) from error
+
+
+def _bring(place: Tensor, target: Tensor) -> None:
+    """Copy to `target` what has come in at `place`, if they are not the same."""
+    if place.data_ptr() != target.data_ptr() or place.device != target.device:
+        target.detach().copy_(place)
+
+
+def _tag(kind: TrafficKind, chunk: int, index: int) -> int:
+    assert index < _MAX_TENSORS
+    return (2 * chunk + (kind == "backward")) * _MAX_TENSORS + index

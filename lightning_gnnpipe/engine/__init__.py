@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
-from lightning_gnnpipe.engine.engine import EngineOptions, PipelineEngine
+from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance, PipelinedModel
+from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.engine.resume import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows

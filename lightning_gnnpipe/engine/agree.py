@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
 from lightning_gnnpipe.graph import tensor_fingerprint
-from lightning_gnnpipe.types import version_of
 
 _LOSS_TOLERANCE = 1e-4
 _MASK = (1 << 63) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.chunk_run import make_seeds
 from lightning_gnnpipe.engine.costs import measure_layers
-from lightning_gnnpipe.engine.graph import ChunkOptions, GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.model import Balance, Mode, PipelinedModel
+from lightning_gnnpipe.engine.model import Mode, PipelinedModel
+from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_stages, save_stage
 from lightning_gnnpipe.engine.step import StepParts
@@ -34,34 +35,11 @@ from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.history import HistoryOptions, Staleness
+from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.passing import guard_losses
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Fixed for a run.
-
-    Attributes:
-        chunks: How graphs are cut.
-        histories: How histories are kept, and whether activations are not.
-        shuffle_chunks: Draw a new chunk order each step.
-        balance: How layers are dealt out.
-        seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
-        is_fitting: Whether this is a run that trains.
-        self_check: Whether a new trace is tried out on a small graph.
-    """
-
-    chunks: ChunkOptions
-    histories: HistoryOptions
-    shuffle_chunks: bool
-    balance: Balance
-    seed: int
-    is_fitting: bool
-    self_check: bool = True
 
 
 class PipelineEngine:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.graph import graph_fingerprint
 from lightning_gnnpipe.stages import Inputs
-from lightning_gnnpipe.types import version_of
 
 
 class GraphIdentity:

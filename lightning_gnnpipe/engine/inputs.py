@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.stages import Call, Inputs, Kind
-from lightning_gnnpipe.types import version_of
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ what its layers need, row by row.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class RunState:
     def as_dict(self) -> dict[str, Any]:
         """Return the state in plain types, for a checkpoint."""
         return asdict(self)
+
+    def without_histories(self) -> RunState:
+        """Return the state where none are kept."""
+        return replace(self, graph=None, filled=())
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:

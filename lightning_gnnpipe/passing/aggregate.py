@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch_geometric.nn import MessagePassing, aggr
 
+from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
+from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
 from lightning_gnnpipe.passing.kernels import multiply
 
@@ -51,7 +53,6 @@ _LINEAR: dict[Callable[..., Any], str | None] = {
     gnn.TAGConv.message: "edge_weight",
 }
 _AGGREGATIONS: dict[type, bool] = {aggr.SumAggregation: False, aggr.MeanAggregation: True}
-_HOOKED = ("_propagate_", "_message_", "_aggregate_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +79,11 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
         and not {"message", "aggregate", "update"} & conv.__dict__.keys()
         and not conv.explain
         and conv.node_dim in (-2, 0)
-        and _is_pygs_own(kind)
-        and not conv.aggr_module._forward_hooks
-        and not conv.aggr_module._forward_pre_hooks
-        and not any(hooks for name, hooks in vars(conv).items() if name.startswith(_HOOKED))
+        and not has_own_propagate(kind)
+        and not has_hooks(conv.aggr_module)
+        and not has_passing_hooks(conv)
     )
     return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
-
-
-def _is_pygs_own(kind: type[MessagePassing]) -> bool:
-    """Whether `propagate` is PyG's, which it writes anew for each class from a template."""
-    written = f"{kind.__module__}_{kind.__name__}_propagate"
-    is_written = kind.propagate.__module__.startswith(written)
-    return is_written or kind.propagate is MessagePassing.propagate
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
@@ -21,7 +22,7 @@ from lightning_gnnpipe.passing.pushpull import PushPull
 from lightning_gnnpipe.passing.running import RunningChunk
 from lightning_gnnpipe.passing.tape import Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
-from lightning_gnnpipe.types import PlanView, version_of
+from lightning_gnnpipe.types import PlanView
 
 
 class MessageContext(RunningChunk):

@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from torch_geometric.nn import DeepGCNLayer, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnnpipe._compat_pyg import (
+    UNDECOMPOSED,
+    arguments_of_edge_updater,
+    arguments_of_propagate,
+    arguments_of_update,
+)
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import direct, replace_attributes
@@ -86,8 +92,9 @@ def _wrap(
     original = getattr(conv, method)
     is_propagate = method == "propagate"
     rule = linear_rule(conv) if is_propagate else None
-    sources = _source_arguments(_read_by(conv, method))
-    kept = sources & frozenset(_update_arguments(conv)) if is_propagate else frozenset()
+    read = arguments_of_propagate(conv) if is_propagate else arguments_of_edge_updater(conv)
+    sources = _source_arguments(read)
+    kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
@@ -153,7 +160,7 @@ def _in_pieces(
     given = sources & kwargs.keys()
     pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
     outputs = []
-    restore = replace_attributes(conv, {"_decomposed_layers": 1})
+    restore = replace_attributes(conv, UNDECOMPOSED)
     try:
         for i in range(len(next(iter(pieces.values())))):
             parts = {key: piece[i] for key, piece in pieces.items()}
@@ -163,16 +170,8 @@ def _in_pieces(
     return torch.cat(outputs, dim=-1)
 
 
-def _read_by(conv: MessagePassing, method: str) -> tuple[str, ...]:
-    return tuple(conv._user_args if method == "propagate" else conv._edge_user_args)
-
-
 def _source_arguments(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name[:-2] for name in names if name.endswith("_j"))
-
-
-def _update_arguments(conv: MessagePassing) -> list[str]:
-    return list(conv.inspector.get_param_names("update", exclude=conv.special_args))
 
 
 def _widen(
@@ -185,7 +184,8 @@ def _widen(
     if not isinstance(value, Tensor):
         return value
     wide = context.widen(*key, value, conv.node_dim)
-    is_read_by_target = f"{key[2]}_i" in {*conv._user_args, *conv._edge_user_args}
+    read = {*arguments_of_propagate(conv), *arguments_of_edge_updater(conv)}
+    is_read_by_target = f"{key[2]}_i" in read
     return (wide, value) if is_read_by_target else wide
 
 

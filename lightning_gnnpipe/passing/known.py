@@ -6,6 +6,8 @@ import torch_geometric.nn as gnn
 from torch_geometric.nn import aggr
 from torch_geometric.nn.aggr.fused import FusedAggregation
 
+from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
+
 EXACT_CONVS: frozenset[type] = frozenset(
     {
         gnn.AGNNConv,
@@ -38,7 +40,7 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.LEConv,
         gnn.LGConv,
         gnn.MFConv,
-        gnn.MeshCNNConv,
+        *MESH_CNN_CONV,
         gnn.MixHopConv,
         gnn.NNConv,
         gnn.PDNConv,

@@ -16,10 +16,9 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnnpipe._compat_pyg import CACHES
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.direction import replace_attributes
-
-_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def without_memory(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
     with ExitStack() as stack:
         for name, conv in convs.items():
             if getattr(conv, "cached", False):
-                empty = {cache: None for cache in _CACHES if hasattr(conv, cache)}
+                empty = {cache: None for cache in CACHES if hasattr(conv, cache)}
                 stack.callback(replace_attributes(conv, {"cached": False, **empty}))
             if isinstance(conv, gnn.SuperGATConv):
                 attributes = {

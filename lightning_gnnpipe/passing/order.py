@@ -7,10 +7,10 @@ target, and is torn apart, on one chunk as well, if they do not.
 
 from __future__ import annotations
 
-import torch_geometric.nn as gnn
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
 
@@ -26,7 +26,7 @@ def check_order(
         UnsupportedError: If the layer reads them in groups, and a group's edges differ in their
             targets, or the model changed the edges.
     """
-    if not isinstance(conv, gnn.MeshCNNConv):
+    if not isinstance(conv, MESH_CNN_CONV):
         return
     is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
     if is_own and context.functions.has_groups(context.plan, _GROUP):

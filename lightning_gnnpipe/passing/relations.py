@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import han_conv
 
+from lightning_gnnpipe._compat_pyg import SOURCE_ROWS, source_rows
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import replace_attributes
 from lightning_gnnpipe.passing.pushpull import PushPull
@@ -41,7 +42,7 @@ def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Ite
         for name, conv in convs.items():
             if isinstance(conv, gnn.HGTConv):
                 build = _build_sources(name, conv, context)
-                stack.callback(replace_attributes(conv, {"_construct_src_node_feat": build}))
+                stack.callback(replace_attributes(conv, {SOURCE_ROWS: build}))
         yield
 
 
@@ -86,7 +87,7 @@ def _build_sources(
     name: str, conv: gnn.HGTConv, context: MessageContext
 ) -> Callable[[Rows, Rows, dict[Any, Tensor]], Any]:
     """Return HGTConv's method that copies keys and values, for a chunk and its halo."""
-    original = conv._construct_src_node_feat
+    original = source_rows(conv)
 
     def build(keys: Rows, values: Rows, edge_sets: dict[Any, Tensor]) -> Any:
         call = context.next_call(name)

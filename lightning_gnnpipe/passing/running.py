@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.passing.interfaces import EdgeLeaves
-from lightning_gnnpipe.types import ChunkView, PlanView, version_of
+from lightning_gnnpipe.types import ChunkView, PlanView
 
 
 @dataclass(slots=True)

@@ -14,14 +14,20 @@ import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.nn import MessagePassing, aggr
 
+from lightning_gnnpipe._compat_torch import (
+    BATCH_NORM,
+    INSTANCE_NORM,
+    has_spectral_norm,
+    is_compiled,
+)
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing.statistics import has_statistics
 
 # Modules that look at all rows at once. PyG's norms take part in the names that errors show.
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
-    (nn.modules.batchnorm._BatchNorm, "its statistics are taken over all nodes"),
-    (nn.modules.instancenorm._InstanceNorm, "its statistics are taken over all nodes"),
+    (BATCH_NORM, "its statistics are taken over all nodes"),
+    (INSTANCE_NORM, "its statistics are taken over all nodes"),
     (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
 )
 
@@ -50,7 +56,7 @@ def check_support(module: nn.Module, num_chunks: int) -> None:
 
 def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
     for name, layer in module.named_modules():
-        if hasattr(layer, "_orig_mod"):
+        if is_compiled(layer):
             yield _refuse(name, layer, "it was compiled", "Pass the module without torch.compile.")
         elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
             yield _refuse(
@@ -61,7 +67,7 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
             )
         elif num_chunks > 1:
             yield from _refused_on_chunks(module, name, layer)
-            if _iterates(layer):
+            if has_spectral_norm(layer):
                 yield _refuse(
                     name,
                     layer,
@@ -116,11 +122,6 @@ def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iter
             "it is not known to be exact on chunks",
             f"Train with num_chunks=1, or use one of {known}.",
         )
-
-
-def _iterates(layer: nn.Module) -> bool:
-    hooks = (type(hook).__name__ for hook in layer._forward_pre_hooks.values())
-    return type(layer).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
 
 
 def _refused_conv(name: str, conv: nn.Module) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -71,15 +71,15 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
     users: dict[str, set[int]] = {}
     for stage in stages:
         for segment in stage.segments:
-            for name in _names_used(segment, module):
+            for name in _names_used(segment, module, by_name):
                 users.setdefault(by_name[name], set()).add(stage.index)
     return users
 
 
-def _names_used(segment: Segment, module: nn.Module) -> Iterable[str]:
+def _names_used(segment: Segment, module: nn.Module, registered: Container[str]) -> Iterable[str]:
     for node in segment.module.graph.nodes:
         name = strip_root(str(node.target))
-        if node.op == "get_attr" and _is_registered(module, name):
+        if node.op == "get_attr" and name in registered:
             yield name
         elif node.op == "call_module":
             layer = module.get_submodule(name)
@@ -88,9 +88,3 @@ def _names_used(segment: Segment, module: nn.Module) -> Iterable[str]:
                     f"{name}.{inner}" if name else inner
                     for inner, _ in tensors(remove_duplicate=False)
                 )
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    return last in owner._parameters or last in owner._buffers

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch_geometric.nn import DeepGCNLayer, HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
@@ -190,7 +191,10 @@ def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
     for name, m in module.named_modules():
         if id(m) in listed or not _is_traced_through(m):
             continue
-        for attribute, value in (*vars(m).items(), *m._buffers.items()):
+        for attribute, value in (
+            *vars(m).items(),
+            *m.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             if isinstance(value, torch.Tensor):
                 yield f"{name}.{attribute}", id(value)
             elif not attribute.startswith("_") and isinstance(value, _PLAIN | None):
@@ -253,9 +257,8 @@ class _Tracer(fx.Tracer):
         )
         self._listed = listed_parts(module)
         super().__init__(autowrap_functions=(*functions, torch_geometric.nn.conv.gcn_conv.gcn_norm))
-        self._autowrap_search.extend(
-            {sys.modules[type(m).__module__] for m in module.modules() if contains_passing(m)}
-        )
+        passing = [m for m in module.modules() if contains_passing(m)]
+        search_in(self, {sys.modules[type(m).__module__] for m in passing})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._listed or not _is_traced_through(m)

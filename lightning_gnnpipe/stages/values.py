@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch_geometric.nn import MeshCNNConv
 
+from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.kinds import Inputs, Kind
@@ -72,7 +72,7 @@ def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
     what a dimension counts.
     """
     widths = {size for p in module.parameters() for size in p.shape}
-    group = _GROUP if any(isinstance(m, MeshCNNConv) for m in module.modules()) else 1
+    group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
     sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
     drawn = [_spaced(edges, _SAMPLE_EDGES // len(sets), group) for edges in sets]
     extra = torch.arange(min(3, inputs.num_nodes), device=sets[0].device)

@@ -82,23 +82,29 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ends(text: str) -> set[str]:
-    return set(re.findall(r"ends with (\S+)", text))
+    return set(re.findall(r"ends with (-?\d+\.\d{12})", text))
 
 
 def torchrun(script: Path, folder: Path, how: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={free_port()}", "--max-restarts=2"]
     folder.mkdir()
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*command, str(script), str(folder), how],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
         env=environment(),
-        check=False,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    try:
+        out, errors = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks as well
+        process.communicate()
+        raise
+    assert process.returncode == 0, errors[-3000:]
+    return out
 
 
 def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The private names of PyG that the package uses, and what older versions of PyG lack.
+
+`tests/test_compat.py` lists the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch_geometric.nn as gnn
+from torch_geometric.nn import MessagePassing
+
+MESH_CNN_CONV: tuple[type, ...] = tuple(
+    getattr(gnn, name) for name in ("MeshCNNConv",) if hasattr(gnn, name)
+)
+"""`MeshCNNConv`; empty before PyG 2.7."""
+
+CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
+"""Attributes in which layers keep what they computed from the edges."""
+
+UNDECOMPOSED = {"_decomposed_layers": 1}
+"""Attributes of a layer that passes messages for all channels at once."""
+
+SOURCE_ROWS = "_construct_src_node_feat"
+"""HGTConv's method that copies keys and values of the source nodes."""
+
+_HOOKS = ("_propagate_", "_message_", "_aggregate_")
+
+
+def arguments_of_propagate(conv: MessagePassing) -> tuple[str, ...]:
+    """Return the names, such as "x_j", that the parts of `propagate` read."""
+    return tuple(conv._user_args)
+
+
+def arguments_of_edge_updater(conv: MessagePassing) -> tuple[str, ...]:
+    """Return the names, such as "x_j", that `edge_update` reads."""
+    return tuple(conv._edge_user_args)
+
+
+def arguments_of_update(conv: MessagePassing) -> tuple[str, ...]:
+    """Return the names that `update` reads besides what was aggregated."""
+    return tuple(conv.inspector.get_param_names("update", exclude=conv.special_args))
+
+
+def source_rows(conv: gnn.HGTConv) -> Callable[..., Any]:
+    """Return the method of `SOURCE_ROWS`."""
+    return getattr(conv, SOURCE_ROWS)
+
+
+def has_passing_hooks(conv: MessagePassing) -> bool:
+    """Whether hooks look into `propagate`."""
+    return any(hooks for name, hooks in vars(conv).items() if name.startswith(_HOOKS))
+
+
+def has_own_propagate(kind: type[MessagePassing]) -> bool:
+    """Whether `propagate` is the user's, not PyG's, which is written for each class by template."""
+    written = f"{kind.__module__}_{kind.__name__}_propagate"
+    is_written = kind.propagate.__module__.startswith(written)
+    return not is_written and kind.propagate is not MessagePassing.propagate

@@ -1,0 +1,118 @@
+"""The private names of torch that the package uses, and what older versions do differently.
+
+`tests/test_compat.py` lists the names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
+
+# What the metadata of torch.distributed.checkpoint is pickled from: types that hold data alone.
+METADATA_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(n for n, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+def member_of_metadata(kind: Any, name: str) -> Any:
+    """Return a member of an enum: what Python 3.11 pickles as a call of `getattr`.
+
+    Raises:
+        TypeError: If something else is asked for.
+    """
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise TypeError(f"{kind!r}.{name} is no part of a checkpoint's metadata")
+    return kind[name]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` is what torch.compile has returned."""
+    return hasattr(module, "_orig_mod")
+
+
+def has_spectral_norm(module: nn.Module) -> bool:
+    """Whether a weight of `module` is divided by an estimate that each forward pass improves."""
+    hooks = (type(hook).__name__ for hook in module._forward_pre_hooks.values())
+    return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:
+    """Have the tracer find its wrapped functions in the globals of `modules` as well."""
+    tracer._autowrap_search.extend(modules)
+
+
+def change_overflows(
+    scaler: torch.amp.GradScaler,
+    change: Callable[[Mapping[torch.device, Tensor]], dict[torch.device, Tensor]],
+) -> Callable[[], None]:
+    """Let `change` alter what `scaler` finds on each device; return what ends that.
+
+    All its ways lead through the method that is replaced on this one object: those of `unscale_`
+    and of the check for optimizers that unscale by themselves (fused ones).
+    """
+    find_local = scaler._unscale_grads_
+    scaler.__dict__["_unscale_grads_"] = lambda *args, **kwargs: change(find_local(*args, **kwargs))
+    return lambda: scaler.__dict__.pop("_unscale_grads_", None)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Let collective calls over all ranks fail after `timeout`."""
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:
+    """Write `tensors`, together with all other ranks if there are any."""
+    if "no_dist" in inspect.signature(save).parameters:  # torch 2.6
+        save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
+        save(dict(tensors), storage_writer=writer)
+
+
+def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
+    """Overwrite `tensors` by those that `reader` finds; each process does so alone."""
+    if "no_dist" in inspect.signature(load).parameters:  # torch 2.6
+        load(dict(tensors), storage_reader=reader, no_dist=True)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        load_state_dict(dict(tensors), reader, no_dist=True)

@@ -1,0 +1,238 @@
+"""Private names of Lightning, torch and PyG: which they are; `_compat*` alone uses them.
+
+A test that fails here is named after the name that disappeared. Mend `_compat*`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
+COMPAT = sorted(PACKAGE.glob("_compat*.py"))
+
+LAUNCHERS = "lightning.pytorch.strategies.launchers"
+CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
+PYG = "torch_geometric.nn"
+
+# Where each is defined: a module, a class in it, and what belongs to that class or its instances.
+NAMES = [
+    "lightning.fabric.utilities.cloud_io:_load",
+    "lightning.fabric.utilities.distributed:_get_default_process_group_backend_for_device",
+    "lightning.fabric.utilities.distributed:_init_dist_connection",
+    "lightning.fabric.utilities.optimizer:_optimizers_to_device",
+    "lightning.fabric.utilities.types:_PATH",
+    f"{LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
+    f"{LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
+    f"{LAUNCHERS}:_SubprocessScriptLauncher",
+    "lightning.pytorch.trainer.call:_interrupt",
+    "lightning.pytorch:LightningModule._trainer",
+    "lightning.pytorch:Trainer._signal_connector",
+    "lightning.pytorch:Trainer._teardown",
+    "lightning.pytorch:Trainer.fit_loop._skip_backward",
+    "lightning.pytorch.callbacks:ModelCheckpoint._last_global_step_saved",
+    "lightning.pytorch.callbacks:StochasticWeightAveraging._average_model",
+    "lightning.pytorch.strategies:ParallelStrategy._checkpoint_io",
+    "lightning.pytorch.strategies:ParallelStrategy._configure_launcher",
+    "lightning.pytorch.strategies:ParallelStrategy._launcher",
+    "lightning.pytorch.strategies:ParallelStrategy._reset_optimizers_and_schedulers",
+    f"{CONNECTOR}._sigterm_notifier_fn",
+    f"{CONNECTOR}._slurm_sigusr_handler_fn",
+    f"{CONNECTOR}.received_sigterm",
+    "torch:Tensor._version",
+    "torch.amp:GradScaler._unscale_grads_",
+    "torch.fx:Tracer._autowrap_search",
+    "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "torch.distributed.distributed_c10d:_set_pg_timeout",
+    "torch.nn.modules.batchnorm:_BatchNorm",
+    "torch.nn.modules.instancenorm:_InstanceNorm",
+    "torch.nn:Module._forward_hooks",
+    "torch.nn:Module._forward_pre_hooks",
+    "torch.nn.utils.parametrizations:_SpectralNorm",
+    "torch.nn.utils.spectral_norm:SpectralNorm",
+    "torch.serialization:_get_layout",
+    f"{PYG}:APPNP._cached_adj_t",
+    f"{PYG}:APPNP._cached_edge_index",
+    f"{PYG}:HGTConv._construct_src_node_feat",
+    f"{PYG}:MessagePassing._aggregate_forward_hooks",
+    f"{PYG}:MessagePassing._decomposed_layers",
+    f"{PYG}:MessagePassing._edge_user_args",
+    f"{PYG}:MessagePassing._message_forward_hooks",
+    f"{PYG}:MessagePassing._propagate_forward_hooks",
+    f"{PYG}:MessagePassing._user_args",
+    f"{PYG}:MessagePassing.inspector.get_param_names",
+    f"{PYG}:MessagePassing.special_args",
+    f"{PYG}:SGConv._cached_x",
+    f"{PYG}:SSGConv._cached_h",
+]
+# Attributes that only instances have, and how to make one.
+INSTANCES: dict[str, Any] = {
+    "APPNP": (1, 0.1),
+    "MessagePassing": (),
+    "SGConv": (2, 2),
+    "SSGConv": (2, 2, 0.1),
+    "ModelCheckpoint": (),
+    "StochasticWeightAveraging": (0.1,),
+    "Module": (),
+    "_SignalConnector": (None,),
+    "ParallelStrategy": None,
+}
+# Not attributes of anything before they are set: torch.compile's, and prefixes of names.
+UNLISTED = {"_orig_mod", "_propagate_", "_message_", "_aggregate_", "_propagate"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_private_name_is_where_it_was(name: str) -> None:
+    module, _, path = name.partition(":")
+    owner: Any = importlib.import_module(module)
+    for part in path.split("."):
+        if not hasattr(owner, part) and inspect.isclass(owner):
+            owner = instance_of(owner)
+        assert hasattr(owner, part), f"{name}: {part} disappeared"
+        owner = getattr(owner, part)
+
+
+def instance_of(kind: type) -> Any:
+    if kind.__name__ == "ParallelStrategy":
+        from lightning.pytorch.strategies import DDPStrategy
+
+        return DDPStrategy()
+    if kind.__name__ == "Trainer":
+        return kind(logger=False, enable_checkpointing=False, accelerator="cpu")
+    return kind(*INSTANCES.get(kind.__name__, ()))
+
+
+def private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the private names of others that a file uses, and the lines.
+
+    A name that the file itself defines is its own; names of `self` are looked at separately.
+    """
+    tree = ast.parse(path.read_text())
+    own = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_of_self(node) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_of_self(node):
+            if node.attr not in own or is_of_super(node):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("__"):
+            ours = (node.module or "").split(".")[0] == PACKAGE.name
+            names = [alias.name for alias in node.names]
+            names += [] if ours else (node.module or "").split(".")
+            yield from (
+                (node.lineno, one)
+                for one in names
+                if is_private(one) and not (ours and one.startswith("_compat"))
+            )
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-zA-Z]\w*", str(node.value)):
+            yield node.lineno, str(node.value)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def is_of_super(node: ast.Attribute) -> bool:
+    call = node.value
+    return (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "super"
+    )
+
+
+# Endings of the user's names, and the mark of a namedtuple, which Python documents.
+HARMLESS = {"_edge_index", "_mask", "_acc", "_loss", "_i", "_j", "_fields"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [one for one in sorted(PACKAGE.rglob("*.py")) if one not in COMPAT],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_private_names_of_others_are_used_in_compat_alone(path: Path) -> None:
+    found = [(line, name) for line, name in private_names(path) if name not in HARMLESS]
+    assert not found, f"{path.name}: put {found} behind _compat"
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.name)
+def test_private_names_that_compat_uses_are_listed(path: Path) -> None:
+    listed = {part for name in NAMES for part in re.split("[:.]", name)}
+    used = {name for _, name in private_names(path)} - UNLISTED
+    assert used <= listed, f"list {used - listed} in NAMES"
+
+
+def foreign_private_names(kind: type) -> set[str]:
+    """Return what bases of `kind` that are not ours keep private: methods, and what they set."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        origin = base.__module__
+        if origin.startswith(PACKAGE.name) or origin in ("builtins", "typing", "abc", "enum"):
+            continue
+        names |= {name for name in vars(base) if is_private(name) and "abc" not in name}
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        names |= set(re.findall(r"self\.(_[a-zA-Z]\w*)", source))
+    return names
+
+
+def our_classes() -> Iterator[tuple[Path, type]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path in COMPAT or path.stem == "cli":  # the command line needs an extra
+            continue
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        module = importlib.import_module(name.removesuffix(".__init__"))
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__ == module.__name__:
+                yield path, kind
+
+
+def test_our_classes_touch_no_private_names_of_their_bases() -> None:
+    """A method or an attribute of ours under such a name would replace the base's."""
+    problems = []
+    for path, kind in our_classes():
+        tree = ast.parse(path.read_text())
+        body = next(
+            n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == kind.__name__
+        )
+        used = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and is_of_self(n)}
+        used |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
+        shared = {name for name in used if is_private(name)} & foreign_private_names(kind)
+        problems += [f"{kind.__name__}.{name}" for name in sorted(shared)]
+    assert not problems
+
+
+def test_what_compat_finds_is_what_users_write() -> None:
+    from lightning_gnnpipe import _compat_torch
+
+    linear = nn.Linear(2, 2)
+    assert not _compat_torch.has_spectral_norm(linear)
+    assert _compat_torch.has_spectral_norm(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))
+    parametrized = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    assert any(_compat_torch.has_spectral_norm(m) for m in parametrized.modules())
+    assert not _compat_torch.has_hooks(linear)
+    linear.register_forward_hook(lambda *_: None)
+    assert _compat_torch.has_hooks(linear)
+    assert not _compat_torch.is_compiled(linear)
+    assert _compat_torch.is_compiled(torch.compile(linear))
