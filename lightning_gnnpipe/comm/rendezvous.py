@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore
 
 
 def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
