@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
@@ -79,6 +80,9 @@ class PipeCheckpoints(PipeProcesses):
         Raises:
             CheckpointError: If it cannot be read.
         """
+        checkpoint_path = self.broadcast(
+            checkpoint_path
+        )  # each rank may have found another last one
         path = local_path(checkpoint_path)
 
         def read() -> dict[str, Any]:
@@ -203,7 +207,8 @@ class PipeCheckpoints(PipeProcesses):
                 sidecar.finish(path, ident)
             super(PipeCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
             if path is not None:
-                sidecar.prune(path, ident)
+                is_late = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+                sidecar.prune(path, ident, keeps_last=is_late)
 
         self.together(lambda: write() if self.is_global_zero else None)
 

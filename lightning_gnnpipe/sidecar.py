@@ -59,24 +59,36 @@ def finish(checkpoint: Path, ident: str) -> None:
     folder.rename(folder.with_name(ident))
 
 
-def prune(checkpoint: Path, keep: str | None) -> None:
+def prune(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> None:
     """Delete the histories of earlier checkpoints of this name, and what was never finished.
 
     Args:
         checkpoint: The checkpoint.
         keep: The id of its own; None if it has none.
+        keeps_last: Keep those of the one before as well: the file may be written later.
     """
     folder = checkpoint.parent / _FOLDER
-    for one in sorted(folder.glob("*")) if folder.is_dir() else []:
+    newest_first = sorted(folder.glob("*"), key=_age) if folder.is_dir() else []
+    for one in newest_first:
+        owner = one / _OWNER
         if one.name == keep:
             continue
-        owner = one / _OWNER
+        if keeps_last and owner.is_file() and owner.read_text() == checkpoint.name:
+            keeps_last = False
+            continue
         is_old = owner.is_file() and owner.read_text() == checkpoint.name
         is_left = one.name.endswith(_PART) and time.time() - one.stat().st_mtime > _ABANDONED_S
         if is_old or is_left:  # another run may be writing to the same folder
             shutil.rmtree(one, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except FileNotFoundError:  # another run has deleted it
+        return 0.0
 
 
 def read_stages(folder: Path, num_stages: int) -> tuple[dict[str, Any], ...]:

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, _compat, sharded, sidecar
@@ -344,6 +345,26 @@ def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     sidecar.prune(tmp_path / "one.ckpt", None)
     assert folder.is_dir() and not old.exists()
+
+
+def test_a_checkpoint_that_is_written_later_leaves_the_histories_of_the_last_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "one.ckpt"
+    for age, ident in enumerate("abc"):
+        sidecar.write_stage(sidecar.unfinished_folder(path, ident), 0, {})
+        sidecar.finish(path, ident)
+        os.utime(sidecar.histories_folder(path, ident), (age, age))
+    sidecar.prune(path, "c", keeps_last=True)
+    left = [one for one in "abc" if sidecar.histories_folder(path, one).is_dir()]
+    assert left == ["b", "c"]
+
+
+def test_a_checkpoint_written_in_the_background_goes_on(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path / "a", epochs=5, num_stages=1)
+    _, path = fit(tmp_path / "b", num_stages=1, checkpoint_io=AsyncCheckpointIO())
+    again, _ = fit(tmp_path / "c", epochs=5, num_stages=1, resume=path)
+    assert torch.equal(weights(again), weights(whole))
 
 
 def test_a_sharded_checkpoint_takes_the_place_of_a_link(tmp_path: Path) -> None:
