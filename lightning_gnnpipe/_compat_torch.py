@@ -93,9 +93,9 @@ def change_overflows(
     return lambda: scaler.__dict__.pop("_unscale_grads_", None)
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """Let collective calls over all ranks fail after `timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Let collective calls of `group`, or of all ranks, fail after `timeout`."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group or dist.group.WORLD)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:

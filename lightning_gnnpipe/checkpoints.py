@@ -154,7 +154,7 @@ class PipeCheckpoints(PipeProcesses):
         if path is not None and ident is not None:
             is_sharded = sharded.is_sharded(path)
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
-            stages = sidecar.read_stages(folder, len(state.stage_layers))
+            stages = sidecar.read_stages(folder, state.num_ranks)
         return SavedRun(state, stages), found["random"]
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -169,8 +169,7 @@ class PipeCheckpoints(PipeProcesses):
         if not self._is_split or self._is_interrupted:
             return module.state_dict()
         if self.options.save_distributed_checkpoint:
-            stage = self._pipe.axis.stage
-            return own_state_dict(module, self._prefix, self.engine.model, stage)
+            return own_state_dict(module, self._prefix, self.engine.model, self._pipe.mesh)
         return full_state_dict(module, self._prefix, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -45,10 +45,18 @@ class StrategyOptions:
     timeout: timedelta
     start_method: StartMethod
     save_distributed_checkpoint: bool = False
+    graph_parallel: int = 1
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
         _check_count("num_chunks", self.num_chunks, "the number of nodes")
+        is_count = isinstance(self.graph_parallel, int) and self.graph_parallel >= 1
+        if not is_count or isinstance(self.graph_parallel, bool):
+            _refuse(
+                "'graph_parallel' to be at least 1",
+                self.graph_parallel,
+                "1 leaves the graph in one piece on each stage.",
+            )
         if not isinstance(self.partition, Tensor):
             _check_choice("partition", self.partition, get_args(PartitionMethod))
         if isinstance(self.balance, str):
@@ -86,19 +94,27 @@ class StrategyOptions:
         return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, dtype, device)
 
     def resolve_num_stages(self, world_size: int) -> int:
-        """Return S, which must be the number of processes.
+        """Return S: there are S x `graph_parallel` processes.
 
         Raises:
-            ConfigError: If it is not.
+            ConfigError: If there are not.
         """
-        if self.num_stages not in ("auto", world_size):
+        shards = self.graph_parallel
+        if world_size % shards:
             _refuse(
-                f"'num_stages' to be the number of processes, {world_size}",
-                self.num_stages,
-                f"Use Trainer(devices={self.num_stages}), or num_stages='auto' for one stage a "
-                "process.",
+                f"'graph_parallel' to divide the number of processes, {world_size}",
+                shards,
+                f"Use Trainer(devices={shards}) for one stage, or a multiple of it for more.",
             )
-        return world_size
+        if self.num_stages not in ("auto", world_size // shards):
+            needed = self.num_stages * shards
+            _refuse(
+                f"'num_stages' to be {world_size // shards}: the number of processes, {world_size}"
+                f"{f', over graph_parallel={shards}' if shards > 1 else ''}",
+                self.num_stages,
+                f"Use Trainer(devices={needed}), or num_stages='auto'.",
+            )
+        return world_size // shards
 
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph is."""

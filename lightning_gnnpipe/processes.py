@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
+    Mesh,
     Meter,
-    PipeAxis,
     Transport,
     choose_wire,
+    make_shard_group,
     restart_store,
     set_group_timeout,
 )
@@ -89,7 +90,7 @@ class PipeProcesses(_compat.LightningStrategy):
     @property
     def _has_peers(self) -> bool:
         """Whether there are other ranks, and this process is one of them."""
-        return self._transport is not None and self._transport.axis.is_distributed
+        return self._transport is not None and self._transport.mesh.is_distributed
 
     @property
     def _is_interrupted(self) -> bool:
@@ -133,19 +134,27 @@ class PipeProcesses(_compat.LightningStrategy):
         super().setup_environment()
         self.set_world_ranks()
         num_stages, wire = self.options.resolve_num_stages(self.world_size), None
-        if num_stages > 1:
-            assert self.cluster_environment is not None
-            backend = self._process_group_backend or _default_backend(self.root_device)
-            # Processes start at their own pace: the first meeting may take longer than a message.
-            timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
-            environment = self.cluster_environment
-            store = restart_store(environment.main_address, environment.main_port, timeout)
-            _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
-            set_group_timeout(self.options.timeout)
+        device, timeout = self.root_device, self.options.timeout
+        num_shards, shards = self.options.graph_parallel, None
+        if num_stages * num_shards > 1:
+            backend = self._connect()
             self.options.resolve_num_stages(dist.get_world_size())
-            wire = choose_wire(self.root_device, backend)
-        axis = PipeAxis(self.global_rank, num_stages, self.root_device, self.options.timeout, wire)
-        self._transport = Transport(axis, Meter())
+            wire = choose_wire(device, backend)
+            shards = make_shard_group(num_stages, num_shards, wire, timeout)
+        mesh = Mesh(self.global_rank, num_stages, device, timeout, wire, num_shards, shards)
+        self._transport = Transport(mesh, Meter())
+
+    def _connect(self) -> str:
+        """Make the group of all processes; return its backend."""
+        environment = self.cluster_environment
+        assert environment is not None
+        backend = self._process_group_backend or _default_backend(self.root_device)
+        # Processes start at their own pace: the first meeting may take longer than a message.
+        timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
+        store = restart_store(environment.main_address, environment.main_port, timeout)
+        _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
+        set_group_timeout(self.options.timeout)
+        return backend
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -192,7 +201,7 @@ class PipeProcesses(_compat.LightningStrategy):
         """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
         if not self._has_peers:
             return tensor
-        wire = self._pipe.axis.wire_device
+        wire = self._pipe.mesh.wire_device
         return super().all_gather(tensor.to(wire), group, sync_grads).to(tensor.device)
 
     def together(self, work: Callable[[], T]) -> T:

@@ -55,7 +55,10 @@ class GNNPipeStrategy(PipeLoops):
     Source: GNNPipe (arXiv 2308.10087).
 
     Args:
-        num_stages: Stages, S; "auto" for one on each device.
+        num_stages: Stages, S; "auto" for as many as there are devices for.
+        graph_parallel: Shards of the graph, G: each stage has that many ranks, which split every
+            chunk and swap the rows of neighbouring nodes in each layer. There are S x G processes.
+            With `num_stages=1` this is graph parallelism.
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
             1 all steps are exact and nothing overlaps.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
@@ -97,6 +100,7 @@ class GNNPipeStrategy(PipeLoops):
         self,
         *,
         num_stages: int | Literal["auto"] = "auto",
+        graph_parallel: int = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         shuffle_chunks: bool = True,
@@ -132,6 +136,7 @@ class GNNPipeStrategy(PipeLoops):
             timeout,
             start_method,
             save_distributed_checkpoint,
+            graph_parallel,
         )
         super().__init__(
             options,
@@ -189,7 +194,7 @@ class GNNPipeStrategy(PipeLoops):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        if self._pipe.axis.is_distributed:
+        if self._pipe.mesh.is_distributed:
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:
@@ -203,7 +208,7 @@ class GNNPipeStrategy(PipeLoops):
         """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
-        check_support(pipelined, options.expect_num_chunks(self._pipe.axis.num_stages))
+        check_support(pipelined, options.expect_num_chunks(self._pipe.mesh.num_stages))
         seed = self._share_start(module)
         saved, self._saved = self._saved, None
         if saved is not None:

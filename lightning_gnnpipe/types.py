@@ -26,7 +26,28 @@ Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 RefreshMethod = Literal["snapshot", "exact"]
-TrafficKind = Literal["forward", "backward", "output", "input_grad", "tied_grad", "control"]
+TrafficKind = Literal[
+    "forward",
+    "backward",
+    "halo",
+    "halo_grad",
+    "output",
+    "input_grad",
+    "tied_grad",
+    "weight_grad",
+    "control",
+]
+
+
+class PeerView(Protocol):
+    """What a chunk swaps with another shard; see `graph.Peer`."""
+
+    @property
+    def shard(self) -> int: ...
+    @property
+    def send(self) -> Tensor: ...
+    @property
+    def receive(self) -> Tensor: ...
 
 
 class ChunkView(Protocol):
@@ -54,6 +75,10 @@ class ChunkView(Protocol):
     def num_nodes(self) -> int: ...
     @property
     def num_halo(self) -> int: ...
+    @property
+    def peers(self) -> Sequence[PeerView]: ...
+    @property
+    def is_whole(self) -> bool: ...
 
 
 class PlanView(Protocol):
@@ -61,6 +86,10 @@ class PlanView(Protocol):
 
     @property
     def num_nodes(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def globe(self) -> PlanView: ...
     @property
     def perm(self) -> Tensor: ...
     @property
@@ -76,4 +105,5 @@ class PlanView(Protocol):
     @property
     def between_chunks(self) -> PlanView: ...
     def edge_set(self, number: int) -> PlanView: ...
-    def chunk_of_position(self) -> Tensor: ...
+    def chunk_of_row(self) -> Tensor: ...
+    def localize(self, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm.collect import share_tensors
-from lightning_gnnpipe.comm.mesh import PipeAxis
+from lightning_gnnpipe.comm.mesh import Mesh, make_shard_group
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.rendezvous import restart_store
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
@@ -13,11 +13,12 @@ from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
     "GPU_BACKEND",
+    "Mesh",
     "Meter",
-    "PipeAxis",
     "Transport",
     "choose_wire",
     "load_shards",
+    "make_shard_group",
     "restart_store",
     "save_shards",
     "set_group_timeout",

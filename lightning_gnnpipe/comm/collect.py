@@ -20,17 +20,17 @@ def share_tensors(
 
     Args:
         transport: The ranks.
-        owners: The stage that owns each tensor, equal on all ranks, in the same order.
+        owners: The rank that owns each tensor, equal on all ranks, in the same order.
         local: The tensors that this rank owns, at least.
         shapes: Shape and dtype of the others.
     """
     shared = {}
     for name, owner in owners.items():
-        if owner == transport.axis.stage:
-            tensor = local[name].detach().to(transport.axis.device).contiguous()
+        if owner == transport.mesh.rank:
+            tensor = local[name].detach().to(transport.mesh.device).contiguous()
         else:
             shape, dtype = shapes[name]
-            tensor = torch.empty(shape, dtype=dtype, device=transport.axis.device)
+            tensor = torch.empty(shape, dtype=dtype, device=transport.mesh.device)
         transport.broadcast(tensor, owner, "control")
         shared[name] = tensor
     return shared

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnnpipe.comm.mesh import PipeAxis
+from lightning_gnnpipe.comm.mesh import Mesh
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.types import TrafficKind
@@ -24,13 +25,14 @@ from lightning_gnnpipe.types import TrafficKind
 T = TypeVar("T")
 
 _MAX_TENSORS = 1024
+_EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
 
 
 class Transport:
     """Point-to-point messages to the neighbouring stages, and collectives over all of them."""
 
-    def __init__(self, axis: PipeAxis, meter: Meter) -> None:
-        self.axis = axis
+    def __init__(self, mesh: Mesh, meter: Meter) -> None:
+        self.mesh = mesh
         self.meter = meter
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[
@@ -40,7 +42,7 @@ class Transport:
     def post_receive(
         self, source: int, kind: TrafficKind, chunk: int, buffers: Sequence[Tensor]
     ) -> None:
-        """Start to receive the tensors of `chunk` from stage `source` into `buffers`."""
+        """Start to receive the tensors of `chunk` from rank `source` into `buffers`."""
         landing = [self._place_for(buffer) for buffer in buffers]
         with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
             works = [
@@ -55,14 +57,14 @@ class Transport:
         works, landing, buffers = self._receives.pop((kind, chunk))
         with self.explained(f"wait for {kind} data of chunk {chunk}"):
             for work in works:
-                work.wait(self.axis.timeout)
+                work.wait(self.mesh.timeout)
         for buffer, place in zip(buffers, landing, strict=True):
             _bring(place, buffer)
         self.meter.count(kind, *buffers)
         return buffers
 
     def send(self, target: int, kind: TrafficKind, chunk: int, tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of `chunk` to stage `target`."""
+        """Start to send the tensors of `chunk` to rank `target`."""
         with self.explained(f"send {kind} data of chunk {chunk} to rank {target}"):
             for i, tensor in enumerate(tensors):
                 payload = self._on_wire(tensor)
@@ -74,36 +76,73 @@ class Transport:
         """Wait until everything that was sent has left."""
         with self.explained("wait for sent data to be received"):
             for work, _ in self._sends:
-                work.wait(self.axis.timeout)
+                work.wait(self.mesh.timeout)
         self._sends.clear()
 
     def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
-        """Overwrite `tensor` by that of stage `source`."""
-        if not self.axis.is_distributed:
+        """Overwrite `tensor` by that of rank `source`."""
+        if not self.mesh.is_distributed:
             return
         with self.explained(f"broadcast {kind} data from rank {source}"):
             payload = self._on_wire(tensor)
             dist.broadcast(payload, source)
             _bring(payload, tensor)
-        if self.axis.stage != source:
+        if self.mesh.rank != source:
             self.meter.count(kind, tensor)
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
-        """Sum `tensor` over all stages, in place."""
-        if not self.axis.is_distributed:
-            return
-        with self.explained(f"sum {kind} data over all ranks"):
+        """Sum `tensor` over all ranks, in place."""
+        if self.mesh.is_distributed:
+            self._sum(tensor, kind, None)
+
+    def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
+        """Sum `tensor` over the ranks of this stage, in place."""
+        if self.mesh.num_shards > 1:
+            self._sum(tensor, kind, self.mesh.shards)
+
+    def _sum(self, tensor: Tensor, kind: TrafficKind, group: dist.ProcessGroup | None) -> None:
+        with self.explained(f"sum {kind} data over ranks"):
             payload = self._on_wire(tensor)
-            dist.all_reduce(payload)
+            dist.all_reduce(payload, group=group)
             _bring(payload, tensor)
         self.meter.count(kind, tensor)
 
+    def exchange(
+        self,
+        kind: TrafficKind,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> Exchange:
+        """Start to swap tensors with other ranks, which must make the same calls in this order.
+
+        Args:
+            kind: What it is.
+            sends: Ranks and what they get.
+            receives: Ranks and where to put what they send.
+        """
+        places = [self._place_for(buffer) for _, buffer in receives]
+        with self.explained(f"exchange {kind} data"):
+            works = [
+                dist.irecv(place, rank, tag=_EXCHANGE_TAG)
+                for (rank, _), place in zip(receives, places, strict=True)
+                if place.numel()
+            ]
+            payloads = [(rank, self._on_wire(tensor)) for rank, tensor in sends]
+            works += [
+                dist.isend(payload, rank, tag=_EXCHANGE_TAG)
+                for rank, payload in payloads
+                if payload.numel()
+            ]
+        buffers = [buffer for _, buffer in receives]
+        kept = [payload for _, payload in payloads]
+        return Exchange(self, kind, works, places, buffers, kept)
+
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of every stage, each a list of as many 64-bit integers."""
-        if not self.axis.is_distributed:
+        """Return the numbers of every rank, each a list of as many 64-bit integers."""
+        if not self.mesh.is_distributed:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.axis.wire_device)
-        all_numbers = [torch.empty_like(own) for _ in range(self.axis.num_stages)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.mesh.wire_device)
+        all_numbers = [torch.empty_like(own) for _ in range(self.mesh.size)]
         with self.explained("compare the batch with the other ranks"):
             dist.all_gather(all_numbers, own)
         self.meter.count("control", *all_numbers)
@@ -112,24 +151,24 @@ class Transport:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         with self.explained("meet the other ranks"):
-            met = torch.zeros(1, device=self.axis.wire_device)
+            met = torch.zeros(1, device=self.mesh.wire_device)
             dist.all_reduce(met)  # dist.barrier() would choose between backends by itself
             met.item()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Return the picklable `value` of stage `source`."""
-        if not self.axis.is_distributed:
+        """Return the picklable `value` of rank `source`."""
+        if not self.mesh.is_distributed:
             return value
         box = [value]
         with self.explained(f"broadcast from rank {source}"):
-            dist.broadcast_object_list(box, source, device=self.axis.wire_device)
+            dist.broadcast_object_list(box, source, device=self.mesh.wire_device)
         return box[0]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first stage alone and return its result, or raise its error, on all."""
+        """Run `work` on rank 0 alone and return its result, or raise its error, on all."""
         result: T | None = None
         error: Exception | None = None
-        if self.axis.is_first:
+        if self.mesh.is_root:
             try:
                 result = work()
             except ValueError as found:
@@ -140,23 +179,23 @@ class Transport:
         return cast(T, result)
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Return the picklable values of all stages."""
-        if not self.axis.is_distributed:
+        """Return the picklable values of all ranks."""
+        if not self.mesh.is_distributed:
             return [value]
-        values: list[Any] = [None] * self.axis.num_stages
+        values: list[Any] = [None] * self.mesh.size
         with self.explained("gather from all ranks"):
             dist.all_gather_object(values, value)
         return values
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a copy of it, as it can be sent."""
-        return tensor.detach().to(self.axis.wire_device).contiguous()
+        return tensor.detach().to(self.mesh.wire_device).contiguous()
 
     def _place_for(self, buffer: Tensor) -> Tensor:
         """Return `buffer`, or what it is received in."""
-        if buffer.device == self.axis.wire_device:
+        if buffer.device == self.mesh.wire_device:
             return buffer
-        return torch.empty_like(buffer, device=self.axis.wire_device)
+        return torch.empty_like(buffer, device=self.mesh.wire_device)
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -164,11 +203,35 @@ class Transport:
             yield
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
-                f"Rank {self.axis.stage} could not {what}: another rank has failed, or did not "
-                f"answer within {self.axis.timeout.total_seconds():.0f} s. The first error that a "
+                f"Rank {self.mesh.rank} could not {what}: another rank has failed, or did not "
+                f"answer within {self.mesh.timeout.total_seconds():.0f} s. The first error that a "
                 "rank printed is the cause. If all ranks are alive and slow, give GNNPipeStrategy "
                 f"a longer timeout. ({type(error).__name__}: {error})"
             ) from error
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Tensors on their way, both directions."""
+
+    _transport: Transport
+    _kind: TrafficKind
+    _works: list[Any]
+    _places: list[Tensor]
+    _buffers: list[Tensor]
+    _sent: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """Wait until all has come and gone; return what was received."""
+        transport = self._transport
+        with transport.explained(f"wait for {self._kind} data"):
+            for work in self._works:
+                work.wait(transport.mesh.timeout)
+        for buffer, place in zip(self._buffers, self._places, strict=True):
+            _bring(place, buffer)
+        self._sent.clear()
+        transport.meter.count(self._kind, *self._buffers)
+        return self._buffers
 
 
 def _bring(place: Tensor, target: Tensor) -> None:

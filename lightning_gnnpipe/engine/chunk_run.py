@@ -60,12 +60,12 @@ def run_segments(
     context.leave()
 
 
-def make_seeds(seed: int, step: int) -> SeedOf:
-    """Return the seeds of one training step: they depend on (seed, step, segment, chunk) alone."""
+def make_seeds(seed: int, step: int, shard: int = 0) -> SeedOf:
+    """Return the seeds of one training step: they depend on (seed, step, segment, chunk, shard)."""
 
     def seed_of(segment: int, chunk: int) -> int:
         mixed = 0
-        for number in (seed, step, segment, chunk):
+        for number in (seed, step, segment, chunk, *((shard,) if shard else ())):
             mixed = _split_mix((mixed + number + 1) & _MASK)
         return mixed >> 1
 

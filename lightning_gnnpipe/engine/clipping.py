@@ -30,7 +30,7 @@ def clip_by_total_norm(
     with_grad = [p for p in parameters if p.grad is not None]
     counted = engine.counted_parameters(root)
     grads = [p.grad.detach() for p in with_grad if p.grad is not None and id(p) in counted]
-    square = torch.zeros((), dtype=torch.float64, device=engine.transport.axis.device)
+    square = torch.zeros((), dtype=torch.float64, device=engine.transport.mesh.device)
     for grad in grads:
         square += torch.linalg.vector_norm(grad).double().square()
     engine.transport.all_reduce(square, "control")

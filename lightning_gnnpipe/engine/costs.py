@@ -195,6 +195,7 @@ class _ZeroHalo:
     """
 
     scale = 1.0
+    shards = None
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = _OwnMoments()

@@ -28,7 +28,7 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.model import Mode, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
-from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_stages, save_stage
+from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_ranks, save_rank
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
@@ -111,22 +111,23 @@ class PipelineEngine:
         if self._saved is not None and self._saved.stages:  # resumed, and no step since
             return replace(self._saved.state, num_inferences=self._num_inferences)
         graph = self.graphs.trained
-        counts = self.num_training_passes, self._num_inferences, self.model.stage_layers
+        counts = self.num_training_passes, self._num_inferences
+        layout = self.model.stage_layers, self.transport.mesh.num_shards
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
         if graph is not None and graph.plan.num_chunks > 1:
             histories = self.graphs.trained_fingerprint, tuple(graph.filled)
-        return RunState(self.options.seed, *counts, *histories)
+        return RunState(self.options.seed, *counts, *layout, *histories)
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
-        """Return the histories that this rank writes to a checkpoint, by stage: see `save_stage`.
+        """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
 
-        Until the first step, a resumed run has those of the run before, of all its stages.
+        Until the first step, a resumed run has those of the run before, of all its ranks.
         """
-        axis, graph = self.transport.axis, self.graphs.trained
+        mesh, graph = self.transport.mesh, self.graphs.trained
         if self._saved is not None and self._saved.stages:
             stages = enumerate(self._saved.stages)
-            return {i: one for i, one in stages if i % axis.num_stages == axis.stage}
-        return {} if graph is None else {axis.stage: save_stage(graph)}
+            return {i: one for i, one in stages if i % mesh.size == mesh.rank}
+        return {} if graph is None else {mesh.rank: save_rank(graph)}
 
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
@@ -143,20 +144,21 @@ class PipelineEngine:
         pipelined = {id(named[name]) for name in self.model.pipelined if name in named}
         owned = {id(named[name]) for name in self.model.owned if name in named}
         replicated = {id(p) for p in root.parameters()} - pipelined
-        return owned | replicated if self.transport.axis.is_first else owned
+        return owned | replicated if self.transport.mesh.is_root else owned
 
     def collect_stats(self) -> PipelineStats:
         """Return the figures of the last training step; a collective call."""
         last = self._last_record()
-        axis = self.transport.axis
-        gathered = self.transport.all_gather_objects(last.of_rank(axis.device))
-        return merge_stats(gathered, axis.num_stages, last.num_chunks, last.is_exact)
+        mesh = self.transport.mesh
+        gathered = self.transport.all_gather_objects(last.of_rank(mesh.device))
+        return merge_stats(gathered, mesh.num_stages, last.num_chunks, last.is_exact)
 
     def collect_staleness(self) -> dict[int, Staleness]:
         """Return the staleness of the last training step by layer, over all ranks; collective."""
         merged: dict[int, Staleness] = {}
         for one in self.transport.all_gather_objects(self._last_record().staleness):
-            merged |= one
+            for layer, staleness in one.items():
+                merged.setdefault(layer, Staleness()).add(staleness)
         return dict(sorted(merged.items()))
 
     def _last_record(self) -> PassRecord:
@@ -221,12 +223,12 @@ class PipelineEngine:
         state = saved.state
         is_same = state.graph == self.graphs.trained_fingerprint and saved.stages
         if is_same and sum(state.stage_layers) == sum(self.model.stage_layers):
-            stage = mode.stages[self.transport.axis.stage]
-            if load_stages(graph, saved.stages, {segment.index for segment in stage.segments}):
+            stage = mode.stages[self.transport.mesh.stage]
+            if load_ranks(graph, saved.stages, {segment.index for segment in stage.segments}):
                 graph.filled.update(state.filled)
                 return
         has_trained = state.num_training_passes > 0
-        if has_trained and graph.plan.num_chunks > 1 and self.transport.axis.is_first:
+        if has_trained and graph.plan.num_chunks > 1 and self.transport.mesh.is_root:
             log.warning(
                 "The checkpoint has no histories of this graph, these chunks and layers: from "
                 "resuming a pipelined run to an exact first step, which fills them."
@@ -264,14 +266,15 @@ class PipelineEngine:
         is_training: bool,
         writes: bool = False,
     ) -> StepParts:
+        shard = self.transport.mesh.shard
         if is_training:
-            seeds = make_seeds(self.options.seed, self.progress.step_index)
+            seeds = make_seeds(self.options.seed, self.progress.step_index, shard)
         else:
             self._num_inferences += self.model.module.training  # dropout is on
-            seeds = make_seeds(~self.options.seed, self._num_inferences)
+            seeds = make_seeds(~self.options.seed, self._num_inferences, shard)
         has_stale = graph.plan.num_chunks > 1  # otherwise histories would never be read
         return StepParts(
-            stage=mode.stages[self.transport.axis.stage],
+            stage=mode.stages[self.transport.mesh.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=graph.plan.whole if is_exact else graph.plan,
             inputs=graph.inputs,

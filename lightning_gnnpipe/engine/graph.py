@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import (
     ChunkPlan,
@@ -21,7 +22,8 @@ from lightning_gnnpipe.graph import (
     check_num_chunks,
     partition_nodes,
     plan_from_assignment,
-    trivial_plan,
+    shard_plan,
+    split_chunks,
 )
 from lightning_gnnpipe.history import HistoryOptions, HistoryStore
 from lightning_gnnpipe.passing import MessageContext
@@ -49,21 +51,32 @@ class ChunkOptions:
 
 
 class PlannedGraph:
-    """One graph: plan and batch; histories once it is trained on."""
+    """One graph, or this rank's shard of it: plan and batch; histories once it is trained on."""
 
-    def __init__(self, plan: ChunkPlan, histories: HistoryOptions) -> None:
+    def __init__(self, plan: ChunkPlan, histories: HistoryOptions, transport: Transport) -> None:
         self.plan = plan
         self.inputs = PlannedInputs(plan)
-        self.reading = MessageContext(None, plan)
-        self.store = HistoryStore(plan.num_nodes, plan.num_chunks, histories)
-        self.writing = MessageContext(self.store, plan, self.reading.functions)
+        self._transport = transport
+        self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
+        self._make_histories(histories)
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
-        self.store = HistoryStore(self.plan.num_nodes, self.plan.num_chunks, self.store.options)
-        self.writing = MessageContext(self.store, self.plan, self.reading.functions)
+        self._make_histories(self.store.options)
         self.filled.clear()
+
+    def _make_histories(self, options: HistoryOptions) -> None:
+        plan = self.plan
+        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options)
+        store = self._shared(self.store) or self.store
+        self.writing = MessageContext(store, plan, self.reading.functions)
+
+    def _shared(self, histories: HistoryStore | None) -> SharedStore | None:
+        """Return the store through which shards see each other, if there are several."""
+        if self.plan.shard is None:
+            return None
+        return SharedStore(self.plan, self._transport, histories)
 
 
 class GraphCache:
@@ -72,7 +85,7 @@ class GraphCache:
     def __init__(
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
     ) -> None:
-        self.histories = histories.seen_from(transport.axis.device)
+        self.histories = histories.seen_from(transport.mesh.device)
         self._options = options
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -114,16 +127,16 @@ class GraphCache:
     def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
         """Return a plan with chunks of the size of training, even if METIS has not run."""
         num_chunks = self._num_chunks(inputs)
-        if graph.plan.num_chunks == num_chunks:
+        if graph.plan.num_chunks == num_chunks and graph.plan.shard is None:
             return graph.plan
         edge_index = inputs.edge_index.cpu()
         plan = build_chunk_plan(
             edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"
         )
-        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.axis.device)
+        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.mesh.device)
 
     def _num_chunks(self, inputs: Inputs) -> int:
-        num_stages = self._transport.axis.num_stages
+        num_stages = self._transport.mesh.num_stages
         return resolve_num_chunks(self._options, num_stages, inputs.num_nodes)
 
     def _warn_of_change(self) -> None:
@@ -147,9 +160,8 @@ class GraphCache:
     def _uncut(self, inputs: Inputs) -> PlannedGraph:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
-        plan = trivial_plan(edge_index, inputs.num_nodes).with_edge_sets(inputs.edge_sizes)
-        device = self._transport.axis.device
-        return PlannedGraph(plan.to(device), self.histories)
+        assignment = torch.zeros(inputs.num_nodes, dtype=torch.int64)
+        return self._planned(inputs, edge_index, assignment)
 
     def _cut(self, inputs: Inputs) -> PlannedGraph:
         options = self._options
@@ -167,9 +179,21 @@ class GraphCache:
             )
 
         assignment = self._transport.run_on_first(partition)
-        plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+        return self._planned(inputs, edge_index, assignment)
+
+    def _planned(self, inputs: Inputs, edge_index: Tensor, assignment: Tensor) -> PlannedGraph:
+        mesh, seed = self._transport.mesh, self._options.seed
+        if mesh.num_shards == 1:
+            plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+        else:
+            shards = self._transport.run_on_first(
+                lambda: split_chunks(edge_index, assignment, mesh.num_shards, seed=seed)
+            )
+            plan = shard_plan(
+                edge_index, assignment, shards, index=mesh.shard, num_shards=mesh.num_shards
+            )
         plan = plan.with_edge_sets(inputs.edge_sizes)
-        return PlannedGraph(plan.to(self._transport.axis.device), self.histories)
+        return PlannedGraph(plan.to(mesh.device), self.histories, self._transport)
 
 
 def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:

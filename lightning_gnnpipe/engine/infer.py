@@ -20,11 +20,11 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
             not.
         model: The pipelined model.
     """
-    axis = parts.transport.axis
-    schedule = add_transfers(fill_drain(axis.num_stages, (0,), backward=False))
+    mesh = parts.transport.mesh
+    schedule = add_transfers(fill_drain(mesh.num_stages, (0,), backward=False))
     with (
         intercept(model.intercepted, parts.context),
-        own_random_stream(axis.device),
+        own_random_stream(mesh.device),
         torch.no_grad(),
     ):
-        return Step(parts).forward(schedule.forward(axis.stage))
+        return Step(parts).forward(schedule.forward(mesh.stage))

@@ -50,7 +50,7 @@ class PlannedInputs:
         return {name: self._slice(chunk, name) for name in names}
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
-        """Return an edge-level leaf in the slots of the plan or of its reverse, `[num_edges, *]`.
+        """Return a leaf of the edges of all shards, `[num_edges, *]`, in slots of the graph.
 
         None if `name` is not of the edges of `edge_set`, or needs a gradient.
         """
@@ -60,10 +60,13 @@ class PlannedInputs:
             return None
         if edge_set is None or self._sets[slot] != edge_set:
             return None
+        globe = self._plan.globe
+        edges = (globe.reverse if reverse else globe).edge_set(edge_set)
         if reverse:
-            order = self._plan.reverse.edge_set(edge_set).edge_perm
-            return self._permuted(f"{name} reversed", leaf, order)
-        return self._permuted(name, leaf, self._plan.edge_set(edge_set).edge_perm)
+            name += " reversed"
+        if globe is not self._plan:
+            name += " of all shards"
+        return self._permuted(name, leaf, edges.edge_perm)
 
     def edge_bounds(self, chunk: Chunk, edge_set: int) -> tuple[int, int]:
         """Return the first slot, and that behind the last, of a set's edges that end in `chunk`."""
@@ -112,8 +115,7 @@ class PlannedInputs:
         edges = self._plan.edge_set(edge_set)
         if edges is self._plan:
             return edges, chunk
-        is_whole = chunk.num_nodes == self._plan.num_nodes
-        return edges, (edges.whole.chunks[0] if is_whole else edges.chunks[chunk.index])
+        return edges, (edges.whole.chunks[0] if chunk.is_whole else edges.chunks[chunk.index])
 
     def _permuted(self, name: str, leaf: Tensor, order: Tensor) -> Tensor:
         cached = self._cache.get(name)

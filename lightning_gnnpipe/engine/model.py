@@ -61,7 +61,7 @@ class Mode:
 
 
 class PipelinedModel:
-    """One module on the pipe axis.
+    """One module on the mesh.
 
     Args:
         module: The user's module; its `forward` must be its own.
@@ -105,7 +105,7 @@ class PipelinedModel:
     @property
     def owned(self) -> set[str]:
         """Names of the parameters that count as this stage's; the first stage owns tied ones."""
-        stage = self._transport.axis.stage
+        stage = self._transport.mesh.stage
         return {name for name, users in self._users.items() if min(users) == stage}
 
     @property
@@ -177,26 +177,36 @@ class PipelinedModel:
         for weights in (self._weights, *self._copies):
             weights.empty(self._users)
 
-    def reduce_tied_grads(self, run_backward: Callable[[], None]) -> None:
-        """Run a backward pass; sum the gradients it adds to parameters that several stages use."""
+    def sum_grads(self, run_backward: Callable[[], None]) -> None:
+        """Run a backward pass; sum what it adds to parameters that several ranks use.
+
+        Those of one stage are summed over its shards, tied ones over all ranks.
+        """
+        is_split = self._transport.mesh.num_shards > 1
         parameters = dict(self.module.named_parameters())
-        tied = {
+        stage = self._transport.mesh.stage
+        shared = {
             name: users
             for name, users in self._users.items()
-            if len(users) > 1 and name in parameters and parameters[name].requires_grad
+            if (len(users) > 1 or (is_split and stage in users))
+            and name in parameters
+            and parameters[name].requires_grad
         }
-        before = {name: parameters[name].grad for name in tied}
-        for name in tied:
+        before = {name: parameters[name].grad for name in shared}
+        for name in shared:
             parameters[name].grad = None
         run_backward()
-        for name, users in tied.items():
+        for name, users in shared.items():
             parameter = parameters[name]
             shape, dtype = self._weights.shape_of(name, parameter)
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            self._transport.all_reduce(grad, "tied_grad")
-            if self._transport.axis.stage in users:
+            if len(users) > 1:
+                self._transport.all_reduce(grad, "tied_grad")
+            else:
+                self._transport.sum_over_shards(grad, "weight_grad")
+            if stage in users:
                 earlier = before[name]
                 parameter.grad = grad if earlier is None else earlier + grad
 
@@ -209,7 +219,7 @@ class PipelinedModel:
             (leaf.requires_grad, leaf.dtype, () if kind is Kind.EDGE_INDEX else leaf.shape[1:])
             for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
         )
-        is_autocast = torch.is_autocast_enabled(self._transport.axis.device.type)
+        is_autocast = torch.is_autocast_enabled(self._transport.mesh.device.type)
         signature = (call.signature, inputs.edge_sets)
         return flags, options, frozen, leaves, signature, is_autocast
 
@@ -278,7 +288,7 @@ class PipelinedModel:
                 )
 
     def _count_layers(self, num_layers: int, measure: Measure) -> tuple[int, ...]:
-        num_stages = self._transport.axis.num_stages
+        num_stages = self._transport.mesh.num_stages
         if not isinstance(self._balance, str):
             return check_counts(self._balance, num_layers, num_stages)
         costs = [1.0] * num_layers
@@ -287,7 +297,7 @@ class PipelinedModel:
         if self._balance == "measured" and fits:
             return self._preferred
         if self._balance == "measured" and 1 < num_stages < num_layers:
-            if self._transport.axis.is_first:
+            if self._transport.mesh.is_root:
                 layers = next(iter(self._modes.values())).layers
                 self._costs = measure(layers)
                 counts = solve_balance(self._costs, num_stages)

@@ -31,7 +31,7 @@ def run_recomputed(
 
     Backward must run while the layers are intercepted with `context`, on its own random stream.
     """
-    groups = [[s] for s in segments] if context.covers(chunk) else [list(segments)]
+    groups = [[s] for s in segments] if chunk.is_whole else [list(segments)]
     for index, group in enumerate(groups):
         later = {name for g in groups[index + 1 :] for s in g for name in s.inputs}
         needed = later | set(keep)

@@ -1,6 +1,6 @@
 """What a run needs, beside weights, to go on as if it had never stopped.
 
-`RunState` is the same on every rank and small; `save_stage` gives the histories of one rank's
+`RunState` is the same on every rank and small; `save_rank` gives the histories of one rank's
 layers, as they are, with the order of their rows. Another number of stages, or of chunks, takes
 what its layers need, row by row.
 """
@@ -19,7 +19,7 @@ from lightning_gnnpipe.errors import CheckpointError, explain
 from lightning_gnnpipe.history import Moments, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class RunState:
         num_training_passes: Training passes made.
         num_inferences: Passes without gradients made.
         stage_layers: Layers of each stage.
+        num_shards: Shards of the graph.
         graph: Fingerprint of the graph that the histories belong to; None if there are none.
         filled: Modes whose histories are complete.
         version: Of this format.
@@ -40,9 +41,15 @@ class RunState:
     num_training_passes: int
     num_inferences: int
     stage_layers: tuple[int, ...]
+    num_shards: int
     graph: int | None
     filled: tuple[Hashable, ...]
     version: int = _VERSION
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the run, each with histories of its own."""
+        return len(self.stage_layers) * self.num_shards
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state in plain types, for a checkpoint."""
@@ -74,19 +81,23 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run to go on with: its state, and what `save_stage` returned on each of its ranks."""
+    """A run to go on with: its state, and what `save_rank` returned on each of its ranks."""
 
     state: RunState
     stages: tuple[Mapping[str, Any], ...]
 
 
-def save_stage(graph: PlannedGraph) -> dict[str, Any]:
-    """Return the histories of this rank's layers in plain types; tensors are not copied."""
+def save_rank(graph: PlannedGraph) -> dict[str, Any]:
+    """Return the histories of this rank's layers and nodes in plain types; nothing is copied."""
     store = graph.store
+    num_nodes = graph.plan.num_nodes
     histories = []
     for key in store:
         saved = store.save(key)
         values = {field.name: getattr(saved, field.name) for field in fields(saved)}
+        for name in ("rows", "frozen"):
+            if values[name] is not None and not _is_by_chunk(key):  # ghosts are others' own
+                values[name] = values[name][:num_nodes]
         histories.append({"key": _plain(key), **values})
     moments = [
         {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
@@ -97,8 +108,8 @@ def save_stage(graph: PlannedGraph) -> dict[str, Any]:
     return {"perm": graph.plan.perm, "ends": ends, "histories": histories, "moments": moments}
 
 
-def load_stages(
-    graph: PlannedGraph, stages: Sequence[Mapping[str, Any]], segments: Collection[int]
+def load_ranks(
+    graph: PlannedGraph, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
 ) -> bool:
     """Give `graph` the saved histories of `segments`, in its own order of rows.
 
@@ -109,29 +120,38 @@ def load_stages(
     perm, store = graph.plan.perm.cpu(), graph.store
     device = graph.plan.perm.device
     ends = [chunk.end for chunk in graph.plan.chunks]
-    is_same_cut = all(s["ends"] == ends and torch.equal(s["perm"], perm) for s in stages)
-    keys = [CallKey(*one["key"]) for stage in stages for one in stage["histories"]]
+    is_same_cut = all(s["ends"] == ends and torch.equal(s["perm"], perm) for s in ranks)
+    keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
     if not is_same_cut and any(map(_is_by_chunk, keys)):
         return False
-    for stage in stages:
-        places = _places(stage["perm"], perm)
-        for one in stage["histories"]:
+    found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
+    for rank in ranks:
+        for one in rank["histories"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                rows, frozen = (_moved(one[name], places, device) for name in ("rows", "frozen"))
-                assert rows is not None
-                target = store.by_chunk if _is_by_chunk(key) else store
-                target.load(key, SavedHistory(rows, one["step"], frozen, one["frozen_step"]))
-        for one in stage["moments"]:
+                found.setdefault(key, []).append((rank["perm"], one))
+        for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
+    row_nodes = graph.plan.row_nodes.cpu()
+    for key, parts in found.items():
+        by_chunk = _is_by_chunk(key)
+        nodes = torch.cat([nodes for nodes, _ in parts])
+        places = None if by_chunk else _places(nodes, row_nodes)
+        rows, frozen = (
+            _moved([one[name] for _, one in parts], places, device) for name in ("rows", "frozen")
+        )
+        assert rows is not None
+        step, frozen_step = (min(one[n] for _, one in parts) for n in ("step", "frozen_step"))
+        target = store.by_chunk if by_chunk else store
+        target.load(key, SavedHistory(rows, step, frozen, frozen_step))
     return True
 
 
-def _is_by_chunk(key: CallKey) -> bool:
-    return key.argument == "statistics"
+def _is_by_chunk(key: Hashable) -> bool:
+    return isinstance(key, CallKey) and key.argument == "statistics"
 
 
 def _plain(key: Hashable) -> tuple[Any, ...]:
@@ -140,7 +160,7 @@ def _plain(key: Hashable) -> tuple[Any, ...]:
 
 
 def _places(old: Tensor, new: Tensor) -> Tensor | None:
-    """Return where the row of each new position is in the old order; None for the same place."""
+    """Return where the row of each node of `new` is in `old`; None for the same place."""
     if torch.equal(old, new):
         return None
     position = torch.empty_like(old)
@@ -148,7 +168,11 @@ def _places(old: Tensor, new: Tensor) -> Tensor | None:
     return position[new]
 
 
-def _moved(rows: Tensor | None, places: Tensor | None, device: torch.device) -> Tensor | None:
-    if rows is None:
+def _moved(
+    parts: Sequence[Tensor | None], places: Tensor | None, device: torch.device
+) -> Tensor | None:
+    kept = [part for part in parts if part is not None]
+    if len(kept) < len(parts):
         return None
+    rows = kept[0] if len(kept) == 1 else torch.cat(kept)
     return (rows if places is None else rows[places]).to(device)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import Mesh, Transport
 from lightning_gnnpipe.engine.model import PipelinedModel
 
 State = dict[str, Any]
@@ -38,11 +38,14 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
 
 
-def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, stage: int) -> State:
-    """Return the part of the state dict of `root` that this stage writes; no two write the same.
+def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, mesh: Mesh) -> State:
+    """Return the part of the state dict of `root` that this rank writes; no two write the same.
 
-    What belongs to no stage is the first one's. For the other arguments see `full_state_dict`.
+    What belongs to no stage is the first one's; a stage's first rank writes. For
+    the other arguments see `full_state_dict`.
     """
+    if mesh.shard:
+        return {}
     named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     owned, pipelined = model.owned, model.pipelined
     foreign = {id(named[name]) for name in pipelined - owned if name in named}
@@ -51,14 +54,14 @@ def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, stage: i
     return {
         key: value.detach() if isinstance(value, Tensor) else value
         for key, value in state.items()
-        if id(value) in own or (stage == 0 and id(value) not in foreign)
+        if id(value) in own or (mesh.is_first and id(value) not in foreign)
     }
 
 
 def own_optimizer_state(transport: Transport, state: State) -> State:
     """Return the optimizer's states that this rank writes: of parameters of no earlier rank."""
     kept = [set(keys) for keys in transport.all_gather_objects(list(state["state"]))]
-    earlier = set().union(*kept[: transport.axis.stage])
+    earlier = set().union(*kept[: transport.mesh.rank])
     return {key: value for key, value in state["state"].items() if key not in earlier}
 
 

@@ -66,16 +66,18 @@ class Step:
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         parts.context.leaves = parts.inputs
-        self._axis = parts.transport.axis
+        self._mesh = parts.transport.mesh
         self._leaves = parts.stage.leaves
         self._chunks: dict[int, _ChunkState] = {}
         self._output_grads: Sequence[Tensor] = ()
-        self.recorder = Recorder(self._axis.stage)
+        self._previous = self._mesh.rank_of(self._mesh.stage - 1)
+        self._next = self._mesh.rank_of(self._mesh.stage + 1)
+        self.recorder = Recorder(self._mesh.rank)
         self._outputs = [
             torch.empty(
-                (parts.plan.num_nodes, *value.row_shape),
+                (parts.plan.globe.num_nodes, *value.row_shape),
                 dtype=value.dtype,
-                device=self._axis.device,
+                device=self._mesh.device,
             )
             for value in parts.outputs
         ]
@@ -88,8 +90,21 @@ class Step:
         self._run(actions)
         outputs, self._outputs = self._outputs, []
         for output in outputs:
-            self._parts.transport.broadcast(output, self._axis.num_stages - 1, "output")
+            self._share(output)
         return outputs
+
+    def _share(self, output: Tensor) -> None:
+        """Give all ranks the rows of `output`, `[num_nodes, *]`, that the last stage's have."""
+        transport, last = self._parts.transport, self._mesh.num_stages - 1
+        shard = self._parts.plan.shard
+        if shard is None:
+            transport.broadcast(output, self._mesh.rank_of(last), "output")
+            return
+        for index in range(self._mesh.num_shards):
+            nodes = shard.nodes(index)
+            rows = output[nodes]
+            transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
+            output[nodes] = rows
 
     def backward(self, actions: Sequence[Action], output_grads: Sequence[Tensor]) -> None:
         """Run the backward phase from the gradients of the outputs, in the user's node order."""
@@ -110,7 +125,7 @@ class Step:
         """
         parts = self._parts
         received = self._wait_forward(chunk)
-        with self.recorder.record(f"{self._axis.stage}F{chunk.index}"):
+        with self.recorder.record(f"{self._mesh.stage}F{chunk.index}"):
             leaves = parts.inputs.slice(chunk, self._leaves)
             values = {**leaves, **dict(zip(parts.stage.received, received, strict=True))}
             run = run_recomputed if parts.recompute and parts.is_training else run_segments
@@ -126,7 +141,7 @@ class Step:
             if not parts.is_training:
                 received = []
             self._chunks[chunk.index] = _ChunkState(received, leaves, sent)
-            if self._axis.is_last:
+            if self._mesh.is_last:
                 rows = parts.plan.perm[chunk.start : chunk.end]
                 for output, part in zip(self._outputs, sent, strict=True):
                     output[rows] = part.detach()
@@ -142,22 +157,22 @@ class Step:
         parts = self._parts
         state = self._chunks[chunk.index]
         grads = self._wait_backward(chunk)
-        with self.recorder.record(f"{self._axis.stage}B{chunk.index}"):
+        with self.recorder.record(f"{self._mesh.stage}B{chunk.index}"):
             roots = [(t, g) for t, g in zip(state.sent, grads, strict=True) if t.requires_grad]
             if roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             parts.inputs.add_grads(chunk, state.leaves)
-        if self._axis.is_first:
+        if self._mesh.is_first:
             del self._chunks[chunk.index]
 
     def _receive_forward(self, chunk: Chunk) -> None:
         stage = self._parts.stage
         buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
-        self._parts.transport.post_receive(self._axis.stage - 1, "forward", chunk.index, buffers)
+        self._parts.transport.post_receive(self._previous, "forward", chunk.index, buffers)
 
     def _send_forward(self, chunk: Chunk) -> None:
         sent = self._chunks[chunk.index].sent
-        self._parts.transport.send(self._axis.stage + 1, "forward", chunk.index, sent)
+        self._parts.transport.send(self._next, "forward", chunk.index, sent)
         if not self._parts.is_training:
             del self._chunks[chunk.index]
 
@@ -165,7 +180,7 @@ class Step:
         stage = self._parts.stage
         known = [stage.values[name] for name in stage.sent]
         buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
-        self._parts.transport.post_receive(self._axis.stage + 1, "backward", chunk.index, buffers)
+        self._parts.transport.post_receive(self._next, "backward", chunk.index, buffers)
 
     def _send_backward(self, chunk: Chunk) -> None:
         state = self._chunks.pop(chunk.index)
@@ -174,11 +189,11 @@ class Step:
             for tensor in state.received
             if tensor.requires_grad
         ]
-        self._parts.transport.send(self._axis.stage - 1, "backward", chunk.index, grads)
+        self._parts.transport.send(self._previous, "backward", chunk.index, grads)
 
     def _wait_forward(self, chunk: Chunk) -> list[Tensor]:
         parts = self._parts
-        if self._axis.is_first:
+        if self._mesh.is_first:
             return []
         received = parts.transport.wait_receive("forward", chunk.index)
         for name, tensor in zip(parts.stage.received, received, strict=True):
@@ -188,7 +203,7 @@ class Step:
     def _wait_backward(self, chunk: Chunk) -> list[Tensor]:
         """Return one gradient for each sent value; an empty one where no gradient flows."""
         parts = self._parts
-        if self._axis.is_last:
+        if self._mesh.is_last:
             rows = parts.plan.perm[chunk.start : chunk.end]
             return [grad[rows] for grad in self._output_grads]
         received = iter(parts.transport.wait_receive("backward", chunk.index))
@@ -200,7 +215,7 @@ class Step:
         if value.kind is Kind.EDGE:
             first, end = self._parts.inputs.edge_bounds(chunk, value.edge_set)
             rows = end - first
-        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._axis.device)
+        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._mesh.device)
 
 
 _METHODS: dict[Op, Callable[[Step, Chunk], None]] = {

@@ -27,21 +27,23 @@ class PipelineStats:
 
     Attributes:
         num_stages: Stages, S.
+        num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G`.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step ran the exact schedule.
         bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
             are those of the formula 2 (S-1) N D b + (S-1) N C b.
         bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
             compute: the mean of `wait_s` over the length of both phases.
-        wait_s: For each stage the seconds of the forward and of the backward phase in which it did
+        wait_s: For each rank the seconds of the forward and of the backward phase in which it did
             not compute. A phase lasts from the start of its first compute action on any stage to
             the end of its last; what lies between the phases, outputs and loss, is in neither.
-        peak_memory_bytes: For each stage the most memory that its process has held so far: of its
+        peak_memory_bytes: For each rank the most memory that its process has held so far: of its
             GPU, as allocated by torch, or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
     """
 
     num_stages: int
+    num_shards: int
     num_chunks: int
     is_exact: bool
     bytes_by_kind: dict[str, int]
@@ -98,14 +100,16 @@ def merge_stats(
         kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered) for kind in sorted(kinds)
     }
     span = sum(end - start for start, end in phases(events))
-    busy = [sum(e.end_us - e.start_us for e in events if e.rank == s) for s in range(num_stages)]
+    ranks = range(len(gathered))
+    busy = [sum(e.end_us - e.start_us for e in events if e.rank == r) for r in ranks]
     waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
         num_stages,
+        len(gathered) // num_stages,
         num_chunks,
         is_exact,
         total,
-        bubble_frac=sum(waits) / (num_stages * span) if span else 0.0,
+        bubble_frac=sum(waits) / (len(waits) * span) if span else 0.0,
         wait_s=tuple(one / 1e6 for one in waits),
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
         events=events,

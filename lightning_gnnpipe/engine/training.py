@@ -59,9 +59,9 @@ class TrainingPass:
         order: Sequence[int],
     ) -> None:
         self._parts, self._graph, self._model = parts, graph, model
-        self._stage = parts.transport.axis.stage
+        self._stage = parts.transport.mesh.stage
         self._schedule: Schedule = add_transfers(
-            fill_drain(parts.transport.axis.num_stages, tuple(order))
+            fill_drain(parts.transport.mesh.num_stages, tuple(order))
         )
         self._step = Step(parts)
         self._is_done = False
@@ -83,7 +83,7 @@ class TrainingPass:
             store.restore()
         with (
             intercept(self._model.intercepted, self._parts.context),
-            own_random_stream(self._parts.transport.axis.device),
+            own_random_stream(self._parts.transport.mesh.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
@@ -109,8 +109,8 @@ class TrainingPass:
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))
-                stack.enter_context(own_random_stream(self._parts.transport.axis.device))
-            self._model.reduce_tied_grads(lambda: self._step.backward(actions, grads))
+                stack.enter_context(own_random_stream(self._parts.transport.mesh.device))
+            self._model.sum_grads(lambda: self._step.backward(actions, grads))
         self._graph.store.clear_grads()
         leaf_grads: list[Tensor | None] = []
         for slot in slots:

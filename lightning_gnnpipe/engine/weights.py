@@ -41,12 +41,13 @@ class StageWeights:
 
     def empty(self, users: Users) -> None:
         """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
-        self._shapes = make_husks(self.module, users, self._transport.axis.stage)
+        self._shapes = make_husks(self.module, users, self._transport.mesh.stage)
 
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return every tensor that belongs to a stage, on every rank, by name; collective."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        owners = {name: min(stages) for name, stages in users.items()}
+        first_of = self._transport.mesh.rank_of
+        owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
         shapes = {name: self.shape_of(name, named[name]) for name in owners}
         return share_tensors(self._transport, owners, named, shapes)
 

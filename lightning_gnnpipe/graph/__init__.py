@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.graph.chunk import Chunk
+from lightning_gnnpipe.graph.chunk import Chunk, Peer
 from lightning_gnnpipe.graph.cut import edge_cut_frac, replicas_per_node
 from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
 from lightning_gnnpipe.graph.order import chunk_order
@@ -11,13 +11,16 @@ from lightning_gnnpipe.graph.plan import (
     ChunkPlan,
     build_chunk_plan,
     plan_from_assignment,
+    shard_plan,
     trivial_plan,
 )
+from lightning_gnnpipe.graph.split import split_chunks
 from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
 
 __all__ = [
     "Chunk",
     "ChunkPlan",
+    "Peer",
     "build_chunk_plan",
     "check_graph",
     "check_num_chunks",
@@ -27,6 +30,8 @@ __all__ = [
     "partition_nodes",
     "plan_from_assignment",
     "replicas_per_node",
+    "shard_plan",
+    "split_chunks",
     "tensor_fingerprint",
     "trivial_plan",
 ]

@@ -16,6 +16,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """What a chunk swaps with the part of it that another shard holds, whenever it is written.
+
+    Attributes:
+        shard: The other shard.
+        send: `[num_sent]` rows of the chunk, counted from its first, that the other one reads.
+        receive: `[num_received]` rows in which those of the other one are kept.
+    """
+
+    shard: int
+    send: Tensor
+    receive: Tensor
+
+    def to(self, device: torch.device | str) -> Peer:
+        """Return the peer with its tensors on `device`."""
+        return Peer(self.shard, self.send.to(device), self.receive.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """A block of nodes with all edges that end in it.
 
@@ -30,6 +49,8 @@ class Chunk:
         edge_end: Slot after the last.
         edge_index: `[2, num_edges]` local numbers of sources and targets; targets are below
             `num_nodes`.
+        peers: The other shards, in a graph that is split over several.
+        is_whole: Whether it is all there is: the only chunk of its plan.
     """
 
     index: int
@@ -41,6 +62,8 @@ class Chunk:
     edge_start: int
     edge_end: int
     edge_index: Tensor
+    peers: tuple[Peer, ...] = ()
+    is_whole: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -71,4 +94,6 @@ class Chunk:
 
     def to(self, device: torch.device | str) -> Chunk:
         """Return the chunk with its tensors on `device`."""
-        return replace(self, halo=self.halo.to(device), edge_index=self.edge_index.to(device))
+        peers = tuple(peer.to(device) for peer in self.peers)
+        halo, edge_index = self.halo.to(device), self.edge_index.to(device)
+        return replace(self, halo=halo, edge_index=edge_index, peers=peers)

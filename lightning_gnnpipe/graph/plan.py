@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.number import cut_edges
 from lightning_gnnpipe.graph.partition import partition_nodes
+from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
 from lightning_gnnpipe.graph.validate import check_assignment, check_graph
 from lightning_gnnpipe.types import Partition
 
@@ -27,6 +28,7 @@ class ChunkPlan:
         chunks: The chunks.
         edge_sizes: `[num_edge_sets]` edges in each of several edge sets over the same nodes, which
             follow each other in the user's order; empty for one.
+        shard: The part of a larger graph that this plan is of; None for all of it.
     """
 
     num_nodes: int
@@ -36,12 +38,28 @@ class ChunkPlan:
     chunks: tuple[Chunk, ...]
     _whole: Chunk = field(repr=False)
     edge_sizes: tuple[int, ...] = ()
+    shard: Shard | None = None
     _cache: dict[str, ChunkPlan] = field(default_factory=dict, repr=False)
 
     @property
     def num_chunks(self) -> int:
         """Chunks, K."""
         return len(self.chunks)
+
+    @property
+    def globe(self) -> ChunkPlan:
+        """The plan of the whole graph; other than this one if this is of a shard."""
+        return self if self.shard is None else self.shard.globe
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that histories have: nodes, and ghosts of other shards."""
+        return self.num_nodes if self.shard is None else self.shard.num_rows
+
+    @property
+    def row_nodes(self) -> Tensor:
+        """`[num_rows]` the node in each row."""
+        return self.perm if self.shard is None else self.shard.row_nodes
 
     @property
     def whole(self) -> ChunkPlan:
@@ -58,6 +76,9 @@ class ChunkPlan:
 
         A chunk then has all edges that start in it, and its halo is what they end in.
         """
+        if "reverse" not in self._cache and self.shard is not None:
+            turned = replace(self.shard, globe=self.globe.reverse)
+            self._cache["reverse"] = plan_of_shard(turned).with_edge_sets(self.edge_sizes)
         if "reverse" not in self._cache:
             source, target = self._whole.edge_index
             ends = torch.tensor([chunk.end for chunk in self.chunks], device=source.device)
@@ -82,7 +103,11 @@ class ChunkPlan:
 
     def with_edge_sets(self, sizes: Sequence[int]) -> ChunkPlan:
         """Return the plan of edges that are several sets, one after the other, of these sizes."""
-        return replace(self, edge_sizes=tuple(sizes) if len(sizes) > 1 else (), _cache={})
+        shard = self.shard
+        if shard is not None:
+            shard = replace(shard, globe=shard.globe.with_edge_sets(sizes))
+        edge_sizes = tuple(sizes) if len(sizes) > 1 else ()
+        return replace(self, edge_sizes=edge_sizes, shard=shard, _cache={})
 
     def edge_set(self, number: int) -> ChunkPlan:
         """Return the plan of one edge set: the same chunks and halos, fewer edges.
@@ -101,9 +126,13 @@ class ChunkPlan:
         """Return the plan of edge set `number`, whose edges begin with `first`."""
         edge = self.edge_perm - first
         keep = (edge >= 0) & (edge < self.edge_sizes[number])
+        shard = self.shard
+        if shard is not None:
+            shard = replace(shard, globe=shard.globe.edge_set(number))
         return replace(
             self,
-            num_edges=self.edge_sizes[number],
+            num_edges=int(keep.sum()),
+            shard=shard,
             edge_perm=edge[keep],
             chunks=tuple(chunk.with_edges(keep) for chunk in self.chunks),
             _whole=self._whole.with_edges(keep),
@@ -121,6 +150,14 @@ class ChunkPlan:
         """For each chunk the halo rows in each of the other chunks that it reads."""
         return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
 
+    def chunk_of_row(self) -> Tensor:
+        """Return `[num_rows]` the chunk that each row lies in."""
+        return self.chunk_of_position() if self.shard is None else self.shard.chunk_of_row()
+
+    def localize(self, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return those of the whole graph's edges that end here, between rows; see `Shard`."""
+        return (edges, values) if self.shard is None else self.shard.localize(edges, values)
+
     def chunk_of_position(self) -> Tensor:
         """Return `[num_nodes]` the chunk that each position lies in."""
         sizes = [chunk.num_nodes for chunk in self.chunks]
@@ -135,6 +172,7 @@ class ChunkPlan:
             edge_perm=self.edge_perm.to(device),
             chunks=tuple(chunk.to(device) for chunk in self.chunks),
             _whole=self._whole.to(device),
+            shard=None if self.shard is None else self.shard.to(device),
             _cache={},
         )
 
@@ -168,6 +206,23 @@ def build_chunk_plan(
     return plan_from_assignment(edge_index, num_nodes, assignment)
 
 
+def shard_plan(
+    edge_index: Tensor, assignment: Tensor, shards: Tensor, *, index: int, num_shards: int
+) -> ChunkPlan:
+    """Return the plan of one shard of a graph.
+
+    Args:
+        edge_index: `[2, num_edges]`.
+        assignment: `[num_nodes]` the chunk of each node.
+        shards: `[num_nodes]` the shard of each node; each has one.
+        index: The shard.
+        num_shards: Shards, G.
+    """
+    num_chunks = int(assignment.max()) + 1
+    globe = _in_chunks(edge_index, shards * num_chunks + assignment, num_chunks * num_shards)
+    return plan_of_shard(make_shard(globe, index, num_shards))
+
+
 def trivial_plan(edge_index: Tensor, num_nodes: int) -> ChunkPlan:
     """Return the plan of one chunk, nodes in the user's order."""
     return plan_from_assignment(edge_index, num_nodes, torch.zeros(num_nodes, dtype=torch.int64))
@@ -186,6 +241,11 @@ def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor)
     """
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
+    return _in_chunks(edge_index, assignment, num_chunks)
+
+
+def _in_chunks(edge_index: Tensor, assignment: Tensor, num_chunks: int) -> ChunkPlan:
+    num_nodes = assignment.numel()
     assignment = assignment.to(edge_index.device).long()
     perm = assignment.argsort(stable=True)
     position = torch.empty_like(perm)
@@ -196,6 +256,16 @@ def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor)
     return _assemble(perm, source, target, slots, ends)
 
 
+def plan_of_shard(shard: Shard) -> ChunkPlan:
+    """Return the plan of what a shard holds."""
+    first, end = shard.bounds(shard.index)
+    pieces = shard.globe.chunks[shard.index * shard.num_chunks :][: shard.num_chunks]
+    edges = shard.globe.edge_perm[pieces[0].edge_start : pieces[-1].edge_end]
+    chunks, whole = cut_shard(shard)
+    perm = shard.globe.perm[first:end]
+    return ChunkPlan(end - first, edges.numel(), perm, edges, chunks, whole, shard=shard)
+
+
 def _assemble(
     perm: Tensor, source: Tensor, target: Tensor, edge_of_slot: Tensor, ends: Tensor
 ) -> ChunkPlan:
@@ -204,6 +274,9 @@ def _assemble(
     edges = torch.stack([source[order], target])
     edge_ends = torch.searchsorted(target, ends)
     chunks = tuple(cut_edges(edges, ends, edge_ends))
+    if len(chunks) == 1:
+        chunks = (replace(chunks[0], is_whole=True),)
     num_nodes, num_edges = perm.numel(), edges.size(1)
-    whole = Chunk(0, 0, num_nodes, perm.new_empty(0), (), (), 0, num_edges, edges)
+    none = perm.new_empty(0)
+    whole = Chunk(0, 0, num_nodes, none, (), (), 0, num_edges, edges, is_whole=True)
     return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.moments import MomentStore
+from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.saved import NEVER, SavedHistory
 from lightning_gnnpipe.types import ChunkView
 
@@ -35,39 +36,6 @@ class _Entry:
     done: list[int] = field(default_factory=list)  # chunks whose outputs' gradients are in `grad`
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryOptions:
-    """How histories are kept.
-
-    Attributes:
-        scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
-        recomputes: Whether activations are computed again in backward. The buffer of a linear
-            layer's output gradients then holds a chunk's outputs until their gradient comes.
-        dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for
-            the dtype of what is pushed.
-        device: Of the histories and their gradient buffers; None for where the layers compute.
-    """
-
-    scale: float = 1.0
-    recomputes: bool = False
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-
-    def seen_from(self, device: torch.device) -> HistoryOptions:
-        """Return the options, without a device if it is `device`, where the layers compute."""
-        own = self.device
-        if own is None:
-            return self
-        is_here = own == device or (own.type == device.type and own.index is None)
-        return replace(self, device=None) if is_here else self
-
-    def linear_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
-        dtype = self.dtype
-        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
-        return dtype if dtype is not None and is_wide else like.dtype
-
-
 _DEFAULTS = HistoryOptions()
 
 
@@ -75,16 +43,20 @@ class HistoryStore:
     """Histories of one stage over one plan.
 
     Args:
-        num_nodes: Rows of each history, N.
+        num_rows: Rows of each history: nodes, and ghosts of other shards behind them.
         num_chunks: Chunks of the plan, K.
         options: How they are kept.
     """
 
     def __init__(
-        self, num_nodes: int, num_chunks: int, options: HistoryOptions = _DEFAULTS
+        self,
+        num_rows: int,
+        num_chunks: int,
+        options: HistoryOptions = _DEFAULTS,
     ) -> None:
         self.options = options
-        self.num_nodes = num_nodes
+        self.shards = None  # rows of other ranks are pushed by who has them
+        self.num_rows = num_rows
         self.num_chunks = num_chunks
         self.step = 0
         self.recorder: StalenessRecorder | None = None
@@ -106,7 +78,7 @@ class HistoryStore:
     def by_chunk(self) -> HistoryStore:
         """The store, for this step, of histories with one row a chunk instead of one a node."""
         other = copy.copy(self)  # of the same entries
-        other.num_nodes = self.num_chunks
+        other.num_rows = self.num_chunks
         return other
 
     def __len__(self) -> int:
@@ -121,7 +93,7 @@ class HistoryStore:
         self.moments.begin_step()
 
     def rows(self, key: Hashable) -> Tensor:
-        """Return the history under `key`, `[num_nodes, *]`, in plan order."""
+        """Return the history under `key`, `[num_rows, *]`, in plan order."""
         return self._entries[key].rows
 
     def save(self, key: Hashable) -> SavedHistory:
@@ -145,11 +117,11 @@ class HistoryStore:
     ) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
         entry = self._entry(key, rows)
-        chunks = range(self.num_chunks) if chunk.num_nodes == self.num_nodes else (chunk.index,)
+        chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
         target = entry.rows[chunk.start : chunk.end]
         if self.recorder is not None and all(entry.written[c] != NEVER for c in chunks):
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
-        if keeps_old and chunk.num_nodes < self.num_nodes:
+        if keeps_old and not chunk.is_whole:
             if entry.old is None:
                 entry.old = torch.empty_like(entry.rows)
             entry.old[chunk.start : chunk.end] = target
@@ -158,8 +130,18 @@ class HistoryStore:
             entry.written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in entry.written
 
+    def push_ghosts(
+        self, key: Hashable, positions: Tensor, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        """Write rows of other shards, `[num_positions, *]`, in the chunk that was just pushed."""
+        entry = self._entries[key]
+        positions = positions.to(entry.rows.device)
+        if keeps_old and entry.old is not None:
+            entry.old[positions] = entry.rows[positions]
+        entry.rows[positions] = rows.to(entry.rows)
+
     def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
-        """Return the history, `[num_nodes, *]`, for the chunk to read its halo rows from."""
+        """Return the history, `[num_rows, *]`, for the chunk to read its halo rows from."""
         entry = self._entries[key]
         if not entry.is_filled:
             assert all(entry.written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
@@ -190,6 +172,13 @@ class HistoryStore:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         total = self._grad(key, grad.dtype)
         total.index_add_(0, self._halo(chunk), grad.to(total.device))
+
+    def ghost_grad(self, key: Hashable, positions: Tensor) -> Tensor | None:
+        """Return what was added for rows of other shards, scaled; None if nothing was."""
+        entry = self._entries[key]
+        if entry.grad is None or not entry.has_grad:
+            return None
+        return entry.grad[positions] * self.scale
 
     def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
         """Return what other chunks have added for the chunk's rows, scaled; None if nobody has."""
@@ -276,7 +265,7 @@ class HistoryStore:
         if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
             entry.rows = entry.rows.to(torch.promote_types(entry.rows.dtype, dtype))
         if entry is None:
-            shape = (self.num_nodes, *rows.shape[1:])
+            shape = (self.num_rows, *rows.shape[1:])
             entry = _Entry(
                 torch.empty(shape, dtype=dtype, device=self.options.device or rows.device),
                 [NEVER] * self.num_chunks,

@@ -37,8 +37,8 @@ class Pattern:
 
     Args:
         edges: `[2, num_edges]` positions of sources and targets, sorted by target.
-        num_nodes: Nodes, N.
-        owner: `[num_nodes]` the chunk that each position lies in.
+        num_nodes: Rows: nodes, N, or those of a shard and its ghosts.
+        owner: `[num_nodes]` the chunk that each row lies in.
     """
 
     def __init__(self, edges: Tensor, num_nodes: int, owner: Tensor) -> None:
@@ -85,6 +85,7 @@ class Adjacency:
         self._values = values
         self._typed: dict[object, Tensor | None] = {}
         self._parts: dict[object, SparseRows] = {}
+        self._entries: dict[object, Tensor] = {}
         self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
@@ -121,18 +122,47 @@ class Adjacency:
         if targets is None:
             return self._parts[key]
         if self._masked is None or self._masked[0] != (key, targets):
-            self._masked = (key, targets), self._mask(self._parts[key], chunk, targets, dtype)
+            first = int(pattern.starts_by_source[chunk.start])
+            owner = pattern.owner[first : first + self._parts[key].indices.numel()]
+            self._masked = (key, targets), self._mask(self._parts[key], owner, targets, dtype)
         return self._masked[1]
 
-    def _mask(
-        self, rows: SparseRows, chunk: ChunkView, targets: tuple[int, ...], dtype: torch.dtype
+    def ghost_columns(
+        self,
+        chunk: ChunkView,
+        ghosts: Tensor,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        targets: tuple[int, ...] | None = None,
     ) -> SparseRows:
-        """Return `rows` with the entries of other targets zero; all layers of a chunk share it."""
+        """Return the columns of rows `ghosts`, which lie in `chunk` and in other shards.
+
+        The other arguments are those of `columns`.
+        """
+        key = ("ghosts", chunk.index, chunk.is_whole, dtype, scale)
         pattern = self._pattern
-        counts = torch.zeros(pattern.num_owners, dtype=dtype, device=rows.indices.device)
+        if key not in self._parts:
+            starts = pattern.starts_by_source
+            counts = (starts[ghosts + 1] - starts[ghosts]).long()
+            offsets = torch.zeros(ghosts.numel() + 1, dtype=starts.dtype, device=starts.device)
+            offsets[1:] = counts.cumsum(0)
+            first = (starts[ghosts] - offsets[:-1]).repeat_interleave(counts)
+            entry = first + torch.arange(int(offsets[-1]), device=starts.device)
+            values = self._in_order(dtype, by_source=True, scale=scale)
+            part = None if values is None else values[entry]
+            self._parts[key] = SparseRows(offsets, pattern.targets_by_source[entry], part)
+            self._entries[key] = entry
+        if targets is None:
+            return self._parts[key]
+        return self._mask(self._parts[key], pattern.owner[self._entries[key]], targets, dtype)
+
+    def _mask(
+        self, rows: SparseRows, owner: Tensor, targets: tuple[int, ...], dtype: torch.dtype
+    ) -> SparseRows:
+        """Return `rows` with the entries of other targets zero; `owner` has each entry's chunk."""
+        counts = torch.zeros(self._pattern.num_owners, dtype=dtype, device=rows.indices.device)
         counts[list(targets)] = 1.0
-        first = int(pattern.starts_by_source[chunk.start])
-        mask = counts[pattern.owner[first : first + rows.indices.numel()]]
+        mask = counts[owner]
         return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:

@@ -111,9 +111,11 @@ class Aggregation:
         is_replay = self.tape is not None and self.tape.is_replay
         if self.store is not None and not is_replay:
             self.store.push(self.key, self.chunk, rows)
-        if self.is_whole:
+        if self.is_whole and not self._is_split:
             return self._sum(rows)
         assert self.store is not None
+        if self.is_whole:
+            return self._sum(self.store.read(self.key, self.chunk).to(rows.dtype))
         if is_replay:
             return self.store.kept_output(self.key, self.chunk).to(rows.dtype)
         output = self._sum(self.store.read(self.key, self.chunk)).to(rows.dtype)
@@ -127,11 +129,28 @@ class Aggregation:
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
         if self.is_whole:
-            return multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
+            own = multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
+            return self._with_ghosts(own, grad, 1.0, None)
         assert self.store is not None
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
-        columns = self.adjacency.columns(self.chunk, table.dtype, self.store.scale, done)
-        return multiply(columns, table).to(grad.dtype)
+        scale = self.store.scale
+        columns = self.adjacency.columns(self.chunk, table.dtype, scale, done)
+        return self._with_ghosts(multiply(columns, table), table, scale, done).to(grad.dtype)
+
+    @property
+    def _is_split(self) -> bool:
+        return self.store is not None and self.store.shards is not None
+
+    def _with_ghosts(
+        self, own: Tensor, table: Tensor, scale: float, done: tuple[int, ...] | None
+    ) -> Tensor:
+        """Return the rows' gradient, with what other ranks have; they get that of their rows."""
+        shards = None if self.store is None else self.store.shards
+        if shards is None:
+            return own
+        ghosts = shards.ghosts(self.chunk)
+        columns = self.adjacency.ghost_columns(self.chunk, ghosts, table.dtype, scale, done)
+        return own + shards.give_back(self.key, self.chunk, multiply(columns, table))
 
 
 class LinearAggregate(torch.autograd.Function):

@@ -40,6 +40,20 @@ class MomentSource(Protocol):
         """Add those of a chunk; return the last step's and, once complete, this step's."""
 
 
+class ShardLink(Protocol):
+    """The other ranks that hold a part of each chunk."""
+
+    def ghosts(self, chunk: ChunkView) -> Tensor:
+        """Return the rows, `[num_ghosts]`, that lie in the chunk and on other ranks; ascending."""
+
+    def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+        """Send the gradient of `ghosts`, `[num_ghosts, *]`, to where they are.
+
+        Returns:
+            `[num_nodes_of_chunk, *]`: what other ranks send for the chunk's own rows.
+        """
+
+
 class HaloStore(Protocol):
     """Where rows are pushed to and halo rows are pulled from."""
 
@@ -58,6 +72,10 @@ class HaloStore(Protocol):
     @property
     def by_chunk(self) -> HaloStore:
         """The store for histories with one row a chunk instead of one a node."""
+
+    @property
+    def shards(self) -> ShardLink | None:
+        """The other ranks that hold a part of each chunk, if there are any."""
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

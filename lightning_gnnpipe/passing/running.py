@@ -87,12 +87,15 @@ class RunningChunk:
 
     @property
     def whole(self) -> ChunkView:
-        """The whole graph as one chunk, with the edges that the running layer reads."""
-        return self.plan.whole.chunks[0]
+        """The whole graph as one chunk, with the edges that the running layer reads.
+
+        It is that of all shards, where the graph is split.
+        """
+        return self.plan.globe.whole.chunks[0]
 
     @property
     def perm(self) -> Tensor:
-        """`[num_nodes_of_graph]` the node at each position."""
+        """`[num_nodes]` the node at each position of this shard."""
         return self._plan.perm
 
     @property
@@ -100,18 +103,14 @@ class RunningChunk:
         """How many nodes PyG finds in a graph where it is given the edges only."""
         edge_set = self._running.edge_set
         if edge_set not in self._num_numbered:
-            edges = self.whole.edge_index
-            self._num_numbered[edge_set] = int(self.perm[edges].max()) + 1 if edges.numel() else 0
+            nodes = self._plan.globe.perm[self.whole.edge_index]
+            self._num_numbered[edge_set] = int(nodes.max()) + 1 if nodes.numel() else 0
         return self._num_numbered[edge_set]
-
-    def covers(self, chunk: ChunkView) -> bool:
-        """Whether `chunk` is the whole graph."""
-        return chunk.num_nodes == self._plan.num_nodes
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole graph is running as one chunk."""
-        return self.covers(self.chunk)
+        """Whether the whole graph, or all of this shard, is running as one chunk."""
+        return self.chunk.is_whole
 
     def next_call(self, layer: str) -> int:
         """Number the calls of `layer` within the running segment and chunk, from 0."""

@@ -22,7 +22,7 @@ class WholeEdges:
 
     Args:
         source: The tensor that they were computed from, if any.
-        edges: `[2, num_edges]` positions, sorted by target.
+        edges: `[2, num_edges]` rows, sorted by target.
         values: `[num_edges]`, or None for ones.
         pattern: The places of `edges`, if another has them.
     """
@@ -87,7 +87,7 @@ class EdgeFunctions:
             compute: Gives edges between positions, `[2, E'']`, and their values, for the graph.
         """
         known = self._get(key, source, compute, is_sorted=False)
-        place = -1 if chunk.num_nodes == self._plan.num_nodes else chunk.index
+        place = -1 if chunk.is_whole else chunk.index
         if place not in known.parts:
             with torch.inference_mode(False), torch.no_grad():
                 known.parts[place] = known.whole if place < 0 else _cut(known, chunk)
@@ -138,14 +138,15 @@ class EdgeFunctions:
                 target, order = edges[1].sort(stable=True)
                 edges = torch.stack([edges[0][order], target])
                 values = None if values is None else values[order]
+            edges, values = self._plan.localize(edges, values)
         made = self._known[key] = WholeEdges(source, edges, values, pattern)
         return made
 
     def _matrix(self, known: WholeEdges, is_mean: bool) -> Adjacency:
         if is_mean not in known.adjacencies:
             if known.pattern is None:
-                owner = self._plan.chunk_of_position()
-                known.pattern = Pattern(known.edges, self._plan.num_nodes, owner)
+                owner = self._plan.chunk_of_row()
+                known.pattern = Pattern(known.edges, self._plan.num_rows, owner)
             known.adjacencies[is_mean] = Adjacency(known.pattern, known.values, is_mean=is_mean)
         return known.adjacencies[is_mean]
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe.comm import (
+    Mesh,
     Meter,
-    PipeAxis,
     Transport,
     set_group_timeout,
     share_tensors,
@@ -30,9 +30,9 @@ def start(rank: int, folder: str, work: Callable[[Transport, Path], None]) -> No
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     timeout = timedelta(seconds=2)
     set_group_timeout(timeout)
-    axis = PipeAxis(rank, 2, torch.device("cpu"), timeout)
+    mesh = Mesh(rank, 2, torch.device("cpu"), timeout)
     try:
-        work(Transport(axis, Meter()), Path(folder))
+        work(Transport(mesh, Meter()), Path(folder))
     finally:
         dist.destroy_process_group()
 
@@ -43,7 +43,7 @@ def run(work: Callable[[Transport, Path], None], folder: Path) -> None:
 
 def exchange(transport: Transport, folder: Path) -> None:
     """Chunks of unequal, and empty, sizes; received in another order than they were posted."""
-    if transport.axis.is_first:
+    if transport.mesh.is_first:
         for chunk, size in enumerate(SIZES):
             transport.send(1, "forward", chunk, [torch.full(size, chunk), torch.ones(2).double()])
         transport.flush()
@@ -64,7 +64,7 @@ def test_unequal_chunks_arrive_whole(tmp_path: Path) -> None:
 
 
 def share(transport: Transport, folder: Path) -> None:
-    stage = transport.axis.stage
+    stage = transport.mesh.stage
     local = {"a": torch.zeros(2)} if stage == 0 else {"b": torch.ones(3, 1)}
     shapes = {"a": (torch.Size([2]), torch.float32), "b": (torch.Size([3, 1]), torch.float32)}
     found = share_tensors(transport, {"a": 0, "b": 1}, local, shapes)
@@ -94,7 +94,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def waits_in_vain(transport: Transport, folder: Path) -> None:
-    if transport.axis.is_first:
+    if transport.mesh.is_first:
         time.sleep(5)
         return
     transport.post_receive(0, "forward", 4, [torch.empty(3)])
@@ -109,7 +109,7 @@ def test_p7_a_wait_ends_with_the_timeout(tmp_path: Path) -> None:
 
 
 def meets_in_vain(transport: Transport, folder: Path) -> None:
-    if transport.axis.is_first:
+    if transport.mesh.is_first:
         time.sleep(5)
         return
     with pytest.raises(PeerError, match=r"compare the batch.*within 2 s"):
@@ -121,9 +121,9 @@ def test_p7_a_collective_ends_with_the_timeout(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    transport = Transport(axis, Meter())
-    assert axis.is_first and axis.is_last and not axis.is_distributed
+    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=1))
+    transport = Transport(mesh, Meter())
+    assert mesh.is_first and mesh.is_last and not mesh.is_distributed
     assert transport.all_gather_ints([3]) == [[3]]
     assert transport.broadcast_object("x") == "x"
     tensor = torch.ones(2)

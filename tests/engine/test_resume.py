@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.engine.graph import PlannedGraph
-from lightning_gnnpipe.engine.resume import RunState, load_stages, save_stage
+from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.history import HistoryOptions
@@ -49,7 +49,7 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     first.store.moments.put(STATISTIC, torch.arange(4.0).view(4, 1))
 
     second = planned(assignment)
-    load_stages(second, [save_stage(first)], {0})
+    load_ranks(second, [save_rank(first)], {0})
     assert by_node(second, H).flatten().tolist() == [0, 10, 20, 30, 40, 50]
     saved = second.store.save(H)
     assert (saved.step, saved.frozen_step) == (7, 3)
@@ -68,7 +68,7 @@ def test_a_stage_takes_its_own_layers_alone() -> None:
     for key in (H, OTHER):
         push(first, key, torch.ones(6, 1))
     second = planned([0, 0, 0, 1, 1, 1])
-    load_stages(second, [save_stage(first)], {5})
+    load_ranks(second, [save_rank(first)], {5})
     assert list(second.store) == [OTHER]
 
 
@@ -76,13 +76,13 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
     first = planned([0, 0, 0, 1, 1, 1])
     push(first, H, torch.ones(6, 1))
     second = planned([0, 0, 0, 1, 1, 1], HistoryOptions(dtype=torch.bfloat16))
-    load_stages(second, [save_stage(first)], {0})
+    load_ranks(second, [save_rank(first)], {0})
     assert second.store.rows(H).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
-    state = RunState(1, 2, 3, (4, 5), 6, ()).as_dict() | change
+    state = RunState(1, 2, 3, (4, 5), 1, 6, ()).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
     with pytest.raises(CheckpointError, match="the state of a pipeline in format 1"):
         RunState.of(state)

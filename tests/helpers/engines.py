@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Meter, PipeAxis, Transport
+from lightning_gnnpipe.comm import Mesh, Meter, Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 from lightning_gnnpipe.history import HistoryOptions
@@ -25,7 +25,7 @@ def one_process_engine(
     self_check: bool = True,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
-    axis = PipeAxis(0, 1, torch.device("cpu"), timedelta(seconds=60))
+    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=60))
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
         histories=HistoryOptions(scale, recompute, history_dtype, history_device),
@@ -35,4 +35,4 @@ def one_process_engine(
         is_fitting=True,
         self_check=self_check,
     )
-    return PipelineEngine(module, Transport(axis, Meter()), options, Controls())
+    return PipelineEngine(module, Transport(mesh, Meter()), options, Controls())

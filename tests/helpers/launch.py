@@ -42,6 +42,7 @@ def run_fit(
     *,
     num_stages: int,
     num_chunks: int,
+    num_shards: int = 1,
     partition: Tensor | None = None,
     callbacks: Sequence[L.Callback] = (),
     max_epochs: int,
@@ -51,7 +52,7 @@ def run_fit(
     trainer_kwargs: dict[str, Any] | None = None,
     strategy_kwargs: dict[str, Any] | None = None,
 ) -> FitResult:
-    """Train under ``GNNPipeStrategy`` on the CPU; more than one stage are forked processes.
+    """Train under ``GNNPipeStrategy`` on the CPU; more than one rank are forked processes.
 
     Args:
         partition: Chunk of each node; None leaves the choice to the strategy.
@@ -67,21 +68,25 @@ def run_fit(
     if partition is not None:
         options["partition"] = partition
     strategy = GNNPipeStrategy(
-        num_stages=num_stages, num_chunks=num_chunks, start_method="fork", **options
+        num_stages=num_stages,
+        graph_parallel=num_shards,
+        num_chunks=num_chunks,
+        start_method="fork",
+        **options,
     )
     datamodule = (FullGraphDataModule if batches_per_epoch == 1 else Repeated)(data)
     folder = _empty_folder(tmp_path, f"stages_{num_stages}")
     with _one_thread():
         L.seed_everything(seed, verbose=False)
         trainer = L.Trainer(
-            devices=num_stages,
+            devices=num_stages * num_shards,
             strategy=strategy,
             callbacks=[*callbacks, StepRecorder(folder)],
             max_epochs=max_epochs,
             **_quiet(tmp_path, trainer_kwargs),
         )
         trainer.fit(module, datamodule=datamodule)
-    return _result(trainer, module, folder, num_stages)
+    return _result(trainer, module, folder, num_stages * num_shards)
 
 
 def run_plain(

@@ -1,0 +1,212 @@
+"""The histories of one shard: what other ranks hold of a chunk travels when the chunk is written.
+
+    push       own rows -> history; rows that others read -> their ghosts, theirs -> ours
+    pull       from own rows and ghosts, as if they were all here
+    pull_grad  gradients of ghosts -> their owners, which add them to those of their rows
+
+Rows of other shards in the same chunk are as fresh as the chunk's own, so their gradients are not
+scaled as those between chunks are.
+
+Source: graph parallelism within a stage, as in the hybrid of GNNPipe (arXiv 2308.10087).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.graph import ChunkPlan
+from lightning_gnnpipe.history import HistoryStore
+from lightning_gnnpipe.history.moments import MomentStore
+from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.types import ChunkView, TrafficKind
+
+
+class SharedStore:
+    """A `HaloStore` over the histories of one shard.
+
+    Args:
+        plan: Of the shard.
+        transport: The ranks.
+        histories: The histories; None where nothing is remembered, and every chunk is all of the
+            shard.
+    """
+
+    def __init__(
+        self, plan: ChunkPlan, transport: Transport, histories: HistoryStore | None
+    ) -> None:
+        self._plan, self._transport, self._histories = plan, transport, histories
+        self._table: tuple[CallKey, Tensor] | None = None
+        self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
+        self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
+        self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
+        self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
+
+    @property
+    def scale(self) -> float:
+        """Factor on gradients between chunks."""
+        return 1.0 if self._histories is None else self._histories.scale
+
+    @property
+    def shards(self) -> SharedStore:
+        """The other ranks that hold a part of each chunk."""
+        return self
+
+    @property
+    def is_local(self) -> bool:
+        """Whether histories are where the layers compute."""
+        return self._histories is None or self._histories.is_local
+
+    @property
+    def moments(self) -> MomentStore:
+        """The statistics of norms."""
+        assert self._histories is not None
+        return self._histories.moments
+
+    @property
+    def by_chunk(self) -> SharedStore:
+        """The store for histories with one row a chunk: there is none.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            explain(
+                expected="layers that see all nodes through messages alone, for graph_parallel",
+                found="a HANConv, which takes a mean over all nodes",
+                remedy="Train it with graph_parallel=1.",
+            )
+        )
+
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        """Write the chunk's rows, here and where they are ghosts."""
+        rows = rows.detach()
+        self._like[key] = rows[:0]
+        if self._histories is not None:
+            self._histories.push(key, chunk, rows, keeps_old=keeps_old)
+        sends = [(peer.shard, rows[peer.send]) for peer in chunk.peers]
+        shape = rows.shape[1:]
+        got = [(peer.shard, rows.new_empty((peer.receive.numel(), *shape))) for peer in chunk.peers]
+        received = self._swap("halo", sends, got)
+        if self._histories is None:
+            table = rows.new_zeros((self._plan.num_rows, *shape))
+            table[: rows.size(0)] = rows
+            for peer, part in zip(chunk.peers, received, strict=True):
+                table[peer.receive] = part
+            self._table = key, table
+            return
+        for peer, part in zip(chunk.peers, received, strict=True):
+            self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return the rows, own and ghosts, `[num_rows, *]`."""
+        if self._histories is not None:
+            return self._histories.read(key, chunk)
+        assert self._table is not None and self._table[0] == key
+        return self._table[1]
+
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+        if self._histories is not None:
+            return self._histories.pull(key, chunk, out)
+        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
+        return ()
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None:
+        """Read what `pull` read, after later chunks have pushed."""
+        assert self._histories is not None
+        self._histories.pull_again(key, chunk, out, stale)
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+        """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
+        near = self._near_halo(chunk)
+        self._near[key] = chunk.halo[near], grad[near]
+        if self._histories is not None and not chunk.is_whole:
+            self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
+
+    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None:
+        """Return what other chunks, and other ranks, have added for the chunk's rows, scaled."""
+        histories, ghosts = self._histories, self.ghosts(chunk)
+        own = None if histories is None else histories.pull_grad(key, chunk)
+        owed = None if histories is None else histories.ghost_grad(key, ghosts)
+        if owed is None:
+            like = self._like[key]
+            owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
+        if key in self._near:
+            positions, grad = self._near.pop(key)
+            owed.index_add_(0, torch.searchsorted(ghosts, positions), grad.to(owed.dtype))
+        received = self.give_back(key, chunk, owed)
+        return received if own is None else own + received
+
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
+        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+        assert self._histories is not None
+        self._histories.keep_output(key, chunk, rows)
+
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        """Return a copy of them."""
+        assert self._histories is not None
+        return self._histories.kept_output(key, chunk)
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        """Write the gradient of the chunk's outputs; see `HistoryStore.add_output_grad`."""
+        assert self._histories is not None
+        return self._histories.add_output_grad(key, chunk, grad)
+
+    def ghosts(self, chunk: ChunkView) -> Tensor:
+        """Return the rows, `[num_ghosts]`, that lie in the chunk and on other ranks; ascending."""
+        if id(chunk) not in self._ghosts:
+            none = chunk.halo.new_empty(0)
+            found = torch.cat([none, *(peer.receive for peer in chunk.peers)])
+            self._ghosts[id(chunk)] = chunk, found
+        return self._ghosts[id(chunk)][1]
+
+    def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+        """Send the gradient of `ghosts` to their owners; return what others send for own rows.
+
+        In and out are `[num_ghosts, *]` and `[num_nodes_of_chunk, *]`.
+        """
+        counts = [peer.receive.numel() for peer in chunk.peers]
+        shape = grad.shape[1:]
+        parts = torch.split(grad.detach(), counts)
+        sends = [(peer.shard, part) for peer, part in zip(chunk.peers, parts, strict=True)]
+        got = [(peer.shard, grad.new_empty((peer.send.numel(), *shape))) for peer in chunk.peers]
+        total = grad.new_zeros((chunk.num_nodes, *shape))
+        for peer, part in zip(chunk.peers, self._swap("halo_grad", sends, got), strict=True):
+            total.index_add_(0, peer.send, part)
+        return total
+
+    def _near_halo(self, chunk: ChunkView) -> Tensor:
+        """Return `[num_halo]` which rows of the halo lie in the chunk itself."""
+        if id(chunk) not in self._is_near:
+            self._is_near[id(chunk)] = chunk, torch.isin(chunk.halo, self.ghosts(chunk))
+        return self._is_near[id(chunk)][1]
+
+    def _swap(
+        self,
+        kind: TrafficKind,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> list[Tensor]:
+        """Send tensors to other shards, receive theirs and return those."""
+        mesh = self._transport.mesh
+        return self._transport.exchange(
+            kind,
+            [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in sends],
+            [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in receives],
+        ).wait()
+
+
+def _like(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return `mask`, `[num_rows]`, in a shape that fits `rows`, `[num_rows, *]`."""
+    return mask.view(-1, *(1 for _ in rows.shape[1:]))

@@ -1,0 +1,95 @@
+"""Splitting every chunk over the shards of the graph axis, with few rows between shards.
+
+Chunks stay what they are on one shard, so that staleness does not depend on the number of shards.
+Each is cut by METIS into parts of equal weight; then parts are given to shards so that neighbours
+in different chunks meet in the same shard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.graph.partition import partition_nodes
+
+_NUM_SWEEPS = 3
+
+
+def split_chunks(
+    edge_index: Tensor, assignment: Tensor, num_shards: int, *, seed: int = 0
+) -> Tensor:
+    """Return `[num_nodes]` the shard of each node; no shard is empty.
+
+    Args:
+        edge_index: `[2, num_edges]`.
+        assignment: `[num_nodes]` the chunk of each node.
+        num_shards: Shards, G.
+        seed: Seed of METIS.
+
+    Raises:
+        ConfigError: If there are fewer nodes than shards.
+    """
+    num_nodes = assignment.numel()
+    if num_nodes < num_shards:
+        raise ConfigError(
+            explain(
+                expected=f"'graph_parallel' to be at most the number of nodes, {num_nodes}",
+                found=str(num_shards),
+                remedy="Use fewer devices: the graph is small.",
+            )
+        )
+    num_chunks = int(assignment.max()) + 1
+    part = torch.empty_like(assignment)
+    inside = assignment[edge_index[0]] == assignment[edge_index[1]]
+    edges = edge_index[:, inside]
+    chunk_of_edge = assignment[edges[1]]
+    number = torch.empty_like(assignment)
+    for chunk in range(num_chunks):
+        nodes = (assignment == chunk).nonzero().flatten()
+        number[nodes] = torch.arange(nodes.numel())
+        if nodes.numel() < num_shards:  # not every shard has one
+            part[nodes] = number[nodes]
+            continue
+        part[nodes] = partition_nodes(
+            number[edges[:, chunk_of_edge == chunk]],
+            nodes.numel(),
+            num_chunks=num_shards,
+            method="metis",
+            seed=seed,
+        )
+    return _align(edge_index, assignment, part, num_shards)
+
+
+def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int) -> Tensor:
+    """Return the shard of each node: parts of chunks, renamed so that few edges join shards."""
+    num_chunks = int(assignment.max()) + 1
+    piece = assignment * num_shards + part
+    num_pieces = num_chunks * num_shards
+    source, target = piece[edge_index[0]], piece[edge_index[1]]
+    keys, counts = torch.unique(source * num_pieces + target, return_counts=True)
+    links = torch.zeros(num_pieces, num_pieces, dtype=torch.int64)
+    links[keys // num_pieces, keys % num_pieces] = counts
+    links = links + links.t()
+    shard = torch.arange(num_pieces) % num_shards
+    for _ in range(_NUM_SWEEPS):
+        for chunk in range(num_chunks):
+            own = slice(chunk * num_shards, (chunk + 1) * num_shards)
+            others = links[own].clone()
+            others[:, own] = 0
+            gain = torch.zeros(num_shards, num_shards, dtype=torch.int64)
+            gain.index_add_(1, shard, others)
+            shard[own] = _match(gain)
+    return shard[piece]
+
+
+def _match(gain: Tensor) -> Tensor:
+    """Return for each row another column, largest entries first."""
+    size = gain.size(0)
+    found = torch.full((size,), -1)
+    left = gain.clone()
+    for _ in range(size):
+        row, column = divmod(int(left.argmax()), size)
+        found[row] = column
+        left[row], left[:, column] = -1, -1
+    return found

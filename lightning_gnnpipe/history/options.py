@@ -1,0 +1,41 @@
+"""How histories are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryOptions:
+    """How histories are kept.
+
+    Attributes:
+        scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
+        recomputes: Whether activations are computed again in backward. The buffer of a linear
+            layer's output gradients then holds a chunk's outputs until their gradient comes.
+        dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for
+            the dtype of what is pushed.
+        device: Of the histories and their gradient buffers; None for where the layers compute.
+    """
+
+    scale: float = 1.0
+    recomputes: bool = False
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def seen_from(self, device: torch.device) -> HistoryOptions:
+        """Return the options, without a device if it is `device`, where the layers compute."""
+        own = self.device
+        if own is None:
+            return self
+        is_here = own == device or (own.type == device.type and own.index is None)
+        return replace(self, device=None) if is_here else self
+
+    def linear_dtype(self, like: Tensor) -> torch.dtype:
+        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
+        dtype = self.dtype
+        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
+        return dtype if dtype is not None and is_wide else like.dtype
