@@ -21,7 +21,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.history import HistoryStore
-from lightning_gnnpipe.history.moments import MomentStore
+from lightning_gnnpipe.history.moments import Moments, MomentStore
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.types import ChunkView, TrafficKind
 
@@ -62,10 +62,9 @@ class SharedStore:
         return self._histories is None or self._histories.is_local
 
     @property
-    def moments(self) -> MomentStore:
+    def moments(self) -> SharedMoments:
         """The statistics of norms."""
-        assert self._histories is not None
-        return self._histories.moments
+        return SharedMoments(self, None if self._histories is None else self._histories.moments)
 
     @property
     def by_chunk(self) -> SharedStore:
@@ -186,6 +185,12 @@ class SharedStore:
             total.index_add_(0, peer.send, part)
         return total
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks of the stage; a collective call."""
+        total = tensor.detach().clone()
+        self._transport.sum_over_shards(total, "halo")
+        return total
+
     def _near_halo(self, chunk: ChunkView) -> Tensor:
         """Return `[num_halo]` which rows of the halo lie in the chunk itself."""
         if id(chunk) not in self._is_near:
@@ -205,6 +210,41 @@ class SharedStore:
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in sends],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in receives],
         ).wait()
+
+
+class SharedMoments:
+    """The statistics of norms over the rows of all ranks of the stage.
+
+    Args:
+        shards: The ranks.
+        moments: Where they are kept; None where nothing is remembered.
+    """
+
+    def __init__(self, shards: SharedStore, moments: MomentStore | None) -> None:
+        self._shards, self._moments = shards, moments
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        """Serve the moments of all rows, of which these are this rank's; return them."""
+        found = self._merge(Moments.of(rows))
+        if self._moments is not None:
+            self._moments.load(key, found)
+        return found
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
+        """Add those of a chunk; return the last step's and, once complete, this step's."""
+        assert self._moments is not None
+        served, gathered = self._moments.exchange(key, chunk, rows)
+        if gathered is not None:
+            gathered = self._merge(gathered)
+            self._moments.complete(key, gathered)
+        return served, gathered
+
+    def _merge(self, own: Moments) -> Moments:
+        """Return the moments of the rows of all ranks."""
+        sums = self._shards.sum(torch.cat([own.mean.new_tensor([own.count]), own.mean * own.count]))
+        count, mean = sums[0], sums[1:] / sums[0].clamp(min=1)
+        spread = self._shards.sum(own.count * (own.var + (own.mean - mean).square()))
+        return Moments(int(count), mean, spread / count.clamp(min=1))
 
 
 def _like(mask: Tensor, rows: Tensor) -> Tensor:

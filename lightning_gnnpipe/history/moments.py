@@ -89,6 +89,10 @@ class MomentStore:
         """Serve `moments` from now on."""
         self._entries[key] = _Entry(served=moments)
 
+    def complete(self, key: Hashable, moments: Moments) -> None:
+        """Have what this step has gathered be `moments`, those of several ranks."""
+        self._entries[key].gathered = moments
+
     def put(self, key: Hashable, rows: Tensor) -> Moments:
         """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""
         moments = Moments.of(rows)

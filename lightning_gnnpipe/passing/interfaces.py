@@ -53,6 +53,9 @@ class ShardLink(Protocol):
             `[num_nodes_of_chunk, *]`: what other ranks send for the chunk's own rows.
         """
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks of the stage; a collective call."""
+
 
 class HaloStore(Protocol):
     """Where rows are pushed to and halo rows are pulled from."""

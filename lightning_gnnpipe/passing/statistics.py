@@ -16,15 +16,19 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
-from lightning_gnnpipe.passing.interfaces import Moments
+from lightning_gnnpipe.passing.interfaces import Moments, ShardLink
 
 Formula = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def _batch_norm(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    if mean.requires_grad:
+        scaled = (x - mean) * (var + norm.eps).rsqrt()
+        return scaled if norm.weight is None else scaled * norm.weight + norm.bias
     return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
@@ -89,22 +93,32 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
-        is_known = context.is_whole and context.is_replay
+        is_split = store is not None and store.shards is not None
+        is_known = context.is_whole and context.is_replay and not is_split
         if store is None or is_known or not _uses_statistics(norm):
             return cast(Tensor, original(*args, **kwargs))
         x, *others = (value for value in (*args, *kwargs.values()) if value is not None)
         has_formula = kind in _FORMULAS and x.dim() == 2 and not others
         key = context.next_key(name)
-        if context.is_whole:
+        if kind is gnn.GraphSizeNorm and not others:
+            return x * context.whole.num_nodes**-0.5
+        if kind is gnn.BatchNorm and (is_split or not context.is_whole):
+            return cast(Tensor, norm.module(x))  # around nn.BatchNorm1d
+        moments: Moments | None
+        if context.is_whole and store.shards is not None:
+            if not has_formula:
+                raise _refuse(name, norm, x)
+            moments = None if context.is_replay else store.moments.put(key, x)
+            if moments is None or not context.is_refresh:
+                if moments is not None:
+                    _update_running(norm, moments)
+                return _normalize_over_shards(norm, x, store.shards)
+        elif context.is_whole:
             moments = store.moments.put(key, x) if has_formula else None
             if moments is None or not context.is_refresh:
                 result = cast(Tensor, original(*args, **kwargs))
                 context.dtypes[key] = result.dtype
                 return result
-        elif kind is gnn.BatchNorm:  # around nn.BatchNorm1d; a single element is one in the graph
-            return cast(Tensor, norm.module(x))
-        elif kind is gnn.GraphSizeNorm and not others:
-            return x * context.whole.num_nodes**-0.5
         elif has_formula:
             moments, complete = store.moments.exchange(key, context.chunk.index, x)
             if complete is not None:
@@ -116,6 +130,32 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
+
+
+class _SumOverShards(torch.autograd.Function):
+    """The sum of what all ranks of a stage have; each of them gets all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shards: ShardLink) -> Tensor:
+        """Return the sum of `own` over ranks."""
+        ctx.shards = shards
+        return shards.sum(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients that ranks have for the sum."""
+        return ctx.shards.sum(grad), None
+
+
+def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor:
+    """Return the rows normalised by moments of those of all ranks, with gradients through both."""
+    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    total = cast(Any, _SumOverShards).apply
+    count = shards.sum(x.new_tensor([x.size(0)]))
+    mean = total(x.sum(0), shards) / count
+    var = total((x - mean).square().sum(0), shards) / count
+    return _FORMULAS[type(norm)](norm, x, mean, var).to(rows.dtype)
 
 
 def _uses_statistics(norm: Any) -> bool:
