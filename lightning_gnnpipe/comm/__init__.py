@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
+from lightning_gnnpipe.comm.codec import get_codec
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.mesh import Mesh, make_shard_group
 from lightning_gnnpipe.comm.meter import Meter
+from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.comm.rendezvous import restart_store
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
 from lightning_gnnpipe.comm.transport import Transport
@@ -13,10 +15,12 @@ from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
     "GPU_BACKEND",
+    "Codec",
     "Mesh",
     "Meter",
     "Transport",
     "choose_wire",
+    "get_codec",
     "load_shards",
     "make_shard_group",
     "restart_store",

@@ -22,8 +22,11 @@ class Meter:
 
     def count(self, kind: TrafficKind, *tensors: Tensor) -> None:
         """Add the sizes of `tensors`, in bytes, to `kind`."""
-        for tensor in tensors:
-            self._bytes[kind] += tensor.numel() * tensor.element_size()
+        self.count_bytes(kind, sum(tensor.nbytes for tensor in tensors))
+
+    def count_bytes(self, kind: TrafficKind, num_bytes: int) -> None:
+        """Add to `kind`."""
+        self._bytes[kind] += num_bytes
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -19,10 +19,14 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm.mesh import Mesh
 from lightning_gnnpipe.comm.meter import Meter
+from lightning_gnnpipe.comm.parcel import Parcel
+from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.types import TrafficKind
 
 T = TypeVar("T")
+
+PLAIN = Codec()  # tensors as they are
 
 _MAX_TENSORS = 1024
 _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
@@ -35,39 +39,52 @@ class Transport:
         self.mesh = mesh
         self.meter = meter
         self._sends: list[tuple[Any, Tensor]] = []
-        self._receives: dict[
-            tuple[TrafficKind, int], tuple[list[Any], list[Tensor], list[Tensor]]
-        ] = {}
+        self._receives: dict[tuple[TrafficKind, int], tuple[list[Any], list[Parcel]]] = {}
+        self._seed = 0
+
+    def begin_step(self, seed: int) -> None:
+        """Draw the random numbers of codecs from `seed` on; each message takes the next one."""
+        self._seed = seed
 
     def post_receive(
-        self, source: int, kind: TrafficKind, chunk: int, buffers: Sequence[Tensor]
+        self,
+        source: int,
+        kind: TrafficKind,
+        chunk: int,
+        buffers: Sequence[Tensor],
+        codec: Codec = PLAIN,
     ) -> None:
         """Start to receive the tensors of `chunk` from rank `source` into `buffers`."""
-        landing = [self._place_for(buffer) for buffer in buffers]
+        parcels = [Parcel(buffer, codec, self.mesh.wire_device) for buffer in buffers]
         with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
             works = [
-                dist.irecv(place, source, tag=_tag(kind, chunk, i))
-                for i, place in enumerate(landing)
-                if place.numel()
+                dist.irecv(parcel.place, source, tag=_tag(kind, chunk, i))
+                for i, parcel in enumerate(parcels)
+                if parcel.num_bytes
             ]
-        self._receives[kind, chunk] = (works, landing, list(buffers))
+        self._receives[kind, chunk] = (works, parcels)
 
     def wait_receive(self, kind: TrafficKind, chunk: int) -> list[Tensor]:
         """Wait for the tensors of `chunk` and return them."""
-        works, landing, buffers = self._receives.pop((kind, chunk))
+        works, parcels = self._receives.pop((kind, chunk))
         with self.explained(f"wait for {kind} data of chunk {chunk}"):
             for work in works:
                 work.wait(self.mesh.timeout)
-        for buffer, place in zip(buffers, landing, strict=True):
-            _bring(place, buffer)
-        self.meter.count(kind, *buffers)
-        return buffers
+        self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
+        return [parcel.open() for parcel in parcels]
 
-    def send(self, target: int, kind: TrafficKind, chunk: int, tensors: Sequence[Tensor]) -> None:
+    def send(
+        self,
+        target: int,
+        kind: TrafficKind,
+        chunk: int,
+        tensors: Sequence[Tensor],
+        codec: Codec = PLAIN,
+    ) -> None:
         """Start to send the tensors of `chunk` to rank `target`."""
         with self.explained(f"send {kind} data of chunk {chunk} to rank {target}"):
             for i, tensor in enumerate(tensors):
-                payload = self._on_wire(tensor)
+                payload = self._encode(tensor, codec)
                 if payload.numel():
                     work = dist.isend(payload, target, tag=_tag(kind, chunk, i))
                     self._sends.append((work, payload))
@@ -112,6 +129,7 @@ class Transport:
         kind: TrafficKind,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
+        codec: Codec = PLAIN,
     ) -> Exchange:
         """Start to swap tensors with other ranks, which must make the same calls in this order.
 
@@ -119,23 +137,23 @@ class Transport:
             kind: What it is.
             sends: Ranks and what they get.
             receives: Ranks and where to put what they send.
+            codec: That all tensors are sent with.
         """
-        places = [self._place_for(buffer) for _, buffer in receives]
+        parcels = [Parcel(buffer, codec, self.mesh.wire_device) for _, buffer in receives]
         with self.explained(f"exchange {kind} data"):
             works = [
-                dist.irecv(place, rank, tag=_EXCHANGE_TAG)
-                for (rank, _), place in zip(receives, places, strict=True)
-                if place.numel()
+                dist.irecv(parcel.place, rank, tag=_EXCHANGE_TAG)
+                for (rank, _), parcel in zip(receives, parcels, strict=True)
+                if parcel.num_bytes
             ]
-            payloads = [(rank, self._on_wire(tensor)) for rank, tensor in sends]
+            payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
             works += [
                 dist.isend(payload, rank, tag=_EXCHANGE_TAG)
                 for rank, payload in payloads
                 if payload.numel()
             ]
-        buffers = [buffer for _, buffer in receives]
         kept = [payload for _, payload in payloads]
-        return Exchange(self, kind, works, places, buffers, kept)
+        return Exchange(self, kind, works, parcels, kept)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank, each a list of as many 64-bit integers."""
@@ -191,11 +209,10 @@ class Transport:
         """Return `tensor`, or a copy of it, as it can be sent."""
         return tensor.detach().to(self.mesh.wire_device).contiguous()
 
-    def _place_for(self, buffer: Tensor) -> Tensor:
-        """Return `buffer`, or what it is received in."""
-        if buffer.device == self.mesh.wire_device:
-            return buffer
-        return torch.empty_like(buffer, device=self.mesh.wire_device)
+    def _encode(self, tensor: Tensor, codec: Codec) -> Tensor:
+        """Return what `tensor` is sent as."""
+        self._seed += 1
+        return self._on_wire(codec.encode(tensor, self._seed))
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -217,8 +234,7 @@ class Exchange:
     _transport: Transport
     _kind: TrafficKind
     _works: list[Any]
-    _places: list[Tensor]
-    _buffers: list[Tensor]
+    _parcels: list[Parcel]
     _sent: list[Tensor]
 
     def wait(self) -> list[Tensor]:
@@ -227,11 +243,9 @@ class Exchange:
         with transport.explained(f"wait for {self._kind} data"):
             for work in self._works:
                 work.wait(transport.mesh.timeout)
-        for buffer, place in zip(self._buffers, self._places, strict=True):
-            _bring(place, buffer)
         self._sent.clear()
-        transport.meter.count(self._kind, *self._buffers)
-        return self._buffers
+        transport.meter.count_bytes(self._kind, sum(p.num_bytes for p in self._parcels))
+        return [parcel.open() for parcel in self._parcels]
 
 
 def _bring(place: Tensor, target: Tensor) -> None:

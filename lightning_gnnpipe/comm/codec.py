@@ -1,0 +1,66 @@
+"""The codecs by their names: tensors as they are, 16-bit floats, or 8, 4, 2 and 1 bits a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.comm.low_bit import LowBitCodec
+from lightning_gnnpipe.comm.payload import Codec
+from lightning_gnnpipe.errors import ConfigError, explain
+
+
+class CastCodec(Codec):
+    """Sends 16-bit floats, rounded to the nearest.
+
+    bfloat16 has the range of float32 and 8 significant bits. float16 has 11, but values from 65520
+    on come out infinite, and those below 3e-8, as gradients may be, zero.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name)
+        self.dtype = dtype
+
+    def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        return prod(shape) * self.dtype.itemsize
+
+    def _encode(self, tensor: Tensor, seed: int) -> Tensor:
+        return tensor.to(self.dtype).reshape(-1).view(torch.uint8)
+
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.view(self.dtype).view(out.shape))
+
+
+_CODECS: dict[str, Callable[[], Codec]] = {
+    "fp32": lambda: Codec("fp32"),
+    "bf16": lambda: CastCodec("bf16", torch.bfloat16),
+    "fp16": lambda: CastCodec("fp16", torch.float16),
+    "int8": lambda: LowBitCodec(8),
+    "int4": lambda: LowBitCodec(4),
+    "int2": lambda: LowBitCodec(2),
+    "int1": lambda: LowBitCodec(1),
+}
+
+
+def get_codec(name: str) -> Codec:
+    """Return the codec called `name`.
+
+    Args:
+        name: "fp32": each tensor in its own dtype. "bf16", "fp16": 16-bit floats. "int8", "int4",
+            "int2", "int1": so many bits a value, and 32 a row.
+
+    Raises:
+        ConfigError: There is no such codec.
+    """
+    if not isinstance(name, str) or name not in _CODECS:
+        raise ConfigError(
+            explain(
+                expected=f"the codec of messages to be one of {', '.join(map(repr, _CODECS))}",
+                found=repr(name),
+                remedy="'fp32' sends tensors as they are, 'int1' the fewest bytes.",
+            )
+        )
+    return _CODECS[name]()

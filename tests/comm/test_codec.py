@@ -1,0 +1,174 @@
+"""Codecs: sizes known beforehand, exact where promised, right at any shape, dtype and place."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lightning_gnnpipe.comm import get_codec
+from lightning_gnnpipe.errors import ConfigError
+from tests.helpers.codecs import FLOATS, LOW_BITS, NAMES, random, steps_of, through
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        ("fp32", (10, 256), torch.float32, 10 * 1024),
+        ("fp32", (10, 256), torch.float64, 10 * 2048),
+        ("bf16", (10, 256), torch.float32, 10 * 512),
+        ("fp16", (10, 256), torch.bfloat16, 10 * 512),
+        ("int8", (10, 256), torch.float32, 10 * (4 + 256)),
+        ("int4", (10, 256), torch.float64, 10 * (4 + 128)),
+        ("int2", (10, 256), torch.bfloat16, 10 * (4 + 64)),
+        ("int1", (10, 256), torch.float32, 10 * (4 + 32)),
+        ("int1", (3, 5), torch.float32, 3 * 4 + 2),  # 15 bits, without gaps between rows
+        ("int2", (3, 2, 3), torch.float32, 3 * 4 + 5),  # channels are all that is not a row
+        ("int8", (10, 1), torch.float32, 10 * 4),  # as it is: coded, it would have 5 bytes a row
+        ("int8", (10, 1), torch.float64, 10 * 5),
+        ("int1", (10, 2), torch.bfloat16, 10 * 4),
+        ("int1", (10, 256), torch.int64, 10 * 2048),
+        ("int1", (10, 256), torch.bool, 10 * 256),
+        ("int1", (0, 256), torch.float32, 0),
+        ("int1", (10, 0), torch.float32, 0),
+        ("int1", (), torch.float32, 4),
+    ],
+)
+def test_p5_the_size_of_a_payload_is_known_from_the_shape(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: int
+) -> None:
+    codec = get_codec(name)
+    assert codec.name == name
+    assert codec.payload_bytes(shape, dtype) == expected
+    tensor = random(*shape).mul(3).to(dtype)
+    assert codec.encode(tensor, 0).numel() == expected
+
+
+def test_one_bit_is_28_times_shorter_than_float32() -> None:
+    assert 25 * get_codec("int1").payload_bytes((100, 256), torch.float32) <= 100 * 1024
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from([*FLOATS, torch.int64, torch.uint8, torch.bool]),
+    seed=st.integers(0, 2**64),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_shape_and_dtype_arrives(
+    name: str, shape: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    tensor = random(*shape).mul(3).to(dtype)
+    found = through(get_codec(name), tensor, seed)
+    if not dtype.is_floating_point or name == "fp32":
+        assert torch.equal(found, tensor)
+    elif tensor.numel():
+        rows = tensor.reshape(shape[0] if shape else 1, -1)
+        error = (found.double() - tensor.double()).abs().view(rows.shape)
+        assert bool((error <= steps_of(rows, 1) + rows.double().abs() / 128).all())
+
+
+# --- as they are, and 16 bits ---
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fp32_is_exact_and_copies_nothing(dtype: torch.dtype) -> None:
+    codec = get_codec("fp32")
+    tensor = random(5, 3, dtype=dtype)
+    tensor[1, 1], tensor[2, 0] = math.nan, -math.inf
+    assert codec.encode(tensor, 0).data_ptr() == tensor.data_ptr()
+    out = torch.empty_like(tensor)
+    landing = codec.landing_for(out)
+    assert landing.data_ptr() == out.data_ptr()
+    assert torch.equal(through(codec, tensor).nan_to_num(9), tensor.nan_to_num(9))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_with_gaps_and_gradients_are_taken(name: str) -> None:
+    codec = get_codec(name)
+    plain = random(6, 40)
+    gaps = plain.t().contiguous().t().requires_grad_()
+    payload = codec.encode(gaps, 3)
+    assert not payload.requires_grad and torch.equal(payload, codec.encode(plain, 3))
+    out, gaps_out = torch.empty(6, 40), torch.empty(40, 6).t()
+    codec.decode(payload, out)
+    codec.decode(codec.landing_for(gaps_out).copy_(payload), gaps_out)
+    assert torch.equal(out, gaps_out)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("bf16", 2.0**-9), ("fp16", 2.0**-12)])
+def test_16_bit_floats_are_rounded_to_the_nearest(name: str, bound: float) -> None:
+    tensor = random(100, 64)
+    error = (through(get_codec(name), tensor) - tensor).abs()
+    assert bool((error <= 2 * bound * tensor.abs() + 2.0**-25).all())
+    short = random(100, 64, dtype=torch.bfloat16)
+    assert torch.equal(through(get_codec(name), short), short)
+
+
+def test_fp16_overflows_to_infinity_and_bf16_does_not() -> None:
+    tensor = torch.tensor([[70000.0, 1.0]])
+    assert through(get_codec("fp16"), tensor).tolist() == [[math.inf, 1.0]]
+    assert through(get_codec("bf16"), tensor)[0, 0].isfinite()
+
+
+# --- random numbers ---
+
+
+@pytest.mark.parametrize("num_bits", LOW_BITS)
+def test_the_seed_decides(num_bits: int) -> None:
+    codec = get_codec(f"int{num_bits}")
+    rows = random(300, 300)
+    payload = codec.encode(rows, 11)
+    assert torch.equal(payload, codec.encode(rows, 11))
+    assert torch.equal(payload, get_codec(f"int{num_bits}").encode(rows, 11 + 2**32))
+    assert not torch.equal(payload, codec.encode(rows, 12))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_users_random_numbers_are_left_alone(name: str) -> None:
+    state = torch.get_rng_state()
+    codec = get_codec(name)
+    first = codec.encode(random(20, 20), 1)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.rand(3)
+    assert torch.equal(first, codec.encode(random(20, 20), 1))
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    codec, rows = get_codec("int2"), random(4, 15)
+    payload, found = codec.encode(rows, 1), through(codec, rows, 1)
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(get_codec("int2").encode(rows, 1), payload)
+        assert torch.equal(through(get_codec("int2"), rows, 1), found)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_sends_what_a_cpu_can_read(name: str) -> None:
+    codec = get_codec(name)
+    rows = random(1000, 35)
+    rows[3, 4] = math.nan
+    payload = codec.encode(rows.cuda(), 1)
+    here, there = torch.empty_like(rows), torch.empty_like(rows, device="cuda")
+    codec.decode(payload.cpu(), here)
+    codec.decode(payload, there)
+    torch.testing.assert_close(here, there.cpu(), equal_nan=True)
+    good = torch.arange(1000) != 3
+    assert bool((here - rows)[good].abs().max() <= steps_of(rows[good], 1).max())
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["int3", "FP32", "", None, 8, ["int8"]])
+def test_an_unknown_codec_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match=r"'fp32', 'bf16', .*'int1' \(got .*\)\. 'fp32' sends"):
+        get_codec(name)  # type: ignore[arg-type]
