@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.callbacks import (
+    AdaptiveHalo,
+    BoundedStaleness,
     ChunkProgress,
     HistoryRefresh,
     PipelineMonitor,
@@ -17,6 +19,8 @@ from lightning_gnnpipe.strategy import GNNPipeStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveHalo",
+    "BoundedStaleness",
     "ChunkProgress",
     "FullGraphDataModule",
     "GNNPipeStrategy",

@@ -20,6 +20,9 @@ class Controls:
             case.
         refreshes: Recompute all histories by an exact pass, dropout off, before the step.
         records_staleness: Record who reads whom stale, and how far rows drift.
+        is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
+            those of the step before.
+        halo_codec: Codec of rows between shards, in place of the strategy's.
         on_chunk: Called on this rank after each chunk of a training step, forward and backward,
             with how many it has computed so far and how many it will: twice the chunks.
     """
@@ -29,6 +32,8 @@ class Controls:
     takes_snapshot: bool = False
     refreshes: bool = False
     records_staleness: bool = False
+    is_synchronous: bool = False
+    halo_codec: str | None = None
     on_chunk: OnChunk | None = None
 
     def reset(self) -> None:

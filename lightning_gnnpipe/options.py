@@ -10,10 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
+    CodecName,
     DtypeName,
     Partition,
     PartitionMethod,
@@ -46,6 +48,10 @@ class StrategyOptions:
     start_method: StartMethod
     save_distributed_checkpoint: bool = False
     graph_parallel: int = 1
+    halo_codec: CodecName = "fp32"
+    cut_codec: CodecName = "fp32"
+    async_halo: bool = False
+    halo_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -77,12 +83,25 @@ class StrategyOptions:
                 "Use torch.bfloat16, for instance.",
             )
         _check_device(self.history_device)
+        _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
+        _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
+        if not 0 <= self.halo_momentum < 1:
+            _refuse(
+                "'halo_momentum' to be from 0 to below 1",
+                self.halo_momentum,
+                "0 uses what arrived last as it is; PipeGCN's is 0.95.",
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
+
+    @property
+    def messages(self) -> MessageOptions:
+        """How ranks send rows to each other."""
+        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo, self.halo_momentum)
 
     @property
     def histories(self) -> HistoryOptions:

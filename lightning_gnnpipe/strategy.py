@@ -42,7 +42,7 @@ from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import check_optimizers, check_sharded, check_was_called
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.summary import print_stages, shows_stages
-from lightning_gnnpipe.types import DtypeName, Partition, StartMethod
+from lightning_gnnpipe.types import CodecName, DtypeName, Partition, StartMethod
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,14 @@ class GNNPipeStrategy(PipeLoops):
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
             the number of layers of each stage.
+        halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
+            that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
+            "int2" or "int1" with so many bits a value, rounded at random so that the mean is right.
+        cut_codec: The same for what stages send each other.
+        async_halo: Shards use the rows and gradients that others had an epoch ago, while the
+            present ones travel (PipeGCN, Sylvie-A).
+        halo_momentum: Share of the old in such rows and gradients, from 0 to below 1 (PipeGCN:
+            0.95).
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -107,6 +115,10 @@ class GNNPipeStrategy(PipeLoops):
         cross_chunk_grad_scale: float = 1.0,
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
+        halo_codec: CodecName = "fp32",
+        cut_codec: CodecName = "fp32",
+        async_halo: bool = False,
+        halo_momentum: float = 0.0,
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -137,6 +149,10 @@ class GNNPipeStrategy(PipeLoops):
             start_method,
             save_distributed_checkpoint,
             graph_parallel,
+            halo_codec,
+            cut_codec,
+            async_halo,
+            halo_momentum,
         )
         super().__init__(
             options,
@@ -226,6 +242,7 @@ class GNNPipeStrategy(PipeLoops):
             seed,
             is_fitting,
             options.self_check,
+            options.messages,
         )
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         if saved is not None:
@@ -257,6 +274,7 @@ class GNNPipeStrategy(PipeLoops):
         self._metrics.detach()
         self.controls.reset()
         if not self._is_interrupted:
+            engine.graphs.drop_histories()
             engine.model.restore()
         elif engine.model.husks():
             log.warning(

@@ -24,6 +24,7 @@ CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arX
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 RefreshMethod = Literal["snapshot", "exact"]
 TrafficKind = Literal[

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "controls": set(),
-    "options": {"history"},
+    "options": {"comm", "history"},
     "metrics": set(),
     "models": set(),
     "datamodule": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gnnpipe.callbacks.halo import AdaptiveHalo, BoundedStaleness
 from lightning_gnnpipe.callbacks.monitor import PipelineMonitor
 from lightning_gnnpipe.callbacks.progress import ChunkProgress
 from lightning_gnnpipe.callbacks.refresh import HistoryRefresh
@@ -10,6 +11,8 @@ from lightning_gnnpipe.callbacks.timeline import TimelineCallback
 from lightning_gnnpipe.callbacks.warmup import StalenessWarmup
 
 __all__ = [
+    "AdaptiveHalo",
+    "BoundedStaleness",
     "ChunkProgress",
     "HistoryRefresh",
     "PipelineMonitor",

@@ -7,16 +7,20 @@ from lightning_gnnpipe.comm.codec import get_codec
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.mesh import Mesh, make_shard_group
 from lightning_gnnpipe.comm.meter import Meter
+from lightning_gnnpipe.comm.options import MessageOptions
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.comm.rendezvous import restart_store
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
-from lightning_gnnpipe.comm.transport import Transport
+from lightning_gnnpipe.comm.transport import PLAIN, Exchange, Transport
 from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
     "GPU_BACKEND",
+    "PLAIN",
     "Codec",
+    "Exchange",
     "Mesh",
+    "MessageOptions",
     "Meter",
     "Transport",
     "choose_wire",

@@ -153,6 +153,7 @@ class Transport:
                 if payload.numel()
             ]
         kept = [payload for _, payload in payloads]
+        self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
         return Exchange(self, kind, works, parcels, kept)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -244,7 +245,6 @@ class Exchange:
             for work in self._works:
                 work.wait(transport.mesh.timeout)
         self._sent.clear()
-        transport.meter.count_bytes(self._kind, sum(p.num_bytes for p in self._parcels))
         return [parcel.open() for parcel in self._parcels]
 
 

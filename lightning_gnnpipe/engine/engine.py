@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import MessageOptions, Transport, get_codec
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
@@ -29,6 +29,7 @@ from lightning_gnnpipe.engine.model import Mode, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_ranks, save_rank
+from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
@@ -180,6 +181,7 @@ class PipelineEngine:
         is_exact = self.controls.is_exact or mode.reads not in graph.filled
         if self.controls.refreshes and not is_exact:
             self._refresh(call, inputs, graph)
+        is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
         order = chunk_order(
             parts.plan.num_chunks,
@@ -187,7 +189,7 @@ class PipelineEngine:
             seed=self.options.seed,
             shuffle=self.options.shuffle_chunks,
         )
-        running = TrainingPass(parts, graph, self.model, order)
+        running = TrainingPass(parts, graph, self.model, order, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         outputs = running.forward(self.controls, self.num_training_passes)
         if is_exact:
@@ -272,18 +274,36 @@ class PipelineEngine:
         else:
             self._num_inferences += self.model.module.training  # dropout is on
             seeds = make_seeds(~self.options.seed, self._num_inferences, shard)
-        has_stale = graph.plan.num_chunks > 1  # otherwise histories would never be read
+        messages = self._messages(is_exact)
+        # Otherwise histories would never be read.
+        has_stale = graph.plan.num_chunks > 1 or self.options.messages.is_async
+        context = graph.writing if (is_training or writes) and has_stale else graph.reading
+        if isinstance(context.store, SharedStore):
+            is_synchronous = is_exact or self.controls.is_synchronous
+            context.store.begin_pass(messages, is_synchronous=is_synchronous)
+        if is_training:
+            self.transport.begin_step(seeds(self.transport.mesh.rank, -1))
         return StepParts(
             stage=mode.stages[self.transport.mesh.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=graph.plan.whole if is_exact else graph.plan,
             inputs=graph.inputs,
-            context=graph.writing if (is_training or writes) and has_stale else graph.reading,
+            context=context,
             transport=self.transport,
             seed_of=seeds if is_training or self.model.module.training else None,
             is_training=is_training,
             recompute=self.options.histories.recomputes,
+            codec=get_codec(messages.cut_codec),
         )
+
+    def _messages(self, is_exact: bool) -> MessageOptions:
+        """Return how messages of a pass are sent."""
+        messages = self.options.messages
+        if is_exact:
+            return replace(messages, halo_codec="fp32", cut_codec="fp32")
+        if self.controls.halo_codec is not None:
+            return replace(messages, halo_codec=self.controls.halo_codec)
+        return messages
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
         module, has_chunks = self.model.module, self.graphs.has_chunks(inputs)

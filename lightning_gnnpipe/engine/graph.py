@@ -63,6 +63,8 @@ class PlannedGraph:
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
+        if isinstance(self.writing.store, SharedStore):
+            self.writing.store.drain()
         self._make_histories(self.store.options)
         self.filled.clear()
 

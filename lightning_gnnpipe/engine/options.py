@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.history import HistoryOptions
+
+_EXACT = MessageOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class EngineOptions:
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
         self_check: Whether a new trace is tried out on a small graph.
+        messages: How ranks send rows to each other.
     """
 
     chunks: ChunkOptions
@@ -30,3 +34,4 @@ class EngineOptions:
     seed: int
     is_fitting: bool
     self_check: bool = True
+    messages: MessageOptions = _EXACT

@@ -17,13 +17,15 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import PLAIN, Exchange, MessageOptions, Transport, get_codec
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.history.moments import Moments, MomentStore
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.types import ChunkView, TrafficKind
+
+_Slot = tuple[TrafficKind, CallKey, int]  # what travels, for which call, of which chunk
 
 
 class SharedStore:
@@ -41,10 +43,32 @@ class SharedStore:
     ) -> None:
         self._plan, self._transport, self._histories = plan, transport, histories
         self._table: tuple[CallKey, Tensor] | None = None
+        self._messages, self._codec, self._is_async = MessageOptions(), PLAIN, False
+        self._flying: dict[_Slot, Exchange] = {}
+        self._last: dict[_Slot, list[Tensor]] = {}  # what came in the step before
         self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
         self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
         self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
         self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
+
+    def begin_pass(self, messages: MessageOptions, *, is_synchronous: bool) -> None:
+        """Say how rows travel from now on.
+
+        Args:
+            messages: The options.
+            is_synchronous: Wait for rows and gradients in this pass, whatever the options say.
+        """
+        self._messages, self._codec = messages, get_codec(messages.halo_codec)
+        self._is_async = messages.is_async and not is_synchronous
+        if not self._is_async:
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for what is on its way, and forget it."""
+        for exchange in self._flying.values():
+            exchange.wait()
+        self._flying.clear()
+        self._last.clear()
 
     @property
     def scale(self) -> float:
@@ -92,7 +116,7 @@ class SharedStore:
         sends = [(peer.shard, rows[peer.send]) for peer in chunk.peers]
         shape = rows.shape[1:]
         got = [(peer.shard, rows.new_empty((peer.receive.numel(), *shape))) for peer in chunk.peers]
-        received = self._swap("halo", sends, got)
+        received = self._swap(("halo", key, _number(chunk)), sends, got)
         if self._histories is None:
             table = rows.new_zeros((self._plan.num_rows, *shape))
             table[: rows.size(0)] = rows
@@ -100,7 +124,7 @@ class SharedStore:
                 table[peer.receive] = part
             self._table = key, table
             return
-        for peer, part in zip(chunk.peers, received, strict=True):
+        for peer, part in zip(chunk.peers, received, strict=False):
             self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
@@ -181,7 +205,8 @@ class SharedStore:
         sends = [(peer.shard, part) for peer, part in zip(chunk.peers, parts, strict=True)]
         got = [(peer.shard, grad.new_empty((peer.send.numel(), *shape))) for peer in chunk.peers]
         total = grad.new_zeros((chunk.num_nodes, *shape))
-        for peer, part in zip(chunk.peers, self._swap("halo_grad", sends, got), strict=True):
+        received = self._swap(("halo_grad", key, _number(chunk)), sends, got)
+        for peer, part in zip(chunk.peers, received, strict=False):
             total.index_add_(0, peer.send, part)
         return total
 
@@ -199,17 +224,42 @@ class SharedStore:
 
     def _swap(
         self,
-        kind: TrafficKind,
+        slot: _Slot,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> list[Tensor]:
-        """Send tensors to other shards, receive theirs and return those."""
+        """Send tensors to other shards and receive theirs.
+
+        Returns:
+            What was received; if asynchronous that of the step before, or nothing if there is none.
+        """
         mesh = self._transport.mesh
-        return self._transport.exchange(
-            kind,
+        before = self._flying.pop(slot, None)
+        arrived = None if before is None else before.wait()
+        exchange = self._transport.exchange(
+            slot[0],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in sends],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in receives],
-        ).wait()
+            self._codec,
+        )
+        if not self._is_async:
+            arrived = exchange.wait()
+            self._remember(slot, arrived)
+            return arrived
+        self._flying[slot] = exchange
+        old = self._last.get(slot, [])
+        if arrived is None:
+            return old
+        share = self._messages.momentum
+        if old and share:
+            arrived = [torch.lerp(new, o, share) for new, o in zip(arrived, old, strict=True)]
+        self._remember(slot, arrived)
+        return arrived
+
+    def _remember(self, slot: _Slot, received: list[Tensor]) -> None:
+        """Keep what the next step needs: rows stay in the history, unless they are averaged."""
+        if self._messages.is_async and (self._messages.momentum or slot[0] == "halo_grad"):
+            self._last[slot] = received
 
 
 class SharedMoments:
@@ -245,6 +295,11 @@ class SharedMoments:
         count, mean = sums[0], sums[1:] / sums[0].clamp(min=1)
         spread = self._shards.sum(own.count * (own.var + (own.mean - mean).square()))
         return Moments(int(count), mean, spread / count.clamp(min=1))
+
+
+def _number(chunk: ChunkView) -> int:
+    """Return the number of the chunk; -1 for all nodes."""
+    return -1 if chunk.is_whole else chunk.index
 
 
 def _like(mask: Tensor, rows: Tensor) -> Tensor:

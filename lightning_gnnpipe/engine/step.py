@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import Codec, Transport
 from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.recompute import run_recomputed
@@ -22,6 +22,7 @@ from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.schedule import Action, Op
 from lightning_gnnpipe.stages import Kind, Stage, Value
+from lightning_gnnpipe.types import TrafficKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class StepParts:
         seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
         is_training: Whether a backward pass follows.
         recompute: Whether backward computes activations again instead of keeping them.
+        codec: Of what stages send each other.
     """
 
     stage: Stage
@@ -49,6 +51,7 @@ class StepParts:
     seed_of: SeedOf | None
     is_training: bool
     recompute: bool
+    codec: Codec
 
 
 @dataclass(slots=True)
@@ -168,11 +171,11 @@ class Step:
     def _receive_forward(self, chunk: Chunk) -> None:
         stage = self._parts.stage
         buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
-        self._parts.transport.post_receive(self._previous, "forward", chunk.index, buffers)
+        self._post(self._previous, "forward", chunk, buffers)
 
     def _send_forward(self, chunk: Chunk) -> None:
         sent = self._chunks[chunk.index].sent
-        self._parts.transport.send(self._next, "forward", chunk.index, sent)
+        self._send(self._next, "forward", chunk, sent)
         if not self._parts.is_training:
             del self._chunks[chunk.index]
 
@@ -180,7 +183,7 @@ class Step:
         stage = self._parts.stage
         known = [stage.values[name] for name in stage.sent]
         buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
-        self._parts.transport.post_receive(self._next, "backward", chunk.index, buffers)
+        self._post(self._next, "backward", chunk, buffers)
 
     def _send_backward(self, chunk: Chunk) -> None:
         state = self._chunks.pop(chunk.index)
@@ -189,7 +192,15 @@ class Step:
             for tensor in state.received
             if tensor.requires_grad
         ]
-        self._parts.transport.send(self._previous, "backward", chunk.index, grads)
+        self._send(self._previous, "backward", chunk, grads)
+
+    def _post(self, rank: int, kind: TrafficKind, chunk: Chunk, buffers: Sequence[Tensor]) -> None:
+        parts = self._parts
+        parts.transport.post_receive(rank, kind, chunk.index, buffers, parts.codec)
+
+    def _send(self, rank: int, kind: TrafficKind, chunk: Chunk, tensors: Sequence[Tensor]) -> None:
+        parts = self._parts
+        parts.transport.send(rank, kind, chunk.index, tensors, parts.codec)
 
     def _wait_forward(self, chunk: Chunk) -> list[Tensor]:
         parts = self._parts

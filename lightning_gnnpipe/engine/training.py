@@ -45,10 +45,11 @@ class TrainingPass:
     """Forward and backward of one step on this rank.
 
     Args:
-        parts: What the pass is made of; its plan decides between exact and pipelined.
+        parts: What the pass is made of.
         graph: The graph and its histories.
         model: The pipelined model.
         order: Chunks in the order of the forward phase.
+        is_exact: Whether nothing stale is read, and nothing rounded.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class TrainingPass:
         graph: PlannedGraph,
         model: PipelinedModel,
         order: Sequence[int],
+        *,
+        is_exact: bool,
     ) -> None:
         self._parts, self._graph, self._model = parts, graph, model
         self._stage = parts.transport.mesh.stage
@@ -65,7 +68,7 @@ class TrainingPass:
         )
         self._step = Step(parts)
         self._is_done = False
-        self.is_exact = parts.plan is graph.plan.whole
+        self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
         """Run the forward phase and return the outputs, detached.

@@ -1,0 +1,177 @@
+"""P2 with asynchronous and low-bit exchange, against oracles that know nothing of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import BoundedStaleness, FullGraphDataModule, GNNPipeStrategy
+
+# Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
+HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7
+
+
+def edges() -> Tensor:
+    pairs = [
+        (first + i, first + (i + step) % HALF)
+        for first in (0, HALF)
+        for i in range(HALF)
+        for step in (1, 2, 3)
+    ]
+    pairs += [(0, HALF), (5, HALF + 7), (9, HALF + 1), (13, HALF + 13)]
+    return torch.tensor([*pairs, *((b, a) for a, b in pairs)]).t().contiguous()
+
+
+def graph() -> Data:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.ones(2 * HALF, dtype=torch.bool)
+    return Data(
+        x=torch.randn(2 * HALF, D, generator=generator, dtype=torch.float64),
+        edge_index=edges(),
+        y=torch.randint(0, D, (2 * HALF,), generator=generator),
+        train_mask=mask,
+        val_mask=mask,
+        test_mask=mask,
+    )
+
+
+class Net(nn.Module):
+    """Sums of neighbours' rows between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lins = nn.ModuleList([nn.Linear(D, D) for _ in range(NUM_LAYERS)])
+        self.conv = nn.ModuleList([gnn.SimpleConv(aggr="sum") for _ in range(NUM_LAYERS)])
+        self.double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for lin, conv in zip(self.lins, self.conv, strict=True):
+            x = x + 0.3 * torch.tanh(conv(lin(x), edge_index))
+        return x
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: Data, _: int) -> Tensor:
+        return F.cross_entropy(self.net(batch.x, batch.edge_index), batch.y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+class _Halo(torch.autograd.Function):
+    """`near @ h + far @ h_of_last_epoch`, and so for the gradient; matrices are dense."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, near: Tensor, far: Tensor, memory: dict[str, Tensor]
+    ) -> Tensor:
+        ctx.near, ctx.far, ctx.memory = near, far, memory
+        out = near @ h + far @ memory.get("h", h)
+        memory["new_h"] = h.clone()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        memory = ctx.memory
+        given = ctx.near.t() @ grad + ctx.far.t() @ memory.get("g", grad)
+        memory["new_g"] = grad.clone()
+        return given, None, None, None
+
+
+def oracle(synchronous: list[bool], momentum: float) -> Tensor:
+    """Return the weights after all epochs; some use what the other half had an epoch ago."""
+    data, net = graph(), Net()
+    dense = torch.zeros(2 * HALF, 2 * HALF, dtype=torch.float64)
+    dense[data.edge_index[1], data.edge_index[0]] = 1.0
+    same = (torch.arange(2 * HALF)[:, None] < HALF) == (torch.arange(2 * HALF)[None] < HALF)
+    near, far = dense * same, dense * ~same
+    memories: list[dict[str, Tensor]] = [{} for _ in range(NUM_LAYERS)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for is_synchronous in synchronous:
+        if is_synchronous:
+            memories = [{} for _ in range(NUM_LAYERS)]
+        x = data.x
+        for lin, memory in zip(net.lins, memories, strict=True):
+            x = x + 0.3 * torch.tanh(_Halo.apply(lin(x), near, far, memory))
+        optimizer.zero_grad()
+        F.cross_entropy(x, data.y).backward()
+        optimizer.step()
+        for memory in memories:
+            for name in ("h", "g"):
+                new, old = memory[f"new_{name}"], memory.get(name)
+                memory[name] = new if old is None else momentum * old + (1 - momentum) * new
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def fit(tmp_path: Path, *callbacks: L.Callback, **options: Any) -> tuple[Tensor, dict[str, int]]:
+    """Return the weights, and the bytes of the last step by kind."""
+    stats: list[dict[str, int]] = []
+
+    class Reads(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            stats.append(trainer.strategy.collect_stats().bytes_by_kind)
+
+    module = Module()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=EPOCHS,
+        strategy=GNNPipeStrategy(
+            num_stages=1, graph_parallel=2, num_chunks=1, start_method="fork", **options
+        ),
+        callbacks=[*callbacks, Reads(), Writes(tmp_path / "bytes.pt", stats)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    return weights, torch.load(tmp_path / "bytes.pt")[-1]
+
+
+class Writes(L.Callback):
+    def __init__(self, path: Path, stats: list[dict[str, int]]) -> None:
+        self.path, self.stats = path, stats
+
+    def on_fit_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            torch.save(self.stats, self.path)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("every", [0, 3])
+def test_p2_asynchronous_shards_equal_the_oracle(
+    every: int, momentum: float, tmp_path: Path
+) -> None:
+    callbacks = [BoundedStaleness(sync_every_n_epochs=every)] if every else []
+    synchronous = [e == 0 or bool(every and (e + 1) % every == 0) for e in range(EPOCHS)]
+    found, _ = fit(tmp_path, *callbacks, async_halo=True, halo_momentum=momentum)
+    torch.testing.assert_close(found, oracle(synchronous, momentum), rtol=1e-10, atol=1e-10)
+
+
+def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
+    rows = 4  # that each half reads of the other: four edges join them, no node has two
+    sizes = {
+        "fp32": rows * D * 8,
+        "bf16": rows * D * 2,
+        "int1": rows * 4 + 3,
+        "int8": rows * (4 + D),
+    }
+    for codec, num_bytes in sizes.items():
+        _, found = fit(tmp_path, halo_codec=codec)
+        assert found["halo"] == found["halo_grad"] == 2 * NUM_LAYERS * num_bytes, codec
