@@ -26,6 +26,7 @@ from lightning_gnnpipe.models import GCN, NodeClassifier
 from torch_geometric.data import Data
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
 current = None
 
