@@ -82,6 +82,8 @@ def test_two_hundred_epochs_leave_nothing_behind(
     trainer.fit(module, datamodule=FullGraphDataModule(data))
     for rank in range(num_stages):
         warm, last = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        for name in ("files", "threads", "tensors"):
+        for name in ("files", "threads"):
             assert last[name] <= warm[name], (rank, name, warm, last)
+        # What is on its way at that moment counts; one left behind in 20 epochs would be 7.
+        assert last["tensors"] - warm["tensors"] < 7, (rank, warm, last)
         assert last["rss"] - warm["rss"] < 12 * MIB, (rank, warm, last)

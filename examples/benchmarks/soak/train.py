@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,7 @@ def make_data() -> Data:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, required=True)
