@@ -171,11 +171,11 @@ class GNNPipeStrategy(PipeLoops):
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
-        return self.engine.collect_stats()
+        return self.engine.last_step.stats()
 
     def collect_staleness(self) -> dict[int, Staleness]:
         """Return who read whom stale in the last training step, by layer; call on every rank."""
-        return self.engine.collect_staleness()
+        return self.engine.last_step.staleness()
 
     def plan(
         self, module: pl.LightningModule, data: Any, *, num_stages: int = 2, **options: Any

@@ -52,6 +52,7 @@ def fit(
     folder: Path,
     *callbacks: L.Callback,
     num_stages: int = 2,
+    num_shards: int = 1,
     epochs: int = 3,
     resume: Path | None = None,
     **options: Any,
@@ -60,8 +61,10 @@ def fit(
     trained = module()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=max(num_stages, 1),
-        strategy=GNNPipeStrategy(num_chunks=4, start_method="fork", **options)
+        devices=max(num_stages, 1) * num_shards,
+        strategy=GNNPipeStrategy(
+            num_chunks=4, start_method="fork", graph_parallel=num_shards, **options
+        )
         if num_stages
         else "auto",
         max_epochs=epochs,
@@ -273,6 +276,22 @@ def test_a_run_saved_when_it_is_over_goes_on_from_an_exact_step(
         fit(tmp_path / "again", kinds, num_stages=1, epochs=5, resume=path)
     assert kinds.was_exact == [True, False]
     assert "has no histories of this graph" in caplog.text
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(("stages", "shards"), [(1, 2), (2, 2)])
+def test_p6_a_run_on_shards_goes_on(
+    stages: int, shards: int, is_sharded: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"num_stages": stages, "num_shards": shards}
+    options["save_distributed_checkpoint"] = is_sharded
+    whole, _ = fit(tmp_path / "a", epochs=5, **options)
+    _, path = fit(tmp_path / "b", **options)
+    again, _ = fit(tmp_path / "c", epochs=5, resume=path, **options)
+    assert torch.equal(weights(again), weights(whole))
+    kinds = NotesKind()
+    fit(tmp_path / "d", kinds, epochs=4, num_stages=1, resume=path)
+    assert kinds.was_exact == [False]
 
 
 class RunsOnRankOne:

@@ -25,6 +25,7 @@ from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.last_step import LastStep
 from lightning_gnnpipe.engine.model import Mode, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
@@ -32,11 +33,9 @@ from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_ranks, save
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.switch import switched
-from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
-from lightning_gnnpipe.engine.training import PassRecord, TrainingPass
-from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.engine.training import TrainingPass
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.passing import guard_losses
 from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
 
@@ -66,7 +65,7 @@ class PipelineEngine:
         self._num_inferences = 0
         self._identity = GraphIdentity()
         self._saved: SavedRun | None = None
-        self._last: PassRecord | None = None
+        self.last_step = LastStep(transport)
         self._unguard: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
@@ -145,33 +144,10 @@ class PipelineEngine:
         pipelined = {id(named[name]) for name in self.model.pipelined if name in named}
         owned = {id(named[name]) for name in self.model.owned if name in named}
         replicated = {id(p) for p in root.parameters()} - pipelined
-        return owned | replicated if self.transport.mesh.is_root else owned
-
-    def collect_stats(self) -> PipelineStats:
-        """Return the figures of the last training step; a collective call."""
-        last = self._last_record()
         mesh = self.transport.mesh
-        gathered = self.transport.all_gather_objects(last.of_rank(mesh.device))
-        return merge_stats(gathered, mesh.num_stages, last.num_chunks, last.is_exact)
-
-    def collect_staleness(self) -> dict[int, Staleness]:
-        """Return the staleness of the last training step by layer, over all ranks; collective."""
-        merged: dict[int, Staleness] = {}
-        for one in self.transport.all_gather_objects(self._last_record().staleness):
-            for layer, staleness in one.items():
-                merged.setdefault(layer, Staleness()).add(staleness)
-        return dict(sorted(merged.items()))
-
-    def _last_record(self) -> PassRecord:
-        if self._last is None:
-            raise ConfigError(
-                explain(
-                    expected="a finished training step",
-                    found="none in this run",
-                    remedy="Ask after one, while the run goes on.",
-                )
-            )
-        return self._last
+        if mesh.shard:  # the stage's first rank has the same
+            return set()
+        return owned | replicated if mesh.is_root else owned
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
@@ -201,7 +177,7 @@ class PipelineEngine:
         def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
             leaf_grads = running.backward(grads, slots)
             self._has_pending = False
-            self._last = running.record()
+            self.last_step.record = running.record()
             return leaf_grads
 
         joined = join(backward, outputs, [call.leaves[slot] for slot in slots])

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import PLAIN, Exchange, MessageOptions, Transport, get_codec
+from lightning_gnnpipe.engine.shared_moments import SharedMoments
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.history import HistoryStore
-from lightning_gnnpipe.history.moments import Moments, MomentStore
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.types import ChunkView, TrafficKind
 
@@ -88,7 +88,7 @@ class SharedStore:
     @property
     def moments(self) -> SharedMoments:
         """The statistics of norms."""
-        return SharedMoments(self, None if self._histories is None else self._histories.moments)
+        return SharedMoments(self.sum, None if self._histories is None else self._histories.moments)
 
     @property
     def by_chunk(self) -> SharedStore:
@@ -260,41 +260,6 @@ class SharedStore:
         """Keep what the next step needs: rows stay in the history, unless they are averaged."""
         if self._messages.is_async and (self._messages.momentum or slot[0] == "halo_grad"):
             self._last[slot] = received
-
-
-class SharedMoments:
-    """The statistics of norms over the rows of all ranks of the stage.
-
-    Args:
-        shards: The ranks.
-        moments: Where they are kept; None where nothing is remembered.
-    """
-
-    def __init__(self, shards: SharedStore, moments: MomentStore | None) -> None:
-        self._shards, self._moments = shards, moments
-
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        """Serve the moments of all rows, of which these are this rank's; return them."""
-        found = self._merge(Moments.of(rows))
-        if self._moments is not None:
-            self._moments.load(key, found)
-        return found
-
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
-        """Add those of a chunk; return the last step's and, once complete, this step's."""
-        assert self._moments is not None
-        served, gathered = self._moments.exchange(key, chunk, rows)
-        if gathered is not None:
-            gathered = self._merge(gathered)
-            self._moments.complete(key, gathered)
-        return served, gathered
-
-    def _merge(self, own: Moments) -> Moments:
-        """Return the moments of the rows of all ranks."""
-        sums = self._shards.sum(torch.cat([own.mean.new_tensor([own.count]), own.mean * own.count]))
-        count, mean = sums[0], sums[1:] / sums[0].clamp(min=1)
-        spread = self._shards.sum(own.count * (own.var + (own.mean - mean).square()))
-        return Moments(int(count), mean, spread / count.clamp(min=1))
 
 
 def _number(chunk: ChunkView) -> int:

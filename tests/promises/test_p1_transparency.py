@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 def fit_both(
-    name: str, setting: str, case: GraphCase, num_stages: int, tmp_path: Path
+    name: str, setting: str, case: GraphCase, num_stages: int, tmp_path: Path, num_shards: int = 1
 ) -> tuple[FitResult, FitResult]:
     from lightning_gnnpipe import StalenessWarmup
 
@@ -48,6 +48,7 @@ def fit_both(
         ReferenceModule(name, **module_options),
         case.data,
         num_stages=num_stages,
+        num_shards=num_shards,
         num_chunks=case.num_chunks,
         partition=case.partition,
         callbacks=[StalenessWarmup(num_epochs=NUM_STEPS)],
@@ -139,3 +140,19 @@ def test_evaluation_has_no_stale_rows(name: str, num_stages: int, tmp_path: Path
         datamodule = FullGraphDataModule(case.data)
         (predicted,) = fit.trainer.predict(module, datamodule=datamodule)
         torch.testing.assert_close(predicted, outputs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "num_stages", "num_shards"),
+    [
+        ("gcnii", "all", 1, 2),
+        ("gat_jk", "clip", 1, 3),
+        ("edge", "accumulate", 2, 2),
+        ("sage", "all", 2, 2),
+        ("gcn", "adam", 1, 2),
+    ],
+)
+def test_p1_shards_equal_plain_lightning(
+    name: str, setting: str, num_stages: int, num_shards: int, tmp_path: Path
+) -> None:
+    assert_transparent(*fit_both(name, setting, communities(5), num_stages, tmp_path, num_shards))

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GCN, NodeClassifier
 from torch_geometric.data import Data
 
@@ -61,6 +62,7 @@ def failing(name, work):
 for op, method in list(steps._METHODS.items()):
     steps._METHODS[op] = failing(op.name, method)
 sidecar.write_stage = failing("save", sidecar.write_stage)
+Transport.exchange = failing("exchange", Transport.exchange)
 
 
 class Classifier(NodeClassifier):
@@ -96,7 +98,9 @@ if __name__ == "__main__":
     trainer = L.Trainer(
         accelerator="cpu", devices=2, max_epochs=50, logger=False, callbacks=[Watches(), saver],
         enable_progress_bar=False, enable_model_summary=False,
-        strategy=GNNPipeStrategy(start_method=start_method, timeout=timedelta(seconds=8)),
+        strategy=GNNPipeStrategy(
+            start_method=start_method, timeout=timedelta(seconds=8), **eval(sys.argv[6])
+        ),
     )
     trainer.fit(Classifier(GCN(4, 8, 3, num_layers=4), 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
@@ -123,13 +127,22 @@ CASES = [
 ]
 
 
-def run(tmp_path: Path, *arguments: object) -> tuple[int, str, float]:
-    """Run the script; return its exit status, what it printed and how long it took in seconds."""
+def run(tmp_path: Path, *arguments: object, **options: object) -> tuple[int, str, float]:
+    """Run the script; return its exit status, what it printed and how long it took in seconds.
+
+    `options` are the strategy's.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments), str(tmp_path / "checkpoints")],
+        [
+            sys.executable,
+            str(script),
+            *map(str, arguments),
+            str(tmp_path / "checkpoints"),
+            repr(options),
+        ],
         capture_output=True,
         text=True,
         timeout=100,
@@ -151,6 +164,22 @@ def test_p7_all_ranks_end_with_the_cause(
     assert "ended by itself" not in text
     assert re.search(cause, text), text[-3000:]
     assert seconds < 80
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "cause"),
+    [("raise", 0, MISTAKE), ("kill", 1, "SIGKILL"), ("stall", 1, "did not answer within 8 s")],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_p7_a_lost_shard_ends_all_ranks(
+    how: str, rank: int, cause: str, is_async: bool, tmp_path: Path
+) -> None:
+    options = {"graph_parallel": 2, "async_halo": is_async, "halo_codec": "int1"}
+    status, text, seconds = run(tmp_path, "exchange", how, rank, "fork", **options)
+    assert status != 0
+    assert "ended by itself" not in text
+    assert re.search(cause, text), text[-3000:]
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "F"])
