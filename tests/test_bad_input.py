@@ -218,7 +218,7 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
 
 def test_the_world_must_fit(tmp_path: Path) -> None:
     found = fit(tmp_path, Module(), graph(), num_stages=3)
-    assert all("'num_stages' to be the number of processes, 2 (got 3)" in one for one in found)
+    assert all("'num_stages' to be 2: the number of processes, 2 (got 3)" in one for one in found)
 
 
 def test_one_process_refuses_as_well(tmp_path: Path) -> None:

@@ -117,6 +117,20 @@ class Transport:
         if self.mesh.num_shards > 1:
             self._sum(tensor, kind, self.mesh.shards)
 
+    def start_sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> Callable[[], None]:
+        """Start to sum `tensor` over the ranks of this stage; return what waits for it."""
+        payload = self._on_wire(tensor)
+        with self.explained(f"sum {kind} data over ranks"):
+            work = dist.all_reduce(payload, group=self.mesh.shards, async_op=True)
+        self.meter.count(kind, tensor)
+
+        def wait() -> None:
+            with self.explained(f"sum {kind} data over ranks"):
+                work.wait(self.mesh.timeout)
+            _bring(payload, tensor)
+
+        return wait
+
     def _sum(self, tensor: Tensor, kind: TrafficKind, group: dist.ProcessGroup | None) -> None:
         with self.explained(f"sum {kind} data over ranks"):
             payload = self._on_wire(tensor)

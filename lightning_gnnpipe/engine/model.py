@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -177,38 +178,9 @@ class PipelinedModel:
         for weights in (self._weights, *self._copies):
             weights.empty(self._users)
 
-    def sum_grads(self, run_backward: Callable[[], None]) -> None:
-        """Run a backward pass; sum what it adds to parameters that several ranks use.
-
-        Those of one stage are summed over its shards, tied ones over all ranks.
-        """
-        is_split = self._transport.mesh.num_shards > 1
-        parameters = dict(self.module.named_parameters())
-        stage = self._transport.mesh.stage
-        shared = {
-            name: users
-            for name, users in self._users.items()
-            if (len(users) > 1 or (is_split and stage in users))
-            and name in parameters
-            and parameters[name].requires_grad
-        }
-        before = {name: parameters[name].grad for name in shared}
-        for name in shared:
-            parameters[name].grad = None
-        run_backward()
-        for name, users in shared.items():
-            parameter = parameters[name]
-            shape, dtype = self._weights.shape_of(name, parameter)
-            grad = parameter.grad
-            if grad is None:
-                grad = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            if len(users) > 1:
-                self._transport.all_reduce(grad, "tied_grad")
-            else:
-                self._transport.sum_over_shards(grad, "weight_grad")
-            if stage in users:
-                earlier = before[name]
-                parameter.grad = grad if earlier is None else earlier + grad
+    def begin_backward(self) -> GradientSums:
+        """Return the sums of gradients over the ranks that share parameters."""
+        return GradientSums(self.module, self._users, self._transport, self._weights.shape_of)
 
     def _key(self, call: Call, inputs: Inputs) -> object:
         """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""

@@ -109,16 +109,31 @@ class Step:
             transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
             output[nodes] = rows
 
-    def backward(self, actions: Sequence[Action], output_grads: Sequence[Tensor]) -> None:
-        """Run the backward phase from the gradients of the outputs, in the user's node order."""
+    def backward(
+        self,
+        actions: Sequence[Action],
+        output_grads: Sequence[Tensor],
+        on_last: Callable[[], None],
+    ) -> None:
+        """Run the backward phase.
+
+        Args:
+            actions: This rank's.
+            output_grads: The gradients of the outputs, in the user's node order.
+            on_last: Called before the last chunk.
+        """
         self._output_grads = output_grads
-        self._run(actions)
+        last = max(i for i, action in enumerate(actions) if action.op is Op.B)
+        self._run(actions[:last], is_end=False)
+        on_last()
+        self._run(actions[last:])
         self._output_grads = ()
 
-    def _run(self, actions: Sequence[Action]) -> None:
+    def _run(self, actions: Sequence[Action], *, is_end: bool = True) -> None:
         for action in actions:
             _METHODS[action.op](self, self._parts.plan.chunks[action.chunk])
-        self._parts.transport.flush()
+        if is_end:
+            self._parts.transport.flush()
 
     def _forward(self, chunk: Chunk) -> None:
         """Compute one chunk on this stage.

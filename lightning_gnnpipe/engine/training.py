@@ -113,7 +113,15 @@ class TrainingPass:
                 self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))
                 stack.enter_context(own_random_stream(self._parts.transport.mesh.device))
-            self._model.sum_grads(lambda: self._step.backward(actions, grads))
+            sums = self._model.begin_backward()
+
+            def on_last() -> None:
+                if not self._parts.recompute:  # its backward reaches a parameter several times
+                    for end in sums.watch():
+                        stack.callback(end)
+
+            self._step.backward(actions, grads, on_last)
+        sums.finish()
         self._graph.store.clear_grads()
         leaf_grads: list[Tensor | None] = []
         for slot in slots:

@@ -90,7 +90,8 @@ class EdgeFunctions:
         place = -1 if chunk.is_whole else chunk.index
         if place not in known.parts:
             with torch.inference_mode(False), torch.no_grad():
-                known.parts[place] = known.whole if place < 0 else _cut(known, chunk)
+                is_all = place < 0 and self._plan.num_rows == self._plan.num_nodes
+                known.parts[place] = known.whole if is_all else _cut(known, chunk)
             self._owners[id(known.parts[place][0])] = known, place
         return known.parts[place]
 

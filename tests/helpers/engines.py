@@ -23,9 +23,12 @@ def one_process_engine(
     history_dtype: torch.dtype | None = None,
     history_device: torch.device | None = None,
     self_check: bool = True,
+    rank: int = 0,
+    num_shards: int = 1,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
-    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=60))
+    timeout = timedelta(seconds=60)
+    mesh = Mesh(rank, 1, torch.device("cpu"), timeout, num_shards=num_shards)
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
         histories=HistoryOptions(scale, recompute, history_dtype, history_device),

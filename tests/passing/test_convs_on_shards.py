@@ -1,0 +1,96 @@
+"""P4 on the graph axis: every layer that is exact on chunks is so on chunks split over shards."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch_geometric.nn.conv import spline_conv
+
+from lightning_gnnpipe.errors import UnsupportedError
+from tests.helpers.convs import CASES, ConvCase, ConvNet, D
+from tests.helpers.engines import one_process_engine
+from tests.helpers.reference import StaleOracle
+from tests.helpers.splines import spline_basis, spline_weighting
+from tests.passing.test_convs import (
+    ORDER,
+    OWN,
+    PARTITION,
+    N,
+    assert_same,
+    gradients,
+    make_batch,
+    step,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
+
+NUM_SHARDS = 2
+REFUSED = {"HANConv"}  # takes a mean over all nodes
+
+
+def check(case: ConvCase, rank: int) -> None:
+    torch.manual_seed(0)
+    batch = make_batch(case=case)
+    net = ConvNet(case, batch)
+    inputs, weight = list(batch.values()), torch.randn(N, D)
+    oracle = StaleOracle(net, PARTITION)
+    engine = one_process_engine(
+        net, partition=PARTITION, shuffle_chunks=False, rank=rank, num_shards=NUM_SHARDS
+    )
+    if case.conv in REFUSED:
+        with pytest.raises(UnsupportedError, match=f"graph_parallel.*{case.conv}"):
+            step(engine, batch, weight)
+        return
+    expected = oracle.exact(*inputs)
+    (expected * weight).sum().backward()
+    compare(expected, step(engine, batch, weight), net)
+    for number, parameter in enumerate(net.parameters()):
+        parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel()) + number).view_as(
+            parameter
+        )
+    expected = oracle.chunked(*inputs, order=ORDER)
+    grads = take(expected, weight, net)
+    found = step(engine, batch, weight)
+    assert_same(found, expected.detach())
+    assert_same(gradients(net), grads)
+    with torch.no_grad():
+        assert_same(engine.forward((), batch), net(*inputs))
+
+
+def take(expected: Tensor, weight: Tensor, net: ConvNet) -> dict[str, Tensor]:
+    (expected * weight).sum().backward()
+    return gradients(net)
+
+
+def compare(expected: Tensor, found: Tensor, net: ConvNet) -> None:
+    assert_same(found, expected.detach())
+    both = gradients(net)
+    assert all(torch.isfinite(grad).all() for grad in both.values())
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    spline_conv.spline_basis, spline_conv.spline_weighting = spline_basis, spline_weighting
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_SHARDS
+    )
+    failed = []
+    for case in (*CASES, *OWN):
+        try:
+            check(case, rank)
+        except Exception:
+            failed.append(f"{case.name}: {traceback.format_exc()[-1500:]}")
+        dist.barrier()  # a failure on one rank is one on both, or a timeout
+    dist.destroy_process_group()
+    assert not failed, "\n".join(failed)
+
+
+def test_p4_convs_are_exact_on_shards(tmp_path: Path) -> None:
+    mp.start_processes(run_rank, (str(tmp_path),), nprocs=NUM_SHARDS, start_method="fork")
