@@ -9,6 +9,10 @@ accuracy. Exact training runs twice, in a plain Trainer and under the strategy: 
 random numbers of dropout alone, and so show how much of a difference is chance. Prints a table and
 writes every run to OUTPUT/accuracy.csv. `--model resgcnplus-batch` has norms over all nodes
 (BatchNorm), which read statistics of the last epoch in a pipeline.
+
+`--modes` names what is compared with exact training: "pipeline" in chunks; "hybrid", the same on 2
+stages of 2 shards of the graph; and on 2 shards without chunks (graph parallelism) "int1", one bit
+a value between shards, "async", rows of the last epoch, and "int1-async", both.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from torch import nn
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.models import GCNII, NodeClassifier, ResGCNPlus
+from lightning_gnnpipe.types import CodecName
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class Setting:
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
     cross_chunk_grad_scale: float = 1.0
+    num_stages: int = 1
+    num_shards: int = 1
+    halo_codec: CodecName = "fp32"
+    async_halo: bool = False
     num_layers: int = 32
     hidden_channels: int = 64
     dropout: float = 0.6
@@ -66,6 +75,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resgcnplus": ResGCNPlus,
     "resgcnplus-batch": partial(ResGCNPlus, norm="batch"),
 }
+
+
+MODES = ("pipeline", "hybrid", "int1", "async", "int1-async")
 
 
 class DeepClassifier(NodeClassifier):
@@ -109,13 +121,17 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
         strategy: GNNPipeStrategy | str = "auto"
         if setting.num_chunks is not None:
             strategy = GNNPipeStrategy(
+                graph_parallel=setting.num_shards,
                 num_chunks=setting.num_chunks,
                 cross_chunk_grad_scale=setting.cross_chunk_grad_scale,
+                halo_codec=setting.halo_codec,
+                async_halo=setting.async_halo,
+                start_method="fork",
             )
             callbacks.append(StalenessWarmup(num_epochs=setting.num_exact_epochs))
         trainer = L.Trainer(
             accelerator="cpu",
-            devices=1,
+            devices=setting.num_stages * setting.num_shards,
             strategy=strategy,
             max_epochs=setting.num_epochs,
             callbacks=callbacks,
@@ -138,12 +154,7 @@ def main() -> None:
         "exact, strategy": replace(
             base, num_chunks=options.chunks, num_exact_epochs=options.epochs
         ),
-        f"pipeline K={options.chunks}": replace(
-            base,
-            num_chunks=options.chunks,
-            num_exact_epochs=options.exact_epochs,
-            cross_chunk_grad_scale=options.scale,
-        ),
+        **{mode: make_mode(mode, base, options) for mode in options.modes},
     }
     accuracies: dict[tuple[str, str], list[float]] = {}
     options.output.mkdir(parents=True, exist_ok=True)
@@ -161,6 +172,21 @@ def main() -> None:
     Console().print(build_table(accuracies, options))
 
 
+def make_mode(mode: str, base: Setting, options: argparse.Namespace) -> Setting:
+    """Return the setting of one of `MODES`."""
+    setting = replace(base, num_exact_epochs=options.exact_epochs)
+    if mode in ("pipeline", "hybrid"):
+        setting = replace(setting, num_chunks=options.chunks, cross_chunk_grad_scale=options.scale)
+        return replace(setting, num_stages=2, num_shards=2) if mode == "hybrid" else setting
+    return replace(
+        setting,
+        num_chunks=1,
+        num_shards=2,
+        halo_codec="int1" if "int1" in mode else "fp32",
+        async_halo="async" in mode,
+    )
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
@@ -170,6 +196,7 @@ def parse_options() -> argparse.Namespace:
     add("--model", choices=MODELS, default="gcnii")
     add("--layers", type=int, default=32, help="layers of the model (default: 32)")
     add("--epochs", type=int, default=300, help="epochs of each run (default: 300)")
+    add("--modes", nargs="+", choices=MODES, default=["pipeline"], help="see above")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
     add("--scale", type=float, default=1.0, help="of gradients between chunks (default: 1)")
@@ -180,20 +207,22 @@ def parse_options() -> argparse.Namespace:
 def build_table(
     accuracies: dict[tuple[str, str], list[float]], options: argparse.Namespace
 ) -> Table:
-    """Return mean and standard deviation over the seeds, a row a data set."""
+    """Return mean and standard deviation over the seeds, a row a run."""
     runs = list(dict.fromkeys(run for _, run in accuracies))
     table = Table(
         title=f"{options.model}, {options.layers} layers: test accuracy [%], mean and standard "
         f"deviation of {len(options.seeds)} seeds, {options.epochs} epochs"
     )
-    for name in ("", *runs, "difference of means"):
-        table.add_column(name, justify="right" if name else "left")
+    for name in ("", "run", "accuracy", "to exact"):
+        table.add_column(name, justify="left" if name in ("", "run") else "right")
     for dataset in options.datasets:
-        of_runs = [[100 * acc for acc in accuracies[dataset, run]] for run in runs]
-        means = [statistics.mean(accs) for accs in of_runs]
-        spreads = [statistics.stdev(accs) if len(accs) > 1 else 0.0 for accs in of_runs]
-        cells = [f"{mean:.1f} ± {spread:.1f}" for mean, spread in zip(means, spreads, strict=True)]
-        table.add_row(dataset, *cells, f"{means[-1] - means[0]:+.1f}")
+        of_runs = {run: [100 * acc for acc in accuracies[dataset, run]] for run in runs}
+        exact = statistics.mean(of_runs[runs[0]])
+        for run, accs in of_runs.items():
+            spread = statistics.stdev(accs) if len(accs) > 1 else 0.0
+            mean = statistics.mean(accs)
+            change = "" if run == runs[0] else f"{mean - exact:+.1f}"
+            table.add_row("" if change else dataset, run, f"{mean:.1f} ± {spread:.1f}", change)
     return table
 
 

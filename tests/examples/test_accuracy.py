@@ -50,5 +50,5 @@ def test_table_shows_mean_spread_and_difference():
     console = Console(width=120)
     with console.capture() as captured:
         console.print(table)
-    assert "85.0 ± 7.1 │ 90.0 ± 0.0 │" in captured.get()
-    assert "+5.0" in captured.get()
+    assert "│ Cora │ exact    │ 85.0 ± 7.1 │          │" in captured.get()
+    assert "│      │ pipeline │ 90.0 ± 0.0 │     +5.0 │" in captured.get()
