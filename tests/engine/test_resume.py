@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.comm import Mesh, Meter, Transport
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
 from lightning_gnnpipe.errors import CheckpointError
@@ -24,7 +27,8 @@ H, STATISTIC, OTHER = (
 
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
-    return PlannedGraph(plan, options or HistoryOptions())
+    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=1))
+    return PlannedGraph(plan, options or HistoryOptions(), Transport(mesh, Meter()))
 
 
 def push(graph: PlannedGraph, key: CallKey, by_node: Tensor) -> None:
@@ -84,5 +88,5 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
     state = RunState(1, 2, 3, (4, 5), 1, 6, ()).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 1"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 2"):
         RunState.of(state)
