@@ -28,10 +28,12 @@ class PipelineMonitor(Callback):
       last.
     - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it waited
       for others, sent, or was done. Their mean, over the length of the phases, is the bubble share.
-    - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward`, `backward`,
-      `output`, `input_grad`, `tied_grad`, and `control`, which is what is no payload of the step.
+    - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward` and `backward`
+      between stages, `halo` and `halo_grad` between shards of the graph, `output`, `input_grad`,
+      `tied_grad`, `weight_grad`, and `control`, which is what is no payload of the step.
     - `pipe/peak_memory_mib/stage_<s>`: the most memory so far: what torch allocated on a GPU, else
       what the process held resident, with Python and the data set.
+    - In place of `stage_<s>`, where the graph is split over shards: `stage_<s>_shard_<g>`.
     - Those of `StalenessMonitor`, unless one is among the Trainer's callbacks.
 
     The events of a step are recorded in any case; only an epoch that is logged exchanges them. On a
@@ -102,11 +104,17 @@ class PipelineMonitor(Callback):
             "pipe/step_s": strategy.broadcast(self._step_s),
             "pipe/bubble_frac": stats.bubble_frac,
         }
-        values |= {f"pipe/wait_s/stage_{stage}": one for stage, one in enumerate(stats.wait_s)}
+        ranks = [
+            f"stage_{stage}" + (f"_shard_{shard}" if stats.num_shards > 1 else "")
+            for stage in range(stats.num_stages)
+            for shard in range(stats.num_shards)
+        ]
+        waits = zip(ranks, stats.wait_s, strict=True)
+        values |= {f"pipe/wait_s/{rank}": one for rank, one in waits}
         for kind in get_args(TrafficKind):
             values[f"pipe/bytes/{kind}"] = stats.bytes_by_kind.get(kind, 0)
-        peaks = enumerate(stats.peak_memory_bytes)
-        values |= {f"pipe/peak_memory_mib/stage_{stage}": peak / _MIB for stage, peak in peaks}
+        peaks = zip(ranks, stats.peak_memory_bytes, strict=True)
+        values |= {f"pipe/peak_memory_mib/{rank}": peak / _MIB for rank, peak in peaks}
         return values
 
     def _now_s(self, trainer: pl.Trainer) -> float:

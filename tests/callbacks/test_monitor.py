@@ -6,7 +6,7 @@ import csv
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import pytest
@@ -19,6 +19,7 @@ from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallbac
 from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.engine import PipelineStats
 from lightning_gnnpipe.schedule import pipeline_bytes
+from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import (
     NUM_CLASSES,
     NUM_NODES,
@@ -30,7 +31,7 @@ from tests.helpers.observed import (
 from tests.helpers.steps import make_stats
 from tests.helpers.wandb_files import read_offline_run
 
-KINDS = ("backward", "control", "forward", "input_grad", "output", "tied_grad")
+KINDS = get_args(TrafficKind)
 
 
 def pipe_keys(num_stages: int) -> set[str]:
