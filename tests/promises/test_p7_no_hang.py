@@ -167,12 +167,16 @@ def test_p7_all_ranks_end_with_the_cause(
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "cause"),
-    [("raise", 0, MISTAKE), ("kill", 1, "SIGKILL"), ("stall", 1, "did not answer within 8 s")],
+    ("how", "rank", "is_async", "cause"),
+    [
+        ("raise", 0, False, MISTAKE),
+        ("kill", 1, False, "SIGKILL"),
+        ("kill", 0, True, "SIGKILL"),
+        ("stall", 1, True, "did not answer within 8 s"),
+    ],
 )
-@pytest.mark.parametrize("is_async", [False, True])
 def test_p7_a_lost_shard_ends_all_ranks(
-    how: str, rank: int, cause: str, is_async: bool, tmp_path: Path
+    how: str, rank: int, is_async: bool, cause: str, tmp_path: Path
 ) -> None:
     options = {"graph_parallel": 2, "async_halo": is_async, "halo_codec": "int1"}
     status, text, seconds = run(tmp_path, "exchange", how, rank, "fork", **options)
