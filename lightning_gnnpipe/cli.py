@@ -36,13 +36,19 @@ class PlanningTrainer(pl.Trainer):
         model: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
         link_gbit: float = 10.0,
+        memory_gib: float | None = None,
+        num_devices: int | None = None,
     ) -> None:
         """Print how model and graph would be cut, and what a training step would take.
+
+        All ways to deal the devices out to stages and shards are compared.
 
         Args:
             model: The module that would be trained.
             datamodule: Its data.
-            link_gbit: Speed of the link between two devices, in Gbit/s each way.
+            link_gbit: Speed of the link of each device, in Gbit/s each way.
+            memory_gib: Memory of a device, in GiB, that layouts should fit into.
+            num_devices: Plan the best layout of so many devices, whatever the Trainer has.
 
         Raises:
             ConfigError: If there are no data, or the strategy is another one.
@@ -69,8 +75,17 @@ class PlanningTrainer(pl.Trainer):
                     remedy="FullGraphDataModule serves a graph or a data set.",
                 )
             )
-        num_stages = strategy.options.resolve_num_stages(self.world_size)
-        plan = strategy.plan(model, datamodule, num_stages=num_stages, link_gbit_per_s=link_gbit)
+        num_stages = None
+        if num_devices is None:
+            num_stages = strategy.options.resolve_num_stages(self.world_size)
+        plan = strategy.plan(
+            model,
+            datamodule,
+            num_stages=num_stages,
+            num_devices=num_devices,
+            link_gbit_per_s=link_gbit,
+            memory_gib=memory_gib,
+        )
         print_plan(plan, Console())
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gnnpipe.engine import PipelinePlan
+from lightning_gnnpipe.engine import LayoutForecast, PipelinePlan
 
 _MIB = 2**20
 
 
 def print_plan(plan: PipelinePlan, console: Console) -> None:
-    """Print `plan` as three tables and the advice."""
+    """Print `plan` as tables, with the advice."""
     console.print(_model_table(plan))
     console.print(_graph_table(plan))
     console.print(_step_table(plan))
@@ -53,15 +55,29 @@ def _graph_table(plan: PipelinePlan) -> Table:
 
 
 def _step_table(plan: PipelinePlan) -> Table:
-    table = Table(title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s")
-    for name in ("", "one device", "pipeline", "graph parallel"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row(
-        "seconds, predicted",
-        f"{plan.one_device_s:.3f}",
-        f"{plan.step_s:.3f}",
-        f"{plan.graph_parallel_s:.3f}",
+    """Make one row a layout: that of the plan is bold, the best has a star."""
+    table = Table(
+        title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s",
+        caption=f"* best for {math.prod(plan.layout)} devices",
     )
-    table.add_row("bytes", "0", f"{plan.step_bytes:,}", f"{plan.graph_parallel_bytes:,}")
-    table.add_row("idle share", "", f"{100 * plan.bubble_frac:.1f} %", "")
+    for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("", "one device", f"{plan.one_device_s:.3f}", "0", "", "")
+    for one in plan.layouts:
+        is_own = (one.num_stages, one.num_shards) == plan.layout
+        table.add_row(
+            f"{'* ' if one == plan.best else ''}{one.num_stages} x {one.num_shards}",
+            _kind_of(one),
+            f"{one.step_s:.3f}",
+            f"{one.step_bytes:,}",
+            f"{100 * one.bubble_frac:.1f} %",
+            f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " too much"),
+            style="bold" if is_own else None,
+        )
     return table
+
+
+def _kind_of(layout: LayoutForecast) -> str:
+    if layout.num_shards == 1:
+        return "pipeline" if layout.num_stages > 1 else "chunks"
+    return "graph parallel" if layout.num_stages == 1 else "both"

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, Dataset, InMemoryDataset
 
-from lightning_gnnpipe.engine import ForecastOptions, PipelinePlan, forecast, switched
+from lightning_gnnpipe.engine import (
+    ForecastOptions,
+    LayoutOptions,
+    PipelinePlan,
+    forecast,
+    switched,
+)
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
@@ -40,36 +46,41 @@ def plan_pipeline(
     data: Data | Dataset | pl.LightningDataModule,
     options: StrategyOptions,
     *,
-    num_stages: int,
+    num_stages: int | None = None,
+    num_devices: int | None = None,
     link_gbit_per_s: float = 10.0,
+    memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut and what a training step would take.
+
+    The plan is for `num_stages` stages of as many shards as the strategy's `graph_parallel` says,
+    or for the layout of `num_devices` devices that it finds to be the best; it lists the others as
+    well, on the same chunks.
 
     Args:
         module: The module; its `training_step` runs up to its call of the pipelined module.
         data: A graph, a data set of one, or a data module.
         options: Of the strategy; the number of stages is given apart.
-        num_stages: Stages, S.
-        link_gbit_per_s: Speed of the link between two devices, in Gbit/s each way.
+        num_stages: Stages, S; 2 if `num_devices` is not given either.
+        num_devices: Devices to deal out to stages and shards, instead of `num_stages`; the
+            strategy's `num_chunks` is then best given ("auto" takes 4 a device).
+        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way.
+        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for any.
 
     Raises:
         ConfigError: If `training_step` cannot run outside of a Trainer.
         GNNPipeError: As training would.
     """
-    if not 0 < link_gbit_per_s < float("inf"):
-        raise ConfigError(
-            explain(
-                expected="'link_gbit_per_s' to be positive",
-                found=str(link_gbit_per_s),
-                remedy="10 is usual between machines.",
-            )
-        )
+    _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
+    if memory_gib is not None:
+        _check_positive("memory_gib", memory_gib, "Leave it out if memory is no matter.")
+    num_devices, layout = _asked_layout(options, num_stages, num_devices)
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs = _capture(module, pipelined, batch)
     call = take_apart(pipelined, args, kwargs)
     inputs = classify(call)
-    num_chunks = options.expect_num_chunks(num_stages)
+    num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)
     with switched(pipelined, True):
@@ -78,15 +89,53 @@ def plan_pipeline(
             call,
             inputs,
             ForecastOptions(
-                num_stages,
+                num_devices,
+                layout,
                 num_chunks,
                 options.partition,
-                options.balance,
-                options.histories,
                 options.self_check,
-                link_gbit_per_s,
+                LayoutOptions(
+                    options.balance,
+                    options.histories,
+                    options.messages,
+                    link_gbit_per_s,
+                    memory_gib,
+                ),
             ),
             partial(_time_loss, module, name, batch),
+        )
+
+
+def _asked_layout(
+    options: StrategyOptions, num_stages: int | None, num_devices: int | None
+) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of devices, and those of stages and shards; None for the best."""
+    if num_devices is None:
+        layout = (2 if num_stages is None else num_stages), options.graph_parallel
+        return layout[0] * layout[1], layout
+    if num_stages is not None:
+        raise ConfigError(
+            explain(
+                expected="either 'num_stages' or 'num_devices'",
+                found=f"both, {num_stages} and {num_devices}",
+                remedy="With num_devices the plan chooses the stages.",
+            )
+        )
+    if num_devices < 1:
+        raise ConfigError(
+            explain(
+                expected="'num_devices' to be at least 1",
+                found=str(num_devices),
+                remedy="It counts the devices of all stages and shards.",
+            )
+        )
+    return num_devices, None
+
+
+def _check_positive(name: str, value: float, remedy: str) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(
+            explain(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
         )
 
 

@@ -177,11 +177,12 @@ class GNNPipeStrategy(PipeLoops):
         """Return who read whom stale in the last training step, by layer; call on every rank."""
         return self.engine.last_step.staleness()
 
-    def plan(
-        self, module: pl.LightningModule, data: Any, *, num_stages: int = 2, **options: Any
-    ) -> PipelinePlan:
-        """Return how training would be cut and what a step would take; see `plan_pipeline`."""
-        return plan_pipeline(module, data, self.options, num_stages=num_stages, **options)
+    def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
+        """Return how training would be cut and what a step would take; see `plan_pipeline`.
+
+        With `num_devices=8` it is cut for the best of all layouts of eight devices.
+        """
+        return plan_pipeline(module, data, self.options, **options)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None

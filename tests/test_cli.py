@@ -116,6 +116,11 @@ def test_digits_are_trained_and_planned_from_one_file(
         assert text in printed
     assert f"{2 * 1797 * 2 * 32 * 4 + 1797 * 10 * 4:,}" in printed
     assert not (gnnpipe.folder / "outputs").exists()
+    assert gnnpipe("plan", *config, "--num_devices=4", "--memory_gib=0.000001") == 0
+    printed = capsys.readouterr().out
+    for text in ("1 x 4", "2 x 2", "4 x 1", "graph parallel", "best for 4 devices"):
+        assert text in printed
+    assert "too much" in printed and "No layout fits" in printed
 
     fit = ("fit", *config, "--trainer.devices=1", "--trainer.max_epochs=1", *QUIET)
     assert gnnpipe(*fit) == 0
@@ -197,6 +202,7 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         (["plan", "--trainer.strategy=ddp"], "'trainer.strategy' to be GNNPipeStrategy"),
         (["plan", "--data=null"], "'data' to name a LightningDataModule"),
         (["plan", "--link_gbit=0"], "'link_gbit_per_s' to be positive"),
+        (["plan", "--num_devices=0"], "'num_devices' to be at least 1"),
         (["plan", "--trainer.strategy.num_stages=3"], "number of processes, 2"),
         (["fit", "--trainer.strategy.num_chunks=0"], "'num_chunks' to be between 1"),
         (["fit", "--data.split=3"], "'split' to be between 0 and 0"),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 
@@ -38,23 +39,27 @@ def make() -> tuple[NodeClassifier, Data]:
     return NodeClassifier(net, NUM_CLASSES), data
 
 
-def test_counts_are_those_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(2, 1), (1, 2), (2, 2)])
+def test_counts_are_those_of_a_run(num_stages: int, num_shards: int, tmp_path: Path) -> None:
     module, data = make()
-    strategy = GNNPipeStrategy(num_chunks=4, start_method="fork", balance="uniform")
-    plan = strategy.plan(module, data, num_stages=2)
+    L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
+    strategy = GNNPipeStrategy(
+        num_chunks=4, graph_parallel=num_shards, start_method="fork", balance="uniform"
+    )
+    plan = strategy.plan(module, data, num_stages=num_stages)
 
     class Stats(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             assert isinstance(trainer.strategy, GNNPipeStrategy)
             stats = trainer.strategy.collect_stats()
             if trainer.global_rank == 0:
-                kinds = ("forward", "backward", "output")
-                total = sum(stats.bytes_by_kind[kind] for kind in kinds)
+                kinds = ("forward", "backward", "output", "halo", "halo_grad")
+                total = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
                 (tmp_path / "bytes.txt").write_text(str(total))
 
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=num_stages * num_shards,
         strategy=strategy,
         max_epochs=2,
         callbacks=[Stats()],
@@ -64,7 +69,10 @@ def test_counts_are_those_of_a_run(tmp_path: Path) -> None:
         enable_model_summary=False,
     )
     trainer.fit(module, FullGraphDataModule(data))
-    assert int((tmp_path / "bytes.txt").read_text()) == plan.step_bytes
+    weight_bytes = sum(p.numel() * 4 for p in module.parameters())
+    summed = 2 * (num_shards - 1) * weight_bytes  # over a ring, which no rank can count
+    assert int((tmp_path / "bytes.txt").read_text()) + summed == plan.step_bytes
+    assert plan.layout == (num_stages, num_shards)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
     assert sum(plan.chunk_edges) == plan.num_edges == 240
@@ -103,6 +111,52 @@ def test_memory_follows_how_histories_are_kept() -> None:
     assert memory(history_dtype=torch.bfloat16) == plain // 2
     assert memory(history_device="cpu") == plain
     assert memory(history_device="cpu:0") == 0
+
+
+def test_all_layouts_of_the_devices_are_compared() -> None:
+    module, data = make()
+    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_devices=8, link_gbit_per_s=1e9)
+    pairs = [(one.num_stages, one.num_shards) for one in plan.layouts]
+    assert pairs == [(1, 8), (2, 4), (4, 2)]  # eight stages need more than six layers
+    assert plan.layout == (plan.best.num_stages, plan.best.num_shards)
+    assert plan.step_s == plan.best.step_s == min(one.step_s for one in plan.layouts)
+    assert sum(stage.num_layers for stage in plan.stages) == 6
+    asked = GNNPipeStrategy(num_chunks=4, graph_parallel=2).plan(module, data, num_stages=2)
+    assert asked.layout == (2, 2) and len(asked.layouts) == 3
+
+
+def test_a_limit_of_memory_counts() -> None:
+    module, data = make()
+
+    def plan(num_shards: int = 1, **options: Any) -> PipelinePlan:
+        strategy = GNNPipeStrategy(num_chunks=4, graph_parallel=num_shards, balance="uniform")
+        return strategy.plan(module, data, **options)
+
+    free = plan(num_devices=4).layouts
+    least, *_, most = sorted(free, key=lambda one: one.memory_bytes)
+    assert least.memory_bytes < most.memory_bytes and all(one.fits for one in free)
+    gib = (least.memory_bytes + most.memory_bytes) / 2 / 2**30
+    tight = plan(num_devices=4, memory_gib=gib)
+    assert [one.fits for one in tight.layouts] == [one.memory_bytes <= gib * 2**30 for one in free]
+    assert tight.best.fits and tight.layout != (most.num_stages, most.num_shards)
+    asked = plan(most.num_shards, num_stages=most.num_stages, memory_gib=gib)
+    assert asked.layout == (most.num_stages, most.num_shards)
+    assert any("Another layout" in line for line in asked.advice)
+    none = plan(num_devices=4, memory_gib=1e-6)
+    assert none.best.memory_bytes == least.memory_bytes
+    assert any("No layout fits" in line for line in none.advice)
+
+
+def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
+    module, data = make()
+
+    def layouts(**options: Any) -> Any:
+        plan = GNNPipeStrategy(num_chunks=4, balance="uniform", **options)
+        return plan.plan(module, data, num_devices=4).layouts
+
+    plain, halo, cut = layouts(), layouts(halo_codec="bf16"), layouts(cut_codec="bf16")
+    assert halo[0].step_bytes < plain[0].step_bytes and halo[2].step_bytes == plain[2].step_bytes
+    assert cut[2].step_bytes < plain[2].step_bytes and cut[0].step_bytes == plain[0].step_bytes
 
 
 class Manual(NodeClassifier):
@@ -213,6 +267,10 @@ def test_options_of_the_strategy_count() -> None:
     [
         ({"edge_index": torch.tensor([[0, 99], [1, 2]])}, {}, "node 99"),
         ({}, {"link_gbit_per_s": 0.0}, "'link_gbit_per_s' to be positive"),
+        ({}, {"memory_gib": -1.0}, "'memory_gib' to be positive"),
+        ({}, {"num_devices": 0}, "'num_devices' to be at least 1"),
+        ({}, {"num_devices": 4, "num_stages": 2}, "either 'num_stages' or 'num_devices'"),
+        ({}, {"num_stages": 7}, "7 stages and 6 layers"),
     ],
 )
 def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:

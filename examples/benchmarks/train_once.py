@@ -64,6 +64,7 @@ def main() -> None:
     module = NodeClassifier(net, num_classes)
     piped = GNNPipeStrategy(
         num_chunks=options.chunks,
+        graph_parallel=options.shards,
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),
     )
@@ -80,7 +81,7 @@ def main() -> None:
     measure = Measure()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=options.stages,
+        devices=options.stages * options.shards,
         strategy=piped if options.mode == "pipe" else "auto",
         max_epochs=NUM_WARM_STEPS + options.steps,
         callbacks=[measure],
@@ -106,6 +107,7 @@ def main() -> None:
         "base_mib": base_mib,
         "peak_mib": peak_mib(),
         "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
+        "sent_bytes": 0 if measure.stats is None else sum(measure.stats.bytes_by_kind.values()),
     }
     if trainer.global_rank == 0:
         print(json.dumps(result))
@@ -120,6 +122,11 @@ def forecast(
         "step_s": [plan.step_s],
         "one_device_s": plan.one_device_s,
         "bubble_frac": plan.bubble_frac,
+        "forward_s": [cost.forward_s for cost in plan.layer_costs[1:-1]],
+        "backward_s": [cost.backward_s for cost in plan.layer_costs[1:-1]],
+        "layouts": [
+            (one.num_stages, one.num_shards, one.step_s, one.step_bytes) for one in plan.layouts
+        ],
     }
 
 
@@ -140,6 +147,7 @@ def parse_options() -> argparse.Namespace:
     add("--dataset", default="synthetic")
     add("--root", default=os.environ.get("GNNPIPE_DATA"))
     add("--stages", type=int, default=1)
+    add("--shards", type=int, default=1)
     add("--chunks", type=int, default=8)
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=128)

@@ -7,9 +7,10 @@ from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.graph import ChunkOptions
+from lightning_gnnpipe.engine.layouts import LayoutOptions
 from lightning_gnnpipe.engine.model import Balance, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
-from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan
+from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
 from lightning_gnnpipe.engine.resume import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.state import (
@@ -29,6 +30,8 @@ __all__ = [
     "ChunkOptions",
     "EngineOptions",
     "ForecastOptions",
+    "LayoutForecast",
+    "LayoutOptions",
     "PipelineEngine",
     "PipelinePlan",
     "PipelineStats",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.graph.chunk import Chunk, Peer
-from lightning_gnnpipe.graph.cut import edge_cut_frac, replicas_per_node
+from lightning_gnnpipe.graph.cut import (
+    SplitSizes,
+    edge_cut_frac,
+    measure_split,
+    replicas_per_node,
+)
 from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
 from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
@@ -21,12 +26,14 @@ __all__ = [
     "Chunk",
     "ChunkPlan",
     "Peer",
+    "SplitSizes",
     "build_chunk_plan",
     "check_graph",
     "check_num_chunks",
     "chunk_order",
     "edge_cut_frac",
     "graph_fingerprint",
+    "measure_split",
     "partition_nodes",
     "plan_from_assignment",
     "replicas_per_node",

@@ -2,8 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitSizes:
+    """How large the pieces are into which shards split chunks; all are `[num_chunks, num_shards]`.
+
+    Attributes:
+        nodes: Nodes of each piece.
+        edges: Edges that end in it.
+        sent: Rows of it that other shards read, once for each.
+        received: Rows of the same chunk in other shards that its shard reads.
+    """
+
+    nodes: Tensor
+    edges: Tensor
+    sent: Tensor
+    received: Tensor
+
+
+def measure_split(
+    edge_index: Tensor, assignment: Tensor, shards: Tensor, num_shards: int
+) -> SplitSizes:
+    """Return the sizes of the pieces of a graph, and what shards swap whenever a chunk is written.
+
+    Args:
+        edge_index: `[2, num_edges]`.
+        assignment: `[num_nodes]` the chunk of each node.
+        shards: `[num_nodes]` the shard of each node.
+        num_shards: Shards, G.
+    """
+    source, target = edge_index.long()
+    num_nodes, num_chunks = assignment.numel(), int(assignment.max()) + 1
+    piece = assignment * num_shards + shards
+    is_remote = shards[source] != shards[target]
+    pairs = torch.unique(shards[target][is_remote] * num_nodes + source[is_remote])
+    reader, read = pairs // num_nodes, pairs % num_nodes
+
+    def count(pieces: Tensor) -> Tensor:
+        sizes = torch.bincount(pieces, minlength=num_chunks * num_shards)
+        return sizes.view(num_chunks, num_shards)
+
+    return SplitSizes(
+        nodes=count(piece),
+        edges=count(piece[target]),
+        sent=count(piece[read]),
+        received=count(assignment[read] * num_shards + reader),
+    )
 
 
 def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:

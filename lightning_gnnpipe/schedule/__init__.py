@@ -7,6 +7,7 @@ from lightning_gnnpipe.schedule.action import Action, Op
 from lightning_gnnpipe.schedule.build import Schedule, fill_drain
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
+from lightning_gnnpipe.schedule.layout import LayoutTimes, LayoutWork, factorize, simulate_layout
 from lightning_gnnpipe.schedule.lower import add_transfers
 from lightning_gnnpipe.schedule.simulate import simulate
 from lightning_gnnpipe.schedule.stale import StaleRead, stale_frac, stale_reads
@@ -16,18 +17,22 @@ from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_by
 __all__ = [
     "Action",
     "Event",
+    "LayoutTimes",
+    "LayoutWork",
     "Op",
     "Schedule",
     "StaleRead",
     "Timeline",
     "add_transfers",
     "check",
+    "factorize",
     "fill_drain",
     "format_chart",
     "format_grid",
     "graph_parallel_bytes",
     "pipeline_bytes",
     "simulate",
+    "simulate_layout",
     "stale_frac",
     "stale_reads",
 ]

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_gnnpipe.graph import edge_cut_frac, replicas_per_node
+from lightning_gnnpipe.graph import edge_cut_frac, measure_split, replicas_per_node, shard_plan
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
 
@@ -28,3 +29,27 @@ def test_replicas_count_each_remote_source_once_a_shard(graph: tuple[Tensor, int
     owner = assignment.tolist()
     pairs = {(owner[t], s) for s, t in edge_index.t().tolist() if owner[t] != owner[s]}
     assert replicas_per_node(edge_index, num_nodes, assignment) == len(pairs) / num_nodes
+
+
+@given(cut_multigraphs())
+@settings(max_examples=50, deadline=None)
+def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
+    graph: tuple[Tensor, int, Tensor],
+) -> None:
+    """Whatever the chunks are: here they lie across the shards."""
+    edge_index, num_nodes, shards = graph
+    num_shards = int(shards.max()) + 1
+    chunks = torch.arange(num_nodes) % min(2, num_nodes)
+    sizes = measure_split(edge_index, chunks, shards, num_shards)
+    assert sizes.received.sum() == sizes.sent.sum()
+    assert sizes.received.sum() / num_nodes == pytest.approx(
+        replicas_per_node(edge_index, num_nodes, shards)
+    )
+    for index in range(num_shards):
+        plan = shard_plan(edge_index, chunks, shards, index=index, num_shards=num_shards)
+        for chunk in plan.chunks:
+            own = chunk.index, index
+            assert sizes.nodes[own] == chunk.num_nodes
+            assert sizes.edges[own] == chunk.edge_end - chunk.edge_start
+            assert sizes.sent[own] == sum(peer.send.numel() for peer in chunk.peers)
+            assert sizes.received[own] == sum(peer.receive.numel() for peer in chunk.peers)

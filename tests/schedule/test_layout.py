@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_gnnpipe.schedule import LayoutWork, factorize, simulate_layout
+
+# 2 stages of 2 shards, 4 equal chunks: all takes whole numbers of seconds.
+WORK = LayoutWork(
+    num_shards=2,
+    forward_s=[8.0, 8.0],
+    backward_s=[16.0, 16.0],
+    halo_row_bytes=[0, 0],
+    cut_bytes=[[0] * 4],
+    cut_grad_bytes=[[0] * 4],
+    work_fracs=[1 / 8] * 4,
+    halo_rows=[3] * 4,
+    weight_bytes=[0, 0],
+    output_bytes=0,
+    loss_s=0.0,
+    bytes_per_s=100.0,
+)
+
+
+def test_shards_divide_the_work_and_stages_fill_and_drain() -> None:
+    times = simulate_layout(WORK)
+    assert times.step_s == (4 + 1) * (1 + 2)
+    assert times.bubble_frac == pytest.approx(1 / 5)
+
+
+def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
+    slow = replace(WORK, halo_row_bytes=[100, 100])  # 3 s a chunk, forward and backward
+    assert simulate_layout(slow).step_s == (4 + 1) * (1 + 3 + 2 + 3)
+    hidden = replace(slow, waits_for_halo=False)
+    assert simulate_layout(hidden).step_s == 2 * 4 * 3  # as long as the link takes
+    assert simulate_layout(replace(hidden, bytes_per_s=1e6)).step_s == (4 + 1) * (1 + 2)
+
+
+def test_a_slow_cut_sets_the_pace() -> None:
+    slow = replace(WORK, cut_bytes=[[500] * 4], cut_grad_bytes=[[0] * 4])
+    assert simulate_layout(slow).step_s == (1 + 4 * 5 + 1) + (4 + 1) * 2
+    slow = replace(WORK, cut_grad_bytes=[[500] * 4])
+    assert simulate_layout(slow).step_s == (4 + 1) * 1 + (2 + 4 * 5 + 2)
+
+
+def test_outputs_weights_and_loss_come_on_top() -> None:
+    base = simulate_layout(WORK)
+    times = simulate_layout(replace(WORK, output_bytes=300, weight_bytes=[100, 700], loss_s=0.5))
+    assert times.output_s == 2 * 3  # to 4 ranks in two rounds
+    assert times.weight_s == 7  # 2 (G - 1) / G of those of the larger stage
+    assert times.step_s == base.step_s + 6 + 7 + 0.5
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = replace(
+        WORK,
+        num_shards=1,
+        forward_s=[8.0],
+        backward_s=[16.0],
+        halo_row_bytes=[100],
+        halo_rows=[0] * 4,
+        work_fracs=[1 / 4] * 4,
+        cut_bytes=[],
+        cut_grad_bytes=[],
+        weight_bytes=[1000],
+        output_bytes=1000,
+    )
+    assert simulate_layout(alone).step_s == 24
+
+
+def test_factorisations() -> None:
+    assert factorize(12, most_stages=5) == ((1, 12), (2, 6), (3, 4), (4, 3))
+    assert factorize(7, most_stages=6) == ((1, 7),)
+    assert factorize(1, most_stages=6) == ((1, 1),)
