@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import MessageOptions
+from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.types import (
@@ -97,6 +98,27 @@ class StrategyOptions:
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
+
+    def for_engine(self, seed: int, *, is_fitting: bool) -> EngineOptions:
+        """Return what the engine is told of them.
+
+        Args:
+            seed: Of the run.
+            is_fitting: Whether the run trains.
+        """
+        balance = self.balance
+        if balance == "measured" and not is_fitting:
+            balance = "uniform"  # stages run one after the other in exact passes
+        return EngineOptions(
+            ChunkOptions(self.num_chunks, self.partition, seed),
+            self.histories,
+            self.shuffle_chunks,
+            balance,
+            seed,
+            is_fitting,
+            self.self_check,
+            self.messages,
+        )
 
     @property
     def messages(self) -> MessageOptions:

@@ -22,8 +22,6 @@ from lightning_gnnpipe import _compat
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
-    ChunkOptions,
-    EngineOptions,
     PipelineEngine,
     PipelinePlan,
     PipelineStats,
@@ -56,11 +54,10 @@ class GNNPipeStrategy(PipeLoops):
 
     Args:
         num_stages: Stages, S; "auto" for as many as there are devices for.
-        graph_parallel: Shards of the graph, G: each stage has that many ranks, which split every
-            chunk and swap the rows of neighbouring nodes in each layer. There are S x G processes.
-            With `num_stages=1` this is graph parallelism.
+        graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
+            which split every chunk and swap rows of neighbours; graph parallelism with one stage.
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
-            1 all steps are exact and nothing overlaps.
+            1 nothing overlaps, and no row is stale.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         shuffle_chunks: Draw a new order of the chunks in each epoch.
@@ -74,10 +71,9 @@ class GNNPipeStrategy(PipeLoops):
             that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
             "int2" or "int1" with so many bits a value, rounded at random so that the mean is right.
         cut_codec: The same for what stages send each other.
-        async_halo: Shards use the rows and gradients that others had an epoch ago, while the
-            present ones travel (PipeGCN, Sylvie-A).
-        halo_momentum: Share of the old in such rows and gradients, from 0 to below 1 (PipeGCN:
-            0.95).
+        async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
+            (PipeGCN, Sylvie-A).
+        halo_momentum: Share of the old in them, from 0 to below 1 (PipeGCN: 0.95).
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -93,8 +89,8 @@ class GNNPipeStrategy(PipeLoops):
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
             torch.distributed.checkpoint, rather than one stock file by the first rank.
         process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: What computes. This and all that follow are passed on to Lightning's
-            `ParallelStrategy`; None leaves them to the Trainer's arguments.
+        accelerator: What computes. This and all that follow are Lightning's; None leaves them to
+            the Trainer's arguments.
         parallel_devices: Devices of this machine, one for each of its processes.
         cluster_environment: Who starts the processes, and how they find each other.
         checkpoint_io: How checkpoints are written and read.
@@ -232,19 +228,7 @@ class GNNPipeStrategy(PipeLoops):
             run, random = saved
             seed = run.state.seed
             set_random_state(random, self.root_device)
-        chunks = ChunkOptions(options.num_chunks, options.partition, seed)
-        # Stages run one after the other in exact passes: without training there is no balance.
-        balance = options.balance if is_fitting or options.balance != "measured" else "uniform"
-        engine_options = EngineOptions(
-            chunks,
-            options.histories,
-            options.shuffle_chunks,
-            balance,
-            seed,
-            is_fitting,
-            options.self_check,
-            options.messages,
-        )
+        engine_options = options.for_engine(seed, is_fitting=is_fitting)
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         if saved is not None:
             self._engine.resume(run)

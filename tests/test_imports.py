@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "controls": set(),
-    "options": {"comm", "history"},
+    "options": {"comm", "engine", "history"},
     "metrics": set(),
     "models": set(),
     "datamodule": set(),
