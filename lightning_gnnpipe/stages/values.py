@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -88,6 +89,10 @@ def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
         drawn[longest] = drawn[longest][:-group]
     renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
+    # A graph with hardly an edge gives no choice: nodes without edges, copies of the first, do.
+    others = widths | {*counts, sum(counts)}
+    missing = next(n for n in count(0) if n + nodes.numel() not in others)
+    nodes = torch.cat([nodes, nodes[:1].expand(missing)])
     local = [renumber[edges[:, some]] for edges, some in zip(sets, drawn, strict=True)]
     leaves = []
     for kind, number, leaf in zip(inputs.kinds, inputs.edge_sets, call.leaves, strict=True):

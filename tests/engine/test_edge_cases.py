@@ -189,3 +189,22 @@ def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: T
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
         found.float().sum().backward()
+
+
+def test_a_graph_of_one_node_and_one_edge() -> None:
+    """As many nodes as edges: what has a row a node is told apart all the same."""
+    batch = {"x": torch.randn(1, D), "edge_index": torch.zeros(2, 1, dtype=torch.int64)}
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.GINEConv(nn.Linear(D, D), edge_dim=2)
+            self.lin = nn.Linear(D, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+            return self.lin(self.conv(x, edge_index, edge_attr))
+
+    module = One()
+    given = {**batch, "edge_attr": torch.rand(1, 2)}
+    engine = one_process_engine(module, partition=torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(engine.forward((), given), module(**given))
