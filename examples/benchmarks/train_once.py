@@ -77,8 +77,6 @@ def main() -> None:
         "peak_mib": peak_mib(),
         "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
         "bytes_by_kind": None if measure.stats is None else measure.stats.bytes_by_kind,
-        "num_nodes": data.num_nodes,
-        "num_edges": data.num_edges,
     }
     if trainer.global_rank == 0:
         print(json.dumps(result))

@@ -89,3 +89,11 @@ def test_a_link_lets_as_much_through_as_it_is_told(permitted: ModuleType) -> Non
     assert "tbf" in limited and "rate 100Mbit" in limited
     assert "tbf" in limited_too and "rate 100Mbit" in limited_too
     assert "pfifo" in free and "pfifo" in free_too
+
+
+def test_a_rank_that_ignores_sigterm_is_gone_with_its_host(permitted: ModuleType) -> None:
+    stubborn = "trap '' TERM; sleep 71 & sleep 72"
+    with pytest.raises(RuntimeError, match="failed"), permitted.Hosts(1) as one:
+        one.run(["sh", "-c", stubborn], {}, timeout_s=1)
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert not {"sleep 71", "sleep 72"} & set(running.stdout.splitlines())

@@ -7,8 +7,10 @@ host 0 ---veth--- switch ---veth--- host 1      Each is a namespace, the switch 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -128,9 +130,10 @@ class Hosts:
 
     def _remove(self) -> None:
         for name in (*self.names, self._switch):  # a link goes with its namespace
-            subprocess.run(
-                ["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_S, check=False
-            )
+            for pid in _try("ip", "netns", "pids", name).split():  # a rank that did not end
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _try("ip", "netns", "del", name)
 
 
 def check_permission() -> None:
@@ -172,6 +175,11 @@ def received_bytes() -> int:
 
 def _address(rank: int) -> str:
     return f"198.18.0.{rank + 1}"  # set aside for benchmarks, RFC 2544
+
+
+def _try(*command: str) -> str:
+    """Return what `command` printed; nothing if it failed."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S).stdout
 
 
 def _call(*command: str) -> None:

@@ -23,6 +23,9 @@ from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, print_table
 from hosts import Hosts, HostsError, check_permission
 
 WORKER = Path(__file__).parent / "rank.py"
+# By default glibc gives tensors of more than 32 MB back after each use, and faults their pages in
+# again: graph parallelism has such tensors, chunks of a pipeline are smaller. All get the same.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
 ONE = "alone"
 BASE = "graph fp32"
 MODES: dict[str, dict[str, Any]] = {
@@ -86,6 +89,7 @@ def parse_options() -> argparse.Namespace:
     add("--chunks", type=int, default=16, help="K of pipelines")
     add("--steps", type=int, default=5, help="measured at each rate, after one that is not")
     add("--warm", type=int, default=3, help="steps before that, without a limit")
+    add("--default-malloc", action="store_true", help="let glibc give large tensors back")
     add("--timeout", type=float, default=1200.0, help="seconds, of one mode with all rates")
     add("--results", type=Path, default=Path("multi_host.json"), help="added to, and reported")
     add("--picture", type=Path, default=Path("multi_host.png"))
@@ -115,8 +119,9 @@ def measure(
         settings[name] = getattr(options, name)
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     command = [sys.executable, str(WORKER), *arguments, "--rates", *rates]
+    environment = {"OMP_NUM_THREADS": "1", **({} if options.default_malloc else KEEP_MEMORY)}
     with Hosts(num_hosts) as hosts:
-        printed = hosts.run(command, {"OMP_NUM_THREADS": "1"}, options.timeout)
+        printed = hosts.run(command, environment, options.timeout)
     ranks = [json.loads(text.strip().splitlines()[-1]) for text in printed]
     return {
         rate: {
