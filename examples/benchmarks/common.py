@@ -22,7 +22,12 @@ WORKER = Path(__file__).parent / "train_once.py"
 TIMEOUT_S = 1800
 
 
-def make_edges(num_nodes: int = NUM_NODES, num_edges: int = NUM_EDGES, seed: int = 0) -> Tensor:
+def make_edges(
+    num_nodes: int = NUM_NODES,
+    num_edges: int = NUM_EDGES,
+    seed: int = 0,
+    inside_frac: float = INSIDE_FRAC,
+) -> Tensor:
     """Return `[2, num_edges]`: power-law degrees and planted blocks, nodes in random order."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.rand(num_nodes, generator=generator).clamp(min=1e-6) ** (-1 / 1.8)
@@ -32,7 +37,7 @@ def make_edges(num_nodes: int = NUM_NODES, num_edges: int = NUM_EDGES, seed: int
     members = block.argsort()
     size = torch.bincount(block, minlength=NUM_BLOCKS)
     first = size.cumsum(0) - size
-    inside = torch.rand(num_edges, generator=generator) < INSIDE_FRAC
+    inside = torch.rand(num_edges, generator=generator) < inside_frac
     of = block[source[inside]]
     place = first[of] + (torch.rand(of.numel(), generator=generator) * size[of]).long()
     target[inside] = members[place]

@@ -19,22 +19,25 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
-from common import NUM_EDGES, NUM_NODES, make_edges
+from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, make_edges
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch_geometric.data import Data
+from torch_geometric.data import Data, Dataset
 from torch_geometric.nn import GCN2Conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import to_undirected
 
 sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, NodeClassifier, ResGCNPlus
 
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
+MODELS = {"gcn": GCN, "gcnii": GCNII, "sage": GraphSAGE, "resgcn+": ResGCNPlus}
+CODECS = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 
 
 class Measure(L.Callback):
@@ -54,60 +57,26 @@ class Measure(L.Callback):
 
 
 def main() -> None:
-    options = parse_options()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(0)
+    options = make_parser().parse_args()
     data = make_data(options)
-    num_classes = int(data.y.max()) + 1
-    net = GCNII(data.num_features, options.hidden, num_classes, options.layers, 0.0)
-    module = NodeClassifier(net, num_classes)
-    piped = GNNPipeStrategy(
-        num_chunks=options.chunks,
-        graph_parallel=options.shards,
-        recompute=options.recompute,
-        history_dtype=getattr(torch, options.histories),
-    )
+    module = make_module(options, data)
     if options.mode == "plan":
-        print(json.dumps(forecast(piped, module, data, options)))
+        print(json.dumps(forecast(make_strategy(options), module, data, options)))
         return
-    if options.mode == "sorted":
-        data.edge_index = data.edge_index[:, data.edge_index[1].argsort()]
-    elif options.mode == "csr":
-        data.edge_index = normalised_csr(data)
-        for conv in net.convs:
-            assert isinstance(conv, GCN2Conv)
-            conv.normalize = False
+    if options.mode == "csr":
+        use_csr(module, data)
     measure = Measure()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=options.stages * options.shards,
-        strategy=piped if options.mode == "pipe" else "auto",
-        max_epochs=NUM_WARM_STEPS + options.steps,
-        callbacks=[measure],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-    )
+    trainer = make_trainer(options, measure, options.warm + options.steps)
     gc.collect()
     base_mib = psutil.Process().memory_info().rss / MIB
     reset_peak()
-    source: Any
-    if options.mode == "csr":  # a data module expects 'edge_index'
-        whole: Any = [data]
-        source = DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
-    else:
-        source = FullGraphDataModule(data)
-    trainer.fit(module, source)
+    trainer.fit(module, make_source(options, data))
     result = {
-        "step_s": measure.step_s[NUM_WARM_STEPS:],
+        "step_s": measure.step_s[options.warm :],
         "base_mib": base_mib,
         "peak_mib": peak_mib(),
         "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
-        "sent_bytes": 0 if measure.stats is None else sum(measure.stats.bytes_by_kind.values()),
+        "bytes_by_kind": None if measure.stats is None else measure.stats.bytes_by_kind,
     }
     if trainer.global_rank == 0:
         print(json.dumps(result))
@@ -130,6 +99,14 @@ def forecast(
     }
 
 
+def use_csr(module: NodeClassifier, data: Data) -> None:
+    """Give PyG its best route."""
+    data.edge_index = normalised_csr(data)
+    for conv in module.net.convs:  # type: ignore[union-attr]
+        assert isinstance(conv, GCN2Conv)
+        conv.normalize = False
+
+
 def normalised_csr(data: Data) -> Tensor:
     """Return the transposed adjacency matrix, self-loops and weights as GCN's: PyG's best route."""
     edges, weights = gcn_norm(data.edge_index, None, data.num_nodes, dtype=torch.float32)
@@ -137,34 +114,61 @@ def normalised_csr(data: Data) -> Tensor:
     return torch.sparse_coo_tensor(edges.flip(0), weights, size).coalesce().to_sparse_csr()
 
 
-def parse_options() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     def flag(text: str) -> bool:
         return text == "True"
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--mode", choices=["pipe", "plan", "plain", "sorted", "csr"], default="pipe")
+    add("--model", choices=list(MODELS), default="gcnii")
     add("--dataset", default="synthetic")
     add("--root", default=os.environ.get("GNNPIPE_DATA"))
     add("--stages", type=int, default=1)
-    add("--shards", type=int, default=1)
+    add("--graph-parallel", type=int, default=1)
+    add("--hosts", type=int, default=1, help="each runs one of the processes")
     add("--chunks", type=int, default=8)
+    add("--balance", choices=["measured", "uniform"], default="measured")
+    add("--halo-codec", choices=CODECS, default="fp32")
+    add("--cut-codec", choices=CODECS, default="fp32")
+    add("--async-halo", type=flag, default=False)
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=128)
+    add("--warm", type=int, default=NUM_WARM_STEPS, help="steps that are not measured")
     add("--steps", type=int, default=5)
     add("--nodes", type=int, default=NUM_NODES)
     add("--edges", type=int, default=NUM_EDGES)
+    add("--inside", type=float, default=INSIDE_FRAC, help="share of edges inside a block")
+    add("--features", type=int, help="keep so many of the data set's")
+    add("--undirected", type=flag, default=False, help="add each edge's reverse")
     add("--link-gbit", type=float, default=10.0)
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
-    return parser.parse_args()
+    return parser
 
 
 def make_data(options: argparse.Namespace) -> Data:
-    if options.dataset != "synthetic":
-        return load_graph(options.dataset, options.root)
+    data = synthetic(options) if options.dataset == "synthetic" else public(options)
+    if options.undirected:
+        data.edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
+    if options.mode == "sorted":
+        data.edge_index = data.edge_index[:, data.edge_index[1].argsort()]
+    return data
+
+
+def public(options: argparse.Namespace) -> Data:
+    loaded = load_graph(options.dataset, options.root)
+    data = loaded[0] if isinstance(loaded, Dataset) else loaded
+    assert isinstance(data, Data) and data.x is not None
+    if options.features is not None:
+        data.x = data.x[:, : options.features].clone()
+    return data
+
+
+def synthetic(options: argparse.Namespace) -> Data:
+    torch.manual_seed(0)
     num_nodes = options.nodes
-    edges = make_edges(num_nodes, options.edges)
+    edges = make_edges(num_nodes, options.edges, inside_frac=options.inside)
     is_train = torch.rand(num_nodes) < 0.5
     return Data(
         x=torch.randn(num_nodes, options.hidden),
@@ -174,6 +178,56 @@ def make_data(options: argparse.Namespace) -> Data:
         val_mask=~is_train,
         test_mask=~is_train,
     )
+
+
+def make_module(options: argparse.Namespace, data: Data) -> NodeClassifier:
+    torch.manual_seed(0)
+    assert isinstance(data.y, Tensor)
+    num_classes = int(data.y.max()) + 1
+    net = MODELS[options.model](data.num_features, options.hidden, num_classes, options.layers, 0.0)
+    return NodeClassifier(net, num_classes)
+
+
+def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
+    return GNNPipeStrategy(
+        num_stages="auto" if options.graph_parallel == 1 else options.stages,
+        graph_parallel=options.graph_parallel,
+        num_chunks=options.chunks,
+        balance=options.balance,
+        halo_codec=options.halo_codec,
+        cut_codec=options.cut_codec,
+        async_halo=options.async_halo,
+        recompute=options.recompute,
+        history_dtype=getattr(torch, options.histories),
+    )
+
+
+def make_trainer(options: argparse.Namespace, callback: L.Callback, num_steps: int) -> L.Trainer:
+    """Return a Trainer that makes steps and nothing else."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=options.stages * options.graph_parallel // options.hosts,
+        num_nodes=options.hosts,
+        strategy=make_strategy(options) if options.mode == "pipe" else "auto",
+        max_epochs=num_steps,
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+
+
+def make_source(options: argparse.Namespace, data: Data) -> Any:
+    """Return what feeds the graph to the Trainer."""
+    if options.mode != "csr":
+        return FullGraphDataModule(data)
+    whole: Any = [data]  # a data module expects 'edge_index'
+    return DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
 
 
 def reset_peak() -> None:

@@ -264,7 +264,7 @@ def check(link_gbit: float, rounds: int) -> None:
     """Print predicted and measured seconds of small layouts, and their ratios."""
     settings = {}
     for stages, shards in LAYOUTS:
-        size = {**CHECKED, "stages": stages, "shards": shards}
+        size = {**CHECKED, "stages": stages, "graph_parallel": shards}
         settings[f"{stages} x {shards}"] = {"mode": "pipe", **size}
     runs = interleave(settings, rounds)
     predicted = {}
@@ -284,7 +284,7 @@ def check(link_gbit: float, rounds: int) -> None:
                 f"{seconds / predicted[first][0]:.2f}",
                 f"{measured_s / median_step_s(runs[first]):.2f}",
                 f"{bytes_ / 2**20:.0f}",
-                f"{runs[name][0]['sent_bytes'] / 2**20:.0f}",
+                f"{sum(runs[name][0]['bytes_by_kind'].values()) / 2**20:.0f}",
             ]
         )
     header = ["stages x shards", "predicted s", "measured s", "predicted ratio", "measured ratio"]

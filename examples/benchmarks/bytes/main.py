@@ -1,0 +1,125 @@
+"""How many bytes travel in a training step, pipeline beside graph parallelism, 8 ranks?
+
+python examples/benchmarks/bytes/main.py --root FOLDER
+
+Counts, no times: the ranks share whatever cores there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import print_table, train_once
+
+NUM_RANKS = 8
+GIB = 2**30
+# Hidden channels as in the paper; the input's width matters to the first map alone, which every
+# rank of a graph-parallel run has: so few features are kept that eight copies fit into memory.
+GRAPHS: dict[str, dict[str, Any]] = {
+    "squirrel": {"hidden": 1000, "undirected": True, "features": 100},
+    "physics": {"hidden": 100, "features": 100},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "graph": {"graph_parallel": NUM_RANKS, "chunks": 1},
+    "pipe": {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS},
+    "pipe bf16": {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS, "cut_codec": "bf16"},
+}
+# GNNPipe (arXiv 2308.10087), the authors' own logs: GiB of graph parallelism, of the pipeline.
+PAPER = {
+    ("squirrel", "gcn"): (4.43, 0.27),
+    ("squirrel", "sage"): (6.10, 0.27),
+    ("squirrel", "gcnii"): (4.53, 0.54),
+    ("squirrel", "resgcn+"): (6.20, 0.27),
+    ("physics", "gcn"): (0.88, 0.18),
+    ("physics", "sage"): (0.94, 0.18),
+    ("physics", "gcnii"): (0.88, 0.36),
+    ("physics", "resgcn+"): (0.89, 0.18),
+}
+HEADER = [
+    "graph",
+    "model",
+    "graph parallel, GiB",
+    "pipeline, GiB",
+    "ratio",
+    "pipeline bf16, GiB",
+    "ratio",
+    "outputs, GiB",
+    "weights, GiB",
+    "paper: graph parallel, pipeline, GiB",
+    "ratio",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--root", default=os.environ.get("GNNPIPE_DATA"))
+    add("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    add("--models", nargs="+", default=["gcn", "sage", "gcnii", "resgcn+"])
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    add("--layers", type=int, default=32)
+    add("--results", type=Path, default=Path("bytes.json"), help="added to, and reported")
+    add("--only-report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    known: dict[str, dict[str, int]] = {}
+    if options.results.exists():
+        known = json.loads(options.results.read_text())
+    if not options.only_report:
+        measure_all(options, known)
+    cells = sorted({tuple(key.split("/")[:2]) for key in known}, key=list(PAPER).index)
+    print_table(HEADER, [row_of(graph, model, known) for graph, model in cells])
+
+
+def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -> None:
+    for graph in options.graphs:
+        for model in options.models:
+            for way in options.ways:
+                print(f"{graph}, {model}, {way}", file=sys.stderr)
+                result = train_once(
+                    dataset=graph,
+                    root=options.root,
+                    model=model,
+                    layers=options.layers,
+                    balance="uniform",
+                    warm=1,  # the first step sends everything as it is
+                    steps=1,
+                    **GRAPHS[graph],
+                    **WAYS[way],
+                )
+                known[f"{graph}/{model}/{way}"] = result["bytes_by_kind"]
+                options.results.write_text(json.dumps(known))
+
+
+def row_of(graph: str, model: str, known: dict[str, dict[str, int]]) -> list[str]:
+    by_way = {way: known.get(f"{graph}/{model}/{way}", {}) for way in WAYS}
+    halo = gib(by_way["graph"], "halo", "halo_grad")
+    cuts = gib(by_way["pipe"], "forward", "backward")
+    short = gib(by_way["pipe bf16"], "forward", "backward")
+    paper_graph, paper_pipe = PAPER[graph, model]
+    return [
+        graph,
+        model,
+        f"{halo:.2f}",
+        f"{cuts:.3f}",
+        f"{halo / cuts:.1f}" if cuts else "",
+        f"{short:.3f}",
+        f"{halo / short:.1f}" if short else "",
+        f"{gib(by_way['pipe'], 'output'):.3f}",
+        f"{gib(by_way['graph'], 'weight_grad'):.2f}",
+        f"{paper_graph}, {paper_pipe}",
+        f"{paper_graph / paper_pipe:.1f}",
+    ]
+
+
+def gib(counts: dict[str, int], *kinds: str) -> float:
+    return sum(counts.get(kind, 0) for kind in kinds) / GIB
+
+
+if __name__ == "__main__":
+    main()

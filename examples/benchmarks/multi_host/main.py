@@ -1,0 +1,247 @@
+"""How long is a step on several hosts, by network and by what the hosts send each other?
+
+sudo python examples/benchmarks/multi_host/main.py
+
+The hosts are network namespaces of this machine, with one rank and one thread each; their links let
+so many Mbit/s through in each direction. Needs root, for namespaces and rate limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, print_table
+from hosts import Hosts, HostsError, check_permission
+
+WORKER = Path(__file__).parent / "rank.py"
+# By default glibc gives tensors of more than 32 MB back after each use, and faults their pages in
+# again: graph parallelism has such tensors, chunks of a pipeline are smaller. All get the same.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
+ONE = "alone"
+BASE = "graph fp32"
+MODES: dict[str, dict[str, Any]] = {
+    ONE: {"chunks": 1},
+    "alone K": {},
+    BASE: {"graph_parallel": 2, "chunks": 1},
+    "graph int1": {"graph_parallel": 2, "chunks": 1, "halo_codec": "int1"},
+    "graph async": {"graph_parallel": 2, "chunks": 1, "async_halo": True},
+    "graph async int1": {
+        "graph_parallel": 2,
+        "chunks": 1,
+        "async_halo": True,
+        "halo_codec": "int1",
+    },
+    "pipe fp32": {"stages": 2},
+    "pipe bf16": {"stages": 2, "cut_codec": "bf16"},
+    "pipe int8": {"stages": 2, "cut_codec": "int8"},
+    "graph fp32, 4 hosts": {"graph_parallel": 4, "chunks": 1},
+    "pipe fp32, 4 hosts": {"stages": 4},
+    "hybrid fp32, 4 hosts": {"stages": 2, "graph_parallel": 2},
+    "hybrid async int1, 4 hosts": {
+        "stages": 2,
+        "graph_parallel": 2,
+        "async_halo": True,
+        "halo_codec": "int1",
+    },
+}
+TWO_HOSTS = [name for name in MODES if "4 hosts" not in name]
+HEADER = ["layers", "Mbit/s", "mode", "s a step", "times faster", "waits", "MB a step", "of them"]
+PAYLOAD = ("forward", "backward", "output", "halo", "halo_grad", "weight_grad")
+
+
+def main() -> None:
+    options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up, as on Ctrl-C
+    known: dict[str, Any] = {}
+    if options.results.exists():
+        known = json.loads(options.results.read_text())
+    try:
+        if not options.only_report:
+            check_permission()
+            measure_all(options, known)
+    except HostsError as error:
+        sys.exit(f"No hosts on this machine: {error}")
+    rows = collect(known)
+    print_table(HEADER, [row_of(row, rows) for row in rows])
+    draw(rows, options.picture)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--layers", type=int, nargs="+", default=[16])
+    add("--rates", nargs="+", default=["none", "10000", "1000", "100"], help="Mbit/s, or none")
+    add("--modes", nargs="+", choices=list(MODES), default=TWO_HOSTS)
+    add("--model", default="gcn")
+    add("--nodes", type=int, default=NUM_NODES)
+    add("--edges", type=int, default=NUM_EDGES)
+    add("--inside", type=float, default=INSIDE_FRAC, help="share of edges inside a block")
+    add("--channels", type=int, default=128)
+    add("--chunks", type=int, default=16, help="K of pipelines")
+    add("--steps", type=int, default=5, help="measured at each rate, after one that is not")
+    add("--warm", type=int, default=3, help="steps before that, without a limit")
+    add("--default-malloc", action="store_true", help="let glibc give large tensors back")
+    add("--timeout", type=float, default=1200.0, help="seconds, of one mode with all rates")
+    add("--results", type=Path, default=Path("multi_host.json"), help="added to, and reported")
+    add("--picture", type=Path, default=Path("multi_host.png"))
+    add("--only-report", action="store_true", help="measure nothing")
+    return parser.parse_args()
+
+
+def measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
+    for layers in options.layers:
+        for mode in options.modes:
+            rates = ["none"] if mode.startswith(ONE) else options.rates
+            steps = measure(mode, layers, rates, options)
+            for rate, result in steps.items():
+                known[f"{layers}/{rate}/{mode}"] = result
+            options.results.write_text(json.dumps(known))
+            print(f"{mode}, {layers} layers: {summary(steps)}", file=sys.stderr)
+
+
+def measure(
+    mode: str, layers: int, rates: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return, by rate, the figures of all ranks."""
+    settings = {"chunks": options.chunks, **MODES[mode]}
+    num_hosts = settings.get("stages", 1) * settings.get("graph_parallel", 1)
+    settings |= {"hosts": num_hosts, "layers": layers, "hidden": options.channels}
+    for name in ("model", "nodes", "edges", "inside", "steps", "warm"):
+        settings[name] = getattr(options, name)
+    arguments = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    command = [sys.executable, str(WORKER), *arguments, "--rates", *rates]
+    environment = {"OMP_NUM_THREADS": "1", **({} if options.default_malloc else KEEP_MEMORY)}
+    with Hosts(num_hosts) as hosts:
+        printed = hosts.run(command, environment, options.timeout)
+    ranks = [json.loads(text.strip().splitlines()[-1]) for text in printed]
+    return {
+        rate: {
+            "steps": [rank["steps"][number] for rank in ranks],
+            "bytes_by_kind": ranks[0]["bytes_by_kind"],
+            "bubble_frac": ranks[0]["bubble_frac"],
+        }
+        for number, rate in enumerate(rates)
+    }
+
+
+def collect(known: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the medians of all that was measured, sorted by layers, rate and mode."""
+    rows = []
+    for key, result in known.items():
+        layers, rate, mode = key.split("/")
+        walls = [step[0] for step in result["steps"][0]]
+        wall_s = statistics.median(walls)
+        every = [step for rank in result["steps"] for step in rank]
+        rows.append(
+            {
+                "layers": int(layers),
+                "rate": rate,
+                "mode": mode,
+                "step_s": wall_s,
+                "spread_s": (min(walls), max(walls)),
+                "wait": 1 - sum(step[1] for step in every) / sum(step[0] for step in every),
+                "kinds": {k: result["bytes_by_kind"].get(k, 0) for k in PAYLOAD},
+                "wire": sum(statistics.mean(s[2] for s in rank) for rank in result["steps"]),
+            }
+        )
+    modes = list(MODES)
+    rows.sort(key=lambda r: (r["layers"], -mbit_of(r["rate"]), modes.index(r["mode"])))
+    return rows
+
+
+def mbit_of(rate: str) -> float:
+    return float("inf") if rate == "none" else float(rate)
+
+
+def summary(steps: dict[str, Any]) -> str:
+    rows = {rate: [s[0] for s in one["steps"][0]] for rate, one in steps.items()}
+    return ", ".join(f"{rate}: {statistics.median(row):.2f} s" for rate, row in rows.items())
+
+
+def row_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    base = base_of(row, rows)
+    kinds = [f"{kind} {n / 1e6:.1f}" for kind, n in row["kinds"].items() if n]
+    is_alone = row["mode"].startswith(ONE)
+    return [
+        str(row["layers"]),
+        "-" if is_alone else row["rate"],
+        row["mode"],
+        f"{row['step_s']:.2f} ({row['spread_s'][0]:.2f} - {row['spread_s'][1]:.2f})",
+        f"{base / row['step_s']:.2f}" if base else "",
+        f"{100 * row['wait']:.0f} %",
+        f"{sum(row['kinds'].values()) / 1e6:.1f}",
+        ", ".join(kinds),
+    ]
+
+
+def base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return the step of exact graph parallelism at this depth and rate, on as many hosts."""
+    name = BASE + (", 4 hosts" if "4 hosts" in row["mode"] else "")
+    found = (
+        one["step_s"]
+        for one in rows
+        if (one["layers"], one["rate"], one["mode"]) == (row["layers"], row["rate"], name)
+    )
+    return next(found, None)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw seconds a step: a panel for each depth, a group of bars for each rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    depths = sorted({row["layers"] for row in rows})
+    modes = [m for m in MODES if any(r["mode"] == m for r in rows) and not m.startswith(ONE)]
+    colours = dict(zip(modes, plt.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
+    figure, axes = plt.subplots(len(depths), 1, figsize=(10, 4 * len(depths)), squeeze=False)
+    for axis, depth in zip(axes[:, 0], depths, strict=True):
+        here = [row for row in rows if row["layers"] == depth]
+        many = [row for row in here if not row["mode"].startswith(ONE)]
+        rates = sorted({row["rate"] for row in many}, key=mbit_of)
+        width = 0.85 / len(modes)
+        for row in many:
+            left = rates.index(row["rate"]) + (modes.index(row["mode"]) - len(modes) / 2) * width
+            axis.bar(left, row["step_s"], width * 0.9, align="edge", color=colours[row["mode"]])
+            text = f"{row['step_s']:.3g}" if row["step_s"] < 10 else f"{row['step_s']:.0f}"
+            axis.text(left + width * 0.45, row["step_s"], text, ha="center", va="bottom", size=7)
+        for row in here:
+            if row["mode"] == ONE:
+                axis.axhline(row["step_s"], color="black", linestyle="--", linewidth=1)
+                text = "one process\nalone"
+                axis.text(len(rates) - 0.4, row["step_s"], text, ha="left", va="center", size=8)
+        axis.set_yscale("log")
+        axis.set_ylim(bottom=min(row["step_s"] for row in here) / 2)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        axis.set_xticks(range(len(rates)), [label_of(rate) for rate in rates])
+        axis.set_ylabel("seconds a step")
+        axis.set_title(f"{depth} layers", loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    marks = [plt.Rectangle((0, 0), 1, 1, color=colours[mode]) for mode in modes]
+    figure.legend(marks, modes, loc="outside upper center", ncols=4, frameon=False)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=120)
+
+
+def label_of(rate: str) -> str:
+    if rate == "none":
+        return "no limit"
+    return f"{float(rate) / 1000:g} Gbit/s" if float(rate) >= 1000 else f"{rate} Mbit/s"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        sys.exit(str(error))
