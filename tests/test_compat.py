@@ -160,8 +160,8 @@ def is_of_super(node: ast.Attribute) -> bool:
     )
 
 
-# Endings of the user's names, and the mark of a namedtuple, which Python documents.
-HARMLESS = {"_edge_index", "_mask", "_acc", "_loss", "_i", "_j", "_fields"}
+# Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
+HARMLESS = {"_edge_index", "_mask", "_acc", "_loss", "_i", "_j", "_fields", "_shard_"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
 from lightning_gnnpipe.passing import MessageContext, Tape
@@ -60,13 +60,13 @@ def _run_group(
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
 
-    results = checkpoint(
-        compute,
-        *(values[name] for name in inputs),
-        use_reentrant=False,
-        preserve_rng_state=False,
-        early_stop=False,
-    )
+    with set_checkpoint_early_stop(False):
+        results = checkpoint(
+            compute,
+            *(values[name] for name in inputs),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
     values.update(zip(outputs, results, strict=True))
 
 
