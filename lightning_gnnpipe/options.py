@@ -84,6 +84,12 @@ class StrategyOptions:
                 "Use torch.bfloat16, for instance.",
             )
         _check_device(self.history_device)
+        if self.history_device is not None and self.graph_parallel > 1:
+            _refuse(
+                "'history_device' to be None where the graph is split over shards",
+                self.history_device,
+                "Leave it out, or use graph_parallel=1.",
+            )
         _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
         _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
         if not 0 <= self.halo_momentum < 1:

@@ -29,6 +29,23 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def check_scaling(async_halo: bool) -> None:
+    """Refuse gradients of the last step, which had another loss scale, or overflowed.
+
+    Raises:
+        UnsupportedError: If gradients of the last step are used.
+    """
+    if async_halo:
+        raise UnsupportedError(
+            explain(
+                expected="async_halo=True without loss scaling",
+                found='precision="16-mixed", under which gradients of the last step are scaled '
+                "otherwise",
+                remedy='Use "bf16-mixed", or async_halo=False.',
+            )
+        )
+
+
 def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
     """Refuse to write two sets of weights, each rank its own: the averages and the present ones.
 

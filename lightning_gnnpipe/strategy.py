@@ -37,7 +37,12 @@ from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import check_optimizers, check_sharded, check_was_called
+from lightning_gnnpipe.refuse import (
+    check_optimizers,
+    check_scaling,
+    check_sharded,
+    check_was_called,
+)
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import CodecName, DtypeName, Partition, StartMethod
@@ -211,6 +216,7 @@ class GNNPipeStrategy(PipeLoops):
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:
+                check_scaling(self.options.async_halo)
                 self._release_scaler = share_overflows(scaler, self._pipe)
 
     def teardown(self) -> None:
@@ -221,7 +227,8 @@ class GNNPipeStrategy(PipeLoops):
         """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
-        check_support(pipelined, options.expect_num_chunks(self._pipe.mesh.num_stages))
+        num_chunks = options.expect_num_chunks(self._pipe.mesh.num_stages)
+        check_support(pipelined, num_chunks, options.graph_parallel)
         seed = self._share_start(module)
         saved, self._saved = self._saved, None
         if saved is not None:

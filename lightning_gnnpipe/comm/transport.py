@@ -155,17 +155,19 @@ class Transport:
         """
         parcels = [Parcel(buffer, codec, self.mesh.wire_device) for _, buffer in receives]
         with self.explained(f"exchange {kind} data"):
-            works = [
-                dist.irecv(parcel.place, rank, tag=_EXCHANGE_TAG)
+            ops = [
+                dist.P2POp(dist.irecv, parcel.place, rank, tag=_EXCHANGE_TAG)
                 for (rank, _), parcel in zip(receives, parcels, strict=True)
                 if parcel.num_bytes
             ]
             payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
-            works += [
-                dist.isend(payload, rank, tag=_EXCHANGE_TAG)
+            ops += [
+                dist.P2POp(dist.isend, payload, rank, tag=_EXCHANGE_TAG)
                 for rank, payload in payloads
                 if payload.numel()
             ]
+            # One by one NCCL would wait for each receive before it sends.
+            works = dist.batch_isend_irecv(ops) if ops else []
         kept = [payload for _, payload in payloads]
         self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
         return Exchange(self, kind, works, parcels, kept)

@@ -252,7 +252,8 @@ class PipelineEngine:
             seeds = make_seeds(~self.options.seed, self._num_inferences, shard)
         messages = self._messages(is_exact)
         # Otherwise histories would never be read.
-        has_stale = graph.plan.num_chunks > 1 or self.options.messages.is_async
+        is_shared = self.options.histories.recomputes and graph.plan.shard is not None
+        has_stale = graph.plan.num_chunks > 1 or self.options.messages.is_async or is_shared
         context = graph.writing if (is_training or writes) and has_stale else graph.reading
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self.controls.is_synchronous
@@ -282,7 +283,7 @@ class PipelineEngine:
         return messages
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        module, has_chunks = self.model.module, self.graphs.has_chunks(inputs)
-        if self.options.self_check and (has_chunks or is_listed(module)):
+        module, is_cut = self.model.module, self.graphs.is_cut(inputs)
+        if self.options.self_check and (is_cut or is_listed(module)):
             trains = self.options.is_fitting and (module.training or torch.is_grad_enabled())
-            check_layers(module, layers, call, inputs, on_chunks=has_chunks, with_gradients=trains)
+            check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)

@@ -82,7 +82,9 @@ def forecast(
         UnsupportedError: If the module cannot be pipelined.
         ConfigError: If there are more stages than layers, or more chunks than nodes.
     """
-    check_support(module, options.num_chunks)
+    num_shards = 1 if options.layout is None else options.layout[1]
+    is_cut = options.num_chunks * num_shards > 1
+    check_support(module, options.num_chunks, num_shards)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
     with without_memory(find_convs(module)):
         graph = trace(module, call)
@@ -90,8 +92,8 @@ def forecast(
         layers = cut_layers(graph, module, learn_values(graph, module, sample))
     if options.layout is not None:
         _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
-    if options.self_check and (options.num_chunks > 1 or is_listed(module)):
-        check_layers(module, layers, call, inputs, on_chunks=options.num_chunks > 1)
+    if options.self_check and (is_cut or is_listed(module)):
+        check_layers(module, layers, call, inputs, on_chunks=is_cut)
     edge_index = inputs.edge_index.cpu()
     plan = build_chunk_plan(
         edge_index,

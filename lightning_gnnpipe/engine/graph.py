@@ -122,9 +122,9 @@ class GraphCache:
             return self._graphs[fingerprint, True]
         return self._get((fingerprint, False), lambda: self._uncut(inputs))
 
-    def has_chunks(self, inputs: Inputs) -> bool:
-        """Whether the graph is trained on in more than one chunk."""
-        return self._num_chunks(inputs) > 1
+    def is_cut(self, inputs: Inputs) -> bool:
+        """Whether the graph is trained on in more than one chunk, or shard."""
+        return self._num_chunks(inputs) * self._transport.mesh.num_shards > 1
 
     def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
         """Return a plan with chunks of the size of training, even if METIS has not run."""

@@ -117,26 +117,35 @@ class SharedStore:
         shape = rows.shape[1:]
         got = [(peer.shard, rows.new_empty((peer.receive.numel(), *shape))) for peer in chunk.peers]
         received = self._swap(("halo", key, _number(chunk)), sends, got)
-        if self._histories is None:
-            table = rows.new_zeros((self._plan.num_rows, *shape))
+        if self._keeps_table(chunk):
+            table = rows.new_zeros((self._plan.num_rows, *shape))  # some ghosts may not be read
             table[: rows.size(0)] = rows
             for peer, part in zip(chunk.peers, received, strict=True):
                 table[peer.receive] = part
             self._table = key, table
+        if self._histories is None:
             return
-        for peer, part in zip(chunk.peers, received, strict=False):
+        for i, peer in enumerate(chunk.peers):
+            # In a first asynchronous step nothing has come: ghosts stay as they are.
+            part = received[i] if received else self._histories.rows(key)[peer.receive]
             self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
+
+    def _keeps_table(self, chunk: ChunkView) -> bool:
+        """Whether rows are read from a table of the call's own: there are no others, or rounded."""
+        if self._histories is None:
+            return True
+        return chunk.is_whole and self._histories.options.dtype is not None and not self._is_async
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
         """Return the rows, own and ghosts, `[num_rows, *]`."""
-        if self._histories is not None:
-            return self._histories.read(key, chunk)
-        assert self._table is not None and self._table[0] == key
-        return self._table[1]
+        if self._keeps_table(chunk) and self._table is not None and self._table[0] == key:
+            return self._table[1]
+        assert self._histories is not None
+        return self._histories.read(key, chunk)
 
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
-        if self._histories is not None:
+        if self._histories is not None and not self._keeps_table(chunk):
             return self._histories.pull(key, chunk, out)
         torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
         return ()
@@ -246,13 +255,18 @@ class SharedStore:
             arrived = exchange.wait()
             self._remember(slot, arrived)
             return arrived
-        self._flying[slot] = exchange
         old = self._last.get(slot, [])
+        if arrived is None and not old and slot[0] == "halo_grad":  # none of the step before
+            arrived = exchange.wait()
+            self._remember(slot, arrived)
+            return arrived
+        self._flying[slot] = exchange
         if arrived is None:
             return old
         share = self._messages.momentum
         if old and share:
-            arrived = [torch.lerp(new, o, share) for new, o in zip(arrived, old, strict=True)]
+            both = zip(arrived, old, strict=True)
+            arrived = [torch.lerp(n, o, share) if n.is_floating_point() else n for n, o in both]
         self._remember(slot, arrived)
         return arrived
 

@@ -52,6 +52,13 @@ class ChunkPlan:
         return self if self.shard is None else self.shard.globe
 
     @property
+    def first_slot(self) -> int:
+        """The slot in `globe` of this plan's first edge."""
+        if self.shard is None:
+            return 0
+        return self.globe.chunks[self.shard.index * self.shard.num_chunks].edge_start
+
+    @property
     def num_rows(self) -> int:
         """Rows that histories have: nodes, and ghosts of other shards."""
         return self.num_nodes if self.shard is None else self.shard.num_rows

@@ -49,7 +49,7 @@ def split_chunks(
         nodes = (assignment == chunk).nonzero().flatten()
         number[nodes] = torch.arange(nodes.numel())
         if nodes.numel() < num_shards:  # not every shard has one
-            part[nodes] = number[nodes]
+            part[nodes] = (number[nodes] + chunk) % num_shards
             continue
         part[nodes] = partition_nodes(
             number[edges[:, chunk_of_edge == chunk]],
@@ -58,7 +58,7 @@ def split_chunks(
             method="metis",
             seed=seed,
         )
-    return _align(edge_index, assignment, part, num_shards)
+    return _fill_empty(_align(edge_index, assignment, part, num_shards), num_shards)
 
 
 def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int) -> Tensor:
@@ -71,16 +71,30 @@ def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int
     links = torch.zeros(num_pieces, num_pieces, dtype=torch.int64)
     links[keys // num_pieces, keys % num_pieces] = counts
     links = links + links.t()
+    sizes = torch.bincount(piece, minlength=num_pieces)
     shard = torch.arange(num_pieces) % num_shards
     for _ in range(_NUM_SWEEPS):
         for chunk in range(num_chunks):
             own = slice(chunk * num_shards, (chunk + 1) * num_shards)
+            if sizes[own].min() == 0:  # not a part for each shard: shards take turns
+                continue
             others = links[own].clone()
             others[:, own] = 0
             gain = torch.zeros(num_shards, num_shards, dtype=torch.int64)
             gain.index_add_(1, shard, others)
             shard[own] = _match(gain)
     return shard[piece]
+
+
+def _fill_empty(shard: Tensor, num_shards: int) -> Tensor:
+    """Return `shard` with a node of the largest shard in each empty one."""
+    counts = torch.bincount(shard, minlength=num_shards)
+    for empty in (counts == 0).nonzero().flatten().tolist():
+        largest = int(counts.argmax())
+        shard[(shard == largest).nonzero()[0]] = empty
+        counts[largest] -= 1
+        counts[empty] += 1
+    return shard
 
 
 def _match(gain: Tensor) -> Tensor:

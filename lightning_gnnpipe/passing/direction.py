@@ -42,7 +42,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
     def run(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         given, number, is_flip = _find_edges(values, name, context)
-        if given is None and is_upstream and not context.is_whole:
+        if given is None and is_upstream and not context.sees_all:
             raise _refuse_direction(name, "edges that the model changed, or several edge sets")
         # On the whole graph with nothing to remember, reversed edges are read in PyG's own way.
         is_turned = context.store is not None and (is_flip or is_upstream)
@@ -105,7 +105,7 @@ def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:
     part = context.reversed_leaf(value)
     if part is not None:
         return part
-    if key.startswith("edge") and not context.is_whole:
+    if key.startswith("edge") and not context.sees_all:
         raise _refuse_direction(name, f"'{key}' that the model computes, or that needs a gradient")
     return value
 

@@ -116,7 +116,15 @@ class _LocalNorm:
         context = self.context
         options = (improved, add_self_loops, flow, dtype)
         if flow != "source_to_target":  # the model calls it for itself, or changed the edges
-            assert context.is_whole, flow
+            if not context.sees_all:
+                raise UnsupportedError(
+                    explain(
+                        expected="edges of the batch to be normalised for flow='source_to_target'",
+                        found=f"flow='{flow}' on a part of the graph",
+                        remedy="Pass the edges' weights in, or train with num_chunks=1 and "
+                        "graph_parallel=1.",
+                    )
+                )
             return cast(
                 tuple[Tensor, Tensor],
                 gcn_norm(edge_index, edge_weight, context.chunk.num_nodes, *options),
@@ -184,7 +192,7 @@ class _LocalLaplacian:
             )
         if known is not None:
             return known
-        if context.is_whole:
+        if context.sees_all:
             return cast(
                 tuple[Tensor, Tensor],
                 self.original(

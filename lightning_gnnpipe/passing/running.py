@@ -112,6 +112,11 @@ class RunningChunk:
         """Whether the whole graph, or all of this shard, is running as one chunk."""
         return self.chunk.is_whole
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether the whole graph is running as one chunk, on this rank alone."""
+        return self.is_whole and self._plan.globe is self._plan
+
     def next_call(self, layer: str) -> int:
         """Number the calls of `layer` within the running segment and chunk, from 0."""
         call = self._running.calls.get(layer, 0)
@@ -186,8 +191,8 @@ class RunningChunk:
         whole = self.whole_leaf(tensor)
         if whole is None:
             return None
-        scope = self._running
-        part = whole[scope.chunk.edge_start : scope.chunk.edge_end]
+        scope, first = self._running, self.plan.first_slot
+        part = whole[first + scope.chunk.edge_start : first + scope.chunk.edge_end]
         scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
         return part
 

@@ -43,18 +43,21 @@ _REMEDY_NORM = (
 )
 
 
-def check_support(module: nn.Module, num_chunks: int) -> None:
-    """Refuse what is not known to be exact on `num_chunks` chunks.
+def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
+    """Refuse what is not known to be exact on `num_chunks` chunks, split over `num_shards`.
 
     Raises:
         UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
     """
-    problems = list(_refused(module, num_chunks))
+    problems = list(_refused(module, num_chunks * num_shards))
+    if num_shards > 1:
+        alone = "num_chunks=1 and graph_parallel=1"
+        problems = [problem.replace("num_chunks=1", alone) for problem in problems]
     if problems:
         raise UnsupportedError("\n".join(problems))
 
 
-def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
+def _refused(module: nn.Module, num_parts: int) -> Iterator[str]:
     for name, layer in module.named_modules():
         if is_compiled(layer):
             yield _refuse(name, layer, "it was compiled", "Pass the module without torch.compile.")
@@ -65,7 +68,7 @@ def _refused(module: nn.Module, num_chunks: int) -> Iterator[str]:
                 "its parameters are not initialized",
                 "Give the number of input channels, or run one forward pass before training.",
             )
-        elif num_chunks > 1:
+        elif num_parts > 1:
             yield from _refused_on_chunks(module, name, layer)
             if has_spectral_norm(layer):
                 yield _refuse(

@@ -8,12 +8,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import BoundedStaleness, FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import (
+    BoundedStaleness,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    HistoryRefresh,
+)
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import check_support
 
 # Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
 HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7
@@ -44,13 +52,13 @@ def graph() -> Data:
 
 
 class Net(nn.Module):
-    """Sums of neighbours' rows between linear layers."""
+    """Sums of neighbours' rows, or the largest, between linear layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, aggr: str = "sum") -> None:
         super().__init__()
         torch.manual_seed(1)
         self.lins = nn.ModuleList([nn.Linear(D, D) for _ in range(NUM_LAYERS)])
-        self.conv = nn.ModuleList([gnn.SimpleConv(aggr="sum") for _ in range(NUM_LAYERS)])
+        self.conv = nn.ModuleList([gnn.SimpleConv(aggr=aggr) for _ in range(NUM_LAYERS)])
         self.double()
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -60,9 +68,9 @@ class Net(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, aggr: str = "sum") -> None:
         super().__init__()
-        self.net = Net()
+        self.net = Net(aggr)
 
     def training_step(self, batch: Data, _: int) -> Tensor:
         return F.cross_entropy(self.net(batch.x, batch.edge_index), batch.y)
@@ -116,7 +124,9 @@ def oracle(synchronous: list[bool], momentum: float) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def fit(tmp_path: Path, *callbacks: L.Callback, **options: Any) -> tuple[Tensor, dict[str, int]]:
+def fit(
+    tmp_path: Path, *callbacks: L.Callback, aggr: str = "sum", **options: Any
+) -> tuple[Tensor, dict[str, int]]:
     """Return the weights, and the bytes of the last step by kind."""
     stats: list[dict[str, int]] = []
 
@@ -124,14 +134,13 @@ def fit(tmp_path: Path, *callbacks: L.Callback, **options: Any) -> tuple[Tensor,
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             stats.append(trainer.strategy.collect_stats().bytes_by_kind)
 
-    module = Module()
+    module = Module(aggr)
+    options = {"num_chunks": 1, **options}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         max_epochs=EPOCHS,
-        strategy=GNNPipeStrategy(
-            num_stages=1, graph_parallel=2, num_chunks=1, start_method="fork", **options
-        ),
+        strategy=GNNPipeStrategy(num_stages=1, graph_parallel=2, start_method="fork", **options),
         callbacks=[*callbacks, Reads(), Writes(tmp_path / "bytes.pt", stats)],
         logger=False,
         enable_checkpointing=False,
@@ -175,3 +184,46 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
     for codec, num_bytes in sizes.items():
         _, found = fit(tmp_path, halo_codec=codec)
         assert found["halo"] == found["halo_grad"] == 2 * NUM_LAYERS * num_bytes, codec
+
+
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
+    aggr: str, tmp_path: Path
+) -> None:
+    refresh = HistoryRefresh(every_n_epochs=3, how="exact")
+    options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
+    expected, _ = fit(tmp_path, refresh, **options)
+    found, _ = fit(tmp_path, refresh, recompute=True, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+class Mixes(nn.Module):
+    """Looks at all nodes outside of message passing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.conv(x, edge_index)
+        return x - x.mean(0)
+
+
+def test_p4_what_mixes_rows_is_refused_on_shards_of_one_chunk(tmp_path: Path) -> None:
+    module = Module()
+    module.net = Mixes().double()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        strategy=GNNPipeStrategy(graph_parallel=2, num_chunks=1, start_method="fork"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+        limit_val_batches=0,
+    )
+    with pytest.raises(mp.ProcessRaisedException, match="UnsupportedError"):
+        trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    with pytest.raises(UnsupportedError, match="num_chunks=1 and graph_parallel=1"):
+        check_support(gnn.GPSConv(D, gnn.GCNConv(D, D)), num_chunks=1, num_shards=2)

@@ -24,6 +24,8 @@ from tests.promises.test_p2_stale_gradient import assert_equals_oracle
         ("gcnii", 2, 2, 5, "live", 2.0, False),
         ("gcnii", 2, 2, 2, "warmup_exact", 1.0, True),
         ("sage", 2, 2, 1, "live", 1.0, False),
+        ("sage", 1, 2, 1, "live", 1.0, True),
+        ("gat_jk", 1, 2, 1, "live", 1.0, True),
     ],
 )
 def test_p2_shards_equal_oracle(
