@@ -33,7 +33,8 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     Parameters are numbered alike everywhere, and each rank has state for its own alone.
     """
     merged: dict[Any, Any] = {}
-    for one in reversed(transport.all_gather_objects(state["state"])):
+    own = {} if transport.mesh.shard else state["state"]  # a stage's ranks have the same
+    for one in reversed(transport.all_gather_objects(own)):
         merged |= one
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
 
