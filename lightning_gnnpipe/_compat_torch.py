@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -18,6 +19,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+
+_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
@@ -113,6 +116,13 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
     if "no_dist" in inspect.signature(load).parameters:  # torch 2.6
         load(dict(tensors), storage_reader=reader, no_dist=True)
         return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        load_state_dict(dict(tensors), reader, no_dist=True)
+    before = os.environ.get(_SAFE)
+    os.environ[_SAFE] = "1"  # older versions would run whatever code the files hold
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            load_state_dict(dict(tensors), reader, no_dist=True)
+    finally:
+        os.environ.pop(_SAFE)
+        if before is not None:
+            os.environ[_SAFE] = before

@@ -449,7 +449,7 @@ def test_a_rank_that_fails_alone_waits_for_nobody_and_keeps_the_last_checkpoint(
             epochs=5,
             timeout=timedelta(seconds=20),
         )
-    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == 1
+    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] < 3
 
 
 @pytest.mark.parametrize("attribute", [(Path, "home"), (torch.Size, "count")])
