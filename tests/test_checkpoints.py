@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from packaging.version import Version
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, _compat, sharded, sidecar
@@ -449,7 +450,9 @@ def test_a_rank_that_fails_alone_waits_for_nobody_and_keeps_the_last_checkpoint(
             epochs=5,
             timeout=timedelta(seconds=20),
         )
-    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] < 3
+    # Before Lightning 2.6 the last one is saved in each epoch, unless it is a link.
+    epoch = 2 if last is True and Version(L.__version__) < Version("2.6") else 1
+    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == epoch
 
 
 @pytest.mark.parametrize("attribute", [(Path, "home"), (torch.Size, "count")])

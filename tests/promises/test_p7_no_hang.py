@@ -50,6 +50,10 @@ def fail(place):
     if how.startswith("SIG"):
         os.kill(os.getppid() if how == "SIGTERM-parent" else os.getpid(),
                 getattr(signal, how.removesuffix("-parent")))
+    if how == "SIGTERM-parent":  # which sends it on
+        deadline = time.monotonic() + 5
+        while not trainer.strategy.engine.progress.signals and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def failing(name, work):
@@ -197,7 +201,7 @@ def test_p7_sigterm_ends_all_ranks_at_the_end_of_the_batch_with_a_checkpoint(
     _, text, _ = run(tmp_path, where, how, rank, start_method)
     assert "ended by itself" not in text
     saved = torch.load(tmp_path / "checkpoints" / "last-sigterm.ckpt", weights_only=True)
-    assert 2 <= saved["epoch"] < 20  # the signal may take a while through the parent process
+    assert saved["epoch"] in (2, 3)  # before or after the epoch is counted
     assert all(tensor.numel() for tensor in saved["state_dict"].values())
     histories = tmp_path / "checkpoints" / ".gnnpipe" / saved["gnnpipe"]["histories"]
     assert sorted(path.name for path in histories.glob("*.pt")) == ["stage_0.pt", "stage_1.pt"]
