@@ -117,12 +117,19 @@ class Transport:
         if self.mesh.num_shards > 1:
             self._sum(tensor, kind, self.mesh.shards)
 
-    def start_sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> Callable[[], None]:
-        """Start to sum `tensor` over the ranks of this stage; return what waits for it."""
+    def start_sum_over_shards(
+        self, tensor: Tensor, kind: TrafficKind, *, num_flags: int = 0
+    ) -> Callable[[], None]:
+        """Start to sum `tensor` over the ranks of this stage; return what waits for it.
+
+        Its last `num_flags` elements count as control.
+        """
         payload = self._on_wire(tensor)
         with self.explained(f"sum {kind} data over ranks"):
             work = dist.all_reduce(payload, group=self.mesh.shards, async_op=True)
-        self.meter.count(kind, tensor)
+        flag_bytes = num_flags * tensor.element_size()
+        self._count_sum(tensor.nbytes - flag_bytes, kind, self.mesh.shards)
+        self._count_sum(flag_bytes, "control", self.mesh.shards)
 
         def wait() -> None:
             with self.explained(f"sum {kind} data over ranks"):
@@ -136,7 +143,15 @@ class Transport:
             payload = self._on_wire(tensor)
             dist.all_reduce(payload, group=group)
             _bring(payload, tensor)
-        self.meter.count(kind, tensor)
+        self._count_sum(tensor.nbytes, kind, group)
+
+    def _count_sum(
+        self, num_bytes: int, kind: TrafficKind, group: dist.ProcessGroup | None
+    ) -> None:
+        """Count this rank's part of what a ring of n receives for a sum: 2 (n - 1) times it."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        total = 2 * (size - 1) * num_bytes
+        self.meter.count_bytes(kind, total * (rank + 1) // size - total * rank // size)
 
     def exchange(
         self,

@@ -91,7 +91,7 @@ class GradientSums:
         flat = torch.zeros_like(parameter) if grad is None else grad
         is_used = flat.new_tensor([0.0 if grad is None else 1.0])  # a parameter may have no use
         total = torch.cat([flat.flatten(), is_used])
-        wait = self._transport.start_sum_over_shards(total, "weight_grad")
+        wait = self._transport.start_sum_over_shards(total, "weight_grad", num_flags=1)
 
         def finish() -> None:
             wait()

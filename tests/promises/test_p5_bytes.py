@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.schedule import pipeline_bytes
+from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
+from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
 
 N, E, D, C = 37, 120, 8, 3
 FLOAT = 4
@@ -65,12 +65,29 @@ def graph() -> Data:
     )
 
 
-def measure(folder: Path, module: L.LightningModule, num_stages: int, num_chunks: int) -> Any:
+def complete_graph() -> Data:
+    """Every node has edges from all others, so that each shard reads all rows of the others."""
+    data = graph()
+    data.edge_index = torch.cartesian_prod(torch.arange(N), torch.arange(N)).t()
+    del data.edge_attr
+    return data
+
+
+def measure(
+    folder: Path,
+    module: L.LightningModule,
+    num_stages: int,
+    num_chunks: int,
+    num_shards: int = 1,
+    data: Data | None = None,
+) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=num_stages,
-        strategy=GNNPipeStrategy(num_chunks=num_chunks, start_method="fork"),
+        devices=num_stages * num_shards,
+        strategy=GNNPipeStrategy(
+            num_chunks=num_chunks, graph_parallel=num_shards, start_method="fork"
+        ),
         max_epochs=3,
         callbacks=[BytesRecorder(folder)],
         logger=False,
@@ -78,7 +95,7 @@ def measure(folder: Path, module: L.LightningModule, num_stages: int, num_chunks
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    trainer.fit(module, datamodule=FullGraphDataModule(data or graph()))
     return torch.load(folder / "bytes.pt")
 
 
@@ -106,3 +123,24 @@ def test_p5_edge_features_count_by_edge(tmp_path: Path) -> None:
     [*_, step] = measure(tmp_path, EdgeClassifier(EdgeNet(), C), 2, 4)
     assert step["forward"] == step["backward"] == (N * D + E * 5) * FLOAT
     assert step["output"] == N * C * FLOAT
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Path) -> None:
+    num_layers = 3
+    module = NodeClassifier(GCN(4, D, D, num_layers), D)
+    weight_bytes = sum(p.numel() for p in module.parameters()) * FLOAT
+    steps = measure(tmp_path, module, 1, 1, num_shards, complete_graph())
+    assert len(steps) == 3
+    for step in steps:
+        assert step["halo"] == step["halo_grad"] == num_layers * (num_shards - 1) * N * D * FLOAT
+        assert step["weight_grad"] == 2 * (num_shards - 1) * weight_bytes
+        assert step["output"] == (num_shards - 1) * N * D * FLOAT
+        assert step["halo"] + step["halo_grad"] + step["weight_grad"] == graph_parallel_bytes(
+            num_layers=num_layers,
+            replicas_per_node=num_shards - 1,
+            num_nodes=N,
+            row_bytes=D * FLOAT,
+            weight_bytes=weight_bytes,
+            num_shards=num_shards,
+        )
