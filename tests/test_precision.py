@@ -129,6 +129,22 @@ def test_precisions_equal_plain_lightning(precision: str, tmp_path: Path) -> Non
             )
 
 
+def test_shards_are_as_close_to_double_precision_as_plain_lightning(tmp_path: Path) -> None:
+    exact, _ = fit(tmp_path / "exact", 0, seeded(), precision="64-true")
+
+    def error(run: dict[str, Any]) -> float:
+        pairs = [(run["state_dict"][name], one) for name, one in exact["state_dict"].items()]
+        return max(float((found.double() - one).abs().max()) for found, one in pairs)
+
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true"):
+        runs = []
+        for num_stages, num_shards in ((0, 1), (1, 2)):
+            folder, options = tmp_path / f"{precision}-{num_shards}", precision_args(precision)
+            runs.append(fit(folder, num_stages, seeded(), num_shards=num_shards, **options)[0])
+        plain, found = map(error, runs)
+        assert plain > 0 and found < 2 * plain, precision
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(

@@ -24,20 +24,24 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def make_trainer(num_stages: int, epochs: int, *callbacks: L.Callback, **kwargs: Any) -> L.Trainer:
+def make_trainer(
+    num_stages: int, epochs: int, *callbacks: L.Callback, num_shards: int = 1, **kwargs: Any
+) -> L.Trainer:
     """Return a Trainer; 0 stages is plain Lightning, otherwise all epochs are exact.
 
     Processes are forked, unless they are there already.
     """
     strategy: Any = "auto"
     if num_stages:
-        strategy = GNNPipeStrategy(num_chunks=4, start_method=start_method())
+        strategy = GNNPipeStrategy(
+            num_chunks=4, graph_parallel=num_shards, start_method=start_method()
+        )
         callbacks = (*callbacks, StalenessWarmup(num_epochs=1000))
     has_checkpoints = any(isinstance(one, ModelCheckpoint) for one in callbacks)
     return L.Trainer(
         **{
             "accelerator": "cpu",
-            "devices": max(num_stages, 1),
+            "devices": max(num_stages, 1) * num_shards,
             "strategy": strategy,
             "max_epochs": epochs,
             "callbacks": list(callbacks),

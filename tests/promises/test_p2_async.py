@@ -75,6 +75,9 @@ class Module(L.LightningModule):
     def training_step(self, batch: Data, _: int) -> Tensor:
         return F.cross_entropy(self.net(batch.x, batch.edge_index), batch.y)
 
+    def validation_step(self, batch: Data, _: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch.x, batch.edge_index), batch.y))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LR)
 
@@ -125,7 +128,12 @@ def oracle(synchronous: list[bool], momentum: float) -> Tensor:
 
 
 def fit(
-    tmp_path: Path, *callbacks: L.Callback, aggr: str = "sum", **options: Any
+    tmp_path: Path,
+    *callbacks: L.Callback,
+    aggr: str = "sum",
+    num_stages: int = 1,
+    validates: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, int]]:
     """Return the weights, and the bytes of the last step by kind."""
     stats: list[dict[str, int]] = []
@@ -138,15 +146,17 @@ def fit(
     options = {"num_chunks": 1, **options}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=2 * num_stages,
         max_epochs=EPOCHS,
-        strategy=GNNPipeStrategy(num_stages=1, graph_parallel=2, start_method="fork", **options),
+        strategy=GNNPipeStrategy(
+            num_stages=num_stages, graph_parallel=2, start_method="fork", **options
+        ),
         callbacks=[*callbacks, Reads(), Writes(tmp_path / "bytes.pt", stats)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=0,
+        limit_val_batches=1 if validates else 0,
     )
     trainer.fit(module, datamodule=FullGraphDataModule(graph()))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -194,6 +204,28 @@ def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
     expected, _ = fit(tmp_path, refresh, **options)
     found, _ = fit(tmp_path, refresh, recompute=True, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_validation_between_asynchronous_steps_changes_nothing(tmp_path: Path) -> None:
+    expected, _ = fit(tmp_path, async_halo=True)
+    found, _ = fit(tmp_path, validates=True, async_halo=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_halo": True},
+        {"async_halo": True, "halo_momentum": 0.5, "recompute": True},
+        {"history_dtype": torch.bfloat16},
+        {"async_halo": True, "history_dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_p3_stale_shards_do_not_depend_on_stages(options: dict[str, Any], tmp_path: Path) -> None:
+    expected, _ = fit(tmp_path, num_chunks=3, **options)
+    found, _ = fit(tmp_path, num_stages=2, num_chunks=3, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -45,12 +45,11 @@ HEADER = [
     "graph",
     "model",
     "graph parallel, GiB",
+    "of them weights",
     "pipeline, GiB",
     "ratio",
     "pipeline bf16, GiB",
     "ratio",
-    "outputs, GiB",
-    "weights, GiB",
     "paper: graph parallel, pipeline, GiB",
     "ratio",
 ]
@@ -97,28 +96,22 @@ def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -
 
 
 def row_of(graph: str, model: str, known: dict[str, dict[str, int]]) -> list[str]:
-    by_way = {way: known.get(f"{graph}/{model}/{way}", {}) for way in WAYS}
-    halo = gib(by_way["graph"], "halo", "halo_grad")
-    cuts = gib(by_way["pipe"], "forward", "backward")
-    short = gib(by_way["pipe bf16"], "forward", "backward")
-    paper_graph, paper_pipe = PAPER[graph, model]
-    return [
-        graph,
-        model,
-        f"{halo:.2f}",
-        f"{cuts:.3f}",
-        f"{halo / cuts:.1f}" if cuts else "",
-        f"{short:.3f}",
-        f"{halo / short:.1f}" if short else "",
-        f"{gib(by_way['pipe'], 'output'):.3f}",
-        f"{gib(by_way['graph'], 'weight_grad'):.2f}",
-        f"{paper_graph}, {paper_pipe}",
-        f"{paper_graph / paper_pipe:.1f}",
-    ]
+    counts = {way: known.get(f"{graph}/{model}/{way}") for way in WAYS}
+    whole = {way: None if count is None else payload(count) for way, count in counts.items()}
+    base, paper = whole["graph"], PAPER[graph, model]
+    row = [graph, model]
+    row += [as_gib(base), as_gib(base and counts["graph"].get("weight_grad", 0))]
+    for way in ("pipe", "pipe bf16"):
+        row += [as_gib(whole[way]), f"{base / whole[way]:.1f}" if base and whole[way] else ""]
+    return [*row, f"{paper[0]}, {paper[1]}", f"{paper[0] / paper[1]:.1f}"]
 
 
-def gib(counts: dict[str, int], *kinds: str) -> float:
-    return sum(counts.get(kind, 0) for kind in kinds) / GIB
+def payload(counts: dict[str, int]) -> int:
+    return sum(count for kind, count in counts.items() if kind != "control")
+
+
+def as_gib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / GIB:.3f}"
 
 
 if __name__ == "__main__":
