@@ -142,6 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--features", type=int, help="keep so many of the data set's")
     add("--undirected", type=flag, default=False, help="add each edge's reverse")
     add("--link-gbit", type=float, default=10.0)
+    add("--start-method", choices=["popen", "fork"], default="popen", help="fork shares the data")
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
     return parser
@@ -197,6 +198,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         halo_codec=options.halo_codec,
         cut_codec=options.cut_codec,
         async_halo=options.async_halo,
+        start_method=options.start_method,
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),
     )

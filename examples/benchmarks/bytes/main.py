@@ -86,6 +86,7 @@ def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -
                     model=model,
                     layers=options.layers,
                     balance="uniform",
+                    start_method="fork",  # eight copies of the graph would not fit into memory
                     warm=1,  # the first step sends everything as it is
                     steps=1,
                     **GRAPHS[graph],
