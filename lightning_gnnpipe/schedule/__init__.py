@@ -1,14 +1,16 @@
 """Schedules as data: number of stages and chunk order in, the list of actions of each rank out.
 
-Build (`fill_drain`), lower (`add_transfers`), `check`; then run it, `simulate` it, or print it.
+Build (`fill_drain`; for independent micro-batches `one_f_one_b`, `interleaved`, `stream`), lower
+(`add_transfers`), `check`; then run it, `simulate` it, or print it.
 """
 
 from lightning_gnnpipe.schedule.action import Action, Op
-from lightning_gnnpipe.schedule.build import Schedule, fill_drain
+from lightning_gnnpipe.schedule.build import Loss, Schedule, fill_drain
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
 from lightning_gnnpipe.schedule.layout import LayoutTimes, LayoutWork, factorize, simulate_layout
 from lightning_gnnpipe.schedule.lower import add_transfers
+from lightning_gnnpipe.schedule.micro_batches import interleaved, one_f_one_b, stream
 from lightning_gnnpipe.schedule.simulate import simulate
 from lightning_gnnpipe.schedule.stale import StaleRead, stale_frac, stale_reads
 from lightning_gnnpipe.schedule.timeline import Event, Timeline
@@ -19,6 +21,7 @@ __all__ = [
     "Event",
     "LayoutTimes",
     "LayoutWork",
+    "Loss",
     "Op",
     "Schedule",
     "StaleRead",
@@ -30,9 +33,12 @@ __all__ = [
     "format_chart",
     "format_grid",
     "graph_parallel_bytes",
+    "interleaved",
+    "one_f_one_b",
     "pipeline_bytes",
     "simulate",
     "simulate_layout",
     "stale_frac",
     "stale_reads",
+    "stream",
 ]

@@ -1,4 +1,4 @@
-"""The vocabulary of a schedule: one `Action` is one thing that one stage does to one chunk.
+"""The vocabulary of a schedule: one `Action` is one thing that is done to one chunk at one stage.
 
 Schedules are data: they are printed, compared, rewritten and checked as text (`2F0` is stage 2,
 forward, chunk 0) before any device sees them, and the engine is a table from `Op` to method.
@@ -56,9 +56,9 @@ class Action:
     """One operation of one stage on one chunk; prints as `2F0` and parses back.
 
     Attributes:
-        stage: The stage that acts, from 0.
+        stage: The stage that acts, from 0. Which rank holds it is for the schedule to say.
         op: What it does.
-        chunk: The chunk it does it to, from 0.
+        chunk: The chunk, or micro-batch, it does it to, from 0.
     """
 
     stage: int
@@ -83,6 +83,14 @@ class Action:
                 )
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
+
+    @property
+    def served(self) -> Action:
+        """The compute action that a transfer serves: of `2SEND_F0` and of `2RECV_F0` it is `2F0`.
+
+        Of a compute action, the action itself.
+        """
+        return Action(self.stage, Op.B if self.op.is_backward else Op.F, self.chunk)
 
     @property
     def partner(self) -> Action:

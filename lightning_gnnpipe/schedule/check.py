@@ -6,6 +6,7 @@ hang or as a wrong number. Here it shows as the first bad action and its place.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_gnnpipe.errors import ScheduleError, explain
@@ -19,40 +20,52 @@ def check(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: Names the first action that is foreign to its list, missing, doubled or out
-            of order (the backward runs in reverse order, behind all forward actions; a cut
-            carries each chunk once a phase, received in the order in which it is sent), or what
-            each stage waits for if the schedule deadlocks.
+            of order (a stage goes back in the order that the schedule's `loss` asks for, with a
+            loss on all outputs behind all forward actions; a cut between two ranks carries each
+            chunk once a phase, received in the order in which it is sent; two ranks list the
+            transfers between them in the same order), or what each rank waits for if the schedule
+            deadlocks.
     """
-    for stage in range(schedule.num_stages):
-        _check_members(schedule, stage)
-        _check_phases(schedule, stage)
-        for op in Op:
-            _check_stream(schedule, stage, op)
+    for rank in range(schedule.num_ranks):
+        _check_members(schedule, rank)
+        if schedule.loss == "all":
+            _check_phases(schedule, rank)
+        for stage in range(rank, schedule.num_stages, schedule.num_ranks):
+            for op in Op:
+                _check_stream(schedule, stage, op)
+    _check_links(schedule)
     simulate(schedule)
 
 
-def _check_members(schedule: Schedule, stage: int) -> None:
-    """Check that the list of `stage` holds actions of this stage, on chunks that there are."""
-    for place, action in enumerate(schedule.ranks[stage]):
-        if action.stage != stage or not 0 <= action.chunk < schedule.num_chunks:
+def _check_members(schedule: Schedule, rank: int) -> None:
+    """Check that the list of `rank` holds actions of its stages, on chunks that there are."""
+    stages = range(rank, schedule.num_stages, schedule.num_ranks)
+    for place, action in enumerate(schedule.ranks[rank]):
+        if action.stage not in stages or not 0 <= action.chunk < schedule.num_chunks:
+            names = ", ".join(map(str, stages))
             raise _error(
                 action,
-                expected=f"actions of stage {stage} on chunks 0 to {schedule.num_chunks - 1}",
-                found=f"{action} at place {place} of stage {stage}",
+                expected=f"actions of stage {names} on chunks 0 to {schedule.num_chunks - 1}",
+                found=f"{action} at place {place} of {schedule.row_label(rank)}",
             )
 
 
-def _check_phases(schedule: Schedule, stage: int) -> None:
+def _check_phases(schedule: Schedule, rank: int) -> None:
     """Check that the backward phase begins when the forward phase has ended."""
     early: tuple[int, Action] | None = None
-    for place, action in enumerate(schedule.ranks[stage]):
+    for place, action in enumerate(schedule.ranks[rank]):
         if action.op.is_backward:
             early = early or (place, action)
         elif early is not None:
-            raise _error(
-                early[1],
-                expected="all backward actions of a stage behind its forward actions",
-                found=f"{early[1]} at place {early[0]} of stage {stage}, before {action}",
+            label = schedule.row_label(rank)
+            raise ScheduleError(
+                explain(
+                    expected="all backward actions of a rank behind its forward actions, as the "
+                    "loss needs the outputs of all chunks",
+                    found=f"{early[1]} at place {early[0]} of {label}, before {action}",
+                    remedy="Only 'fill_drain' serves such a loss. If every micro-batch has a loss "
+                    "of its own, give the schedule loss='each'.",
+                )
             )
 
 
@@ -60,12 +73,18 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
     """Check that the actions of one kind on one stage are those expected, in their order."""
     expected = [Action(stage, op, chunk) for chunk in _expected_chunks(schedule, stage, op)]
     rule = f"the {op.value} of stage {stage} to run through chunks {_chunks(expected)}"
-    found = [(i, each) for i, each in enumerate(schedule.ranks[stage]) if each.op is op]
+    rank = schedule.rank_of(stage)
+    label = schedule.row_label(rank)
+    found = [
+        (place, each)
+        for place, each in enumerate(schedule.ranks[rank])
+        if each.op is op and each.stage == stage
+    ]
     allowed, seen = set(expected), set[Action]()
     for place, action in found:
         if action in seen or action not in allowed:
             fault = "a second time" if action in seen else "where there is no use for it"
-            text = f"{action} {fault}, at place {place} of stage {stage}"
+            text = f"{action} {fault}, at place {place} of {label}"
             raise _error(action, expected=rule, found=text)
         seen.add(action)
     for action in expected:
@@ -73,18 +92,36 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
             raise _error(action, expected=rule, found=f"no {action}")
     for (place, action), due in zip(found, expected, strict=True):
         if action != due:
-            text = f"{action} at place {place} of stage {stage}, where {due} is due"
+            text = f"{action} at place {place} of {label}, where {due} is due"
             raise _error(action, expected=rule, found=text)
+
+
+def _check_links(schedule: Schedule) -> None:
+    """Check that any two ranks list the transfers between them in the same order."""
+    ends: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.ranks):
+        for place, action in enumerate(actions):
+            if not action.op.is_compute:
+                ends[rank, schedule.rank_of(action.partner.stage)].append((place, action))
+    for (rank, peer), own in ends.items():
+        for (place, action), (other_place, other) in zip(own, ends[peer, rank], strict=True):
+            if rank < peer and other != action.partner:
+                raise _error(
+                    other,
+                    expected="two ranks to list the transfers between them in the same order",
+                    found=f"{action} at place {place} of {schedule.row_label(rank)}, but {other} "
+                    f"at place {other_place} of {schedule.row_label(peer)}",
+                )
 
 
 def _expected_chunks(schedule: Schedule, stage: int, op: Op) -> tuple[int, ...]:
     """Return the chunks that `op` must run through on `stage`, in order."""
-    is_first, is_last = stage == 0, stage == schedule.num_stages - 1
-    crosses_no_cut = is_first if op in (Op.RECV_F, Op.SEND_B) else is_last
-    if not op.is_compute and (crosses_no_cut or not schedule.has_transfers):
+    neighbour = stage - 1 if op in (Op.RECV_F, Op.SEND_B) else stage + 1
+    is_served = schedule.has_transfers and schedule.crosses_ranks(stage, neighbour)
+    if not op.is_compute and not is_served:
         return ()
     if op.is_backward:
-        return schedule.order[::-1] if schedule.has_backward else ()
+        return schedule.backward_order if schedule.has_backward else ()
     return schedule.order
 
 

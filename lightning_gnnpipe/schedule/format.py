@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_gnnpipe.schedule.action import Action, Op
+from lightning_gnnpipe.schedule.action import Action
 from lightning_gnnpipe.schedule.simulate import simulate_until_stuck
 
 if TYPE_CHECKING:
@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 
 def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
-    """Return one line a stage, one column a unit step, with the chunk that is computed in it.
+    """Return one line a rank, one column a unit step, with the chunk that is computed in it.
 
-    An idle cell is `.`. A schedule that deadlocks is shown as far as it runs, then each stage's
-    remaining actions, marked `?`::
+    An idle cell is `.`. A schedule that deadlocks is shown as far as it runs, then each rank's
+    remaining actions, marked `?`. With one stage a rank, lines are named after stages::
 
         stage 0  F0  F1  .   .   B1  B0
         stage 1  .   F0  F1  B1  B0* .
+
+    With several, cells name the stage first::
+
+        rank 0  0F0 0F1 2F0 2F1 2B0 ...
 
     Args:
         schedule: What to show; its transfers have no column.
@@ -32,24 +36,29 @@ def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
     timeline, _ = simulate_until_stuck(schedule)
     rows = [["."] * round(timeline.span) for _ in schedule.ranks]
     rest = [[each for each in rank if each.op.is_compute] for rank in schedule.ranks]
-    marked = None if bad is None else _served_by(bad)
+    marked = None if bad is None else bad.served
+    names_stage = schedule.num_virtual > 1
+
+    def cell(action: Action) -> str:
+        return _cell(action, names_stage) + ("*" if action == marked else "")
+
     for event in timeline.events:
         if event.action.op.is_compute:
-            stage = event.action.stage
-            rows[stage][round(event.start)] = _cell(event.action, marked)
-            rest[stage].remove(event.action)
+            rows[event.rank][round(event.start)] = cell(event.action)
+            rest[event.rank].remove(event.action)
     for row, never_ran in zip(rows, rest, strict=True):
-        row += [_cell(action, marked) + "?" for action in never_ran]
-    lines = _align(rows)
+        row += [cell(action) + "?" for action in never_ran]
+    lines = _align(rows, [schedule.row_label(rank) for rank in range(schedule.num_ranks)])
     if marked is not None and not any("*" in line for line in lines):
         lines.append(f"* {bad} is not in the schedule")
     return "\n".join(lines)
 
 
 def format_chart(timeline: Timeline, *, width: int = 72) -> str:
-    """Return one line a stage with its actions to scale, and a line of totals.
+    """Return one line a rank with its actions to scale, and a line of totals.
 
-    `F0---` is the forward of chunk 0, `B0===` its backward, `.` is idle time::
+    `F0---` is the forward of chunk 0, `B0===` its backward, `.` is idle time. With several stages
+    a rank, the stage comes first: `2F0---`::
 
         stage 0 |F0--F1--............B1======B0======|  66.7% busy
         stage 1 |....F0--F1--B1======B0======........|  66.7% busy
@@ -61,39 +70,36 @@ def format_chart(timeline: Timeline, *, width: int = 72) -> str:
     """
     scale = width / timeline.span if timeline.span else 0.0
     rows = [["."] * width for _ in timeline.busy]
+    names_stage = any(event.action.stage >= len(rows) for event in timeline.events)
     for event in timeline.events:
         if event.action.op.is_compute:
             first, end = round(event.start * scale), round(event.end * scale)
             fill = "=" if event.action.op.is_backward else "-"
-            text = _cell(event.action, None).ljust(end - first, fill)
-            rows[event.action.stage][first:end] = text[: end - first]
-    label = len(f"stage {len(rows) - 1}")
+            text = _cell(event.action, names_stage).ljust(end - first, fill)
+            rows[event.rank][first:end] = text[: end - first]
+    name = "rank" if names_stage else "stage"
+    label = len(f"{name} {len(rows) - 1}")
     lines = []
-    for stage, (row, busy) in enumerate(zip(rows, timeline.busy, strict=True)):
+    for rank, (row, busy) in enumerate(zip(rows, timeline.busy, strict=True)):
         busy_frac = busy / timeline.span if timeline.span else 0.0
-        lines.append(f"{f'stage {stage}':{label}} |{''.join(row)}|  {busy_frac:.1%} busy")
+        lines.append(f"{f'{name} {rank}':{label}} |{''.join(row)}|  {busy_frac:.1%} busy")
     lines.append(
         f"span {timeline.span:g}, bubble {timeline.bubble_frac:.1%}, "
-        f"at most {max(timeline.peak_live)} live chunks on a stage"
+        f"at most {max(timeline.peak_live)} live chunks on a {name}"
     )
     return "\n".join(lines)
 
 
-def _align(rows: list[list[str]]) -> list[str]:
+def _align(rows: list[list[str]], labels: list[str]) -> list[str]:
     """Return one labelled line a row, with cells of one width."""
-    label = len(f"stage {len(rows) - 1}")
+    longest = max(map(len, labels))
     width = max((len(cell) for row in rows for cell in row), default=0)
     return [
-        f"{f'stage {stage}':{label}}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
-        for stage, row in enumerate(rows)
+        f"{label:{longest}}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for label, row in zip(labels, rows, strict=True)
     ]
 
 
-def _served_by(action: Action) -> Action:
-    """Return the compute action that a transfer serves: `F` or `B` of its stage and chunk."""
-    return Action(action.stage, Op.B if action.op.is_backward else Op.F, action.chunk)
-
-
-def _cell(action: Action, marked: Action | None) -> str:
-    """Return the text of a compute action in a grid: without its stage, which is the line."""
-    return f"{action.op.value}{action.chunk}{'*' if action == marked else ''}"
+def _cell(action: Action, names_stage: bool) -> str:
+    """Return the text of a compute action: without its stage, if that is the line."""
+    return str(action) if names_stage else f"{action.op.value}{action.chunk}"

@@ -1,15 +1,19 @@
 """Run a schedule without devices: actions and costs in, a `Timeline` out, or the deadlock met.
 
-The rules are those of the engine. Each stage runs its list in order; only computing occupies it::
+The rules are those of the engine. Each rank runs its list in order; only computing occupies it::
 
-    F       waits for the chunk's input: its RECV_F, or without transfers the F one stage before
-    B       waits for the gradient: its RECV_B, or without transfers the B one stage behind;
-            on the last stage for the loss, which needs the outputs of all chunks
-    SEND    waits for nothing but the data that it sends, and does not hold up the stage
-    RECV    posts a buffer, and does not hold up the stage
+    F       waits for the chunk's input: its RECV_F; the F one stage before, if that stage is on
+            the same rank, or in a schedule without transfers
+    B       waits for the gradient: its RECV_B, or as above the B one stage behind; on the last
+            stage for the loss: for the F of its chunk, or of all chunks, as the schedule says
+    SEND    waits for nothing but the data that it sends, and does not hold up the rank
+    RECV    posts a buffer, and does not hold up the rank
 
-A transfer takes place once its send was started and its receive posted. Each cut has one link a
-direction, which carries its transfers one after another in the order of the sends.
+A transfer takes place once its send was started and its receive posted. Two ranks have one link a
+direction, which carries the transfers one after another in the order of the sends.
+
+No rule looks at the time: whether a schedule deadlocks depends on its lists alone, so that one run
+tells it for all costs.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 Cost = Callable[[Action], float]
 
-_Link = tuple[int, Op]  # the stage that sends and the kind of send: one link a cut and direction
+_Link = tuple[int, int]  # the rank that sends, the rank that receives
 
 
 def simulate(schedule: Schedule, *, cost: Cost | None = None) -> Timeline:
@@ -40,7 +44,7 @@ def simulate(schedule: Schedule, *, cost: Cost | None = None) -> Timeline:
             of the transfer. Default: 1 for `F` and `B`, 0 for a transfer.
 
     Raises:
-        ScheduleError: If the schedule deadlocks, with what each stage waits for; if a cost is
+        ScheduleError: If the schedule deadlocks, with what each rank waits for; if a cost is
             negative or not finite.
     """
     timeline, stuck = simulate_until_stuck(schedule, cost=cost)
@@ -58,28 +62,29 @@ def simulate(schedule: Schedule, *, cost: Cost | None = None) -> Timeline:
 def simulate_until_stuck(
     schedule: Schedule, *, cost: Cost | None = None
 ) -> tuple[Timeline, tuple[str, ...]]:
-    """Return the timeline as far as the schedule runs, and for each stuck stage what it waits for.
+    """Return the timeline as far as the schedule runs, and for each stuck rank what it waits for.
 
     Args:
         schedule: What to run.
         cost: As for `simulate`.
     """
     run = _Run(schedule, cost or _unit_cost)
-    stages = range(schedule.num_stages)
+    ranks = range(schedule.num_ranks)
     num_ran = -1
     while num_ran:
-        num_ran = sum(run.advance(stage) for stage in stages)
-    waits = (run.describe_wait(stage) for stage in stages)
-    return Timeline.of(run.events, num_stages=len(stages)), tuple(wait for wait in waits if wait)
+        num_ran = sum(run.advance(rank) for rank in ranks)
+    waits = tuple(wait for rank in ranks if (wait := run.describe_wait(rank)))
+    lets_go = schedule.loss == "each" and not schedule.has_backward
+    return Timeline.of(run.events, num_ranks=len(ranks), lets_go=lets_go), waits
 
 
 class _Run:
     """State of a run. Every end is known once all that it waits for is: no event queue is needed.
 
     Attributes:
-        events: What has run so far; the actions of each stage in order.
-        now: For each stage, when it is free.
-        cursor: For each stage, the place of its next action.
+        events: What has run so far; the actions of each rank in order.
+        now: For each rank, when it is free.
+        cursor: For each rank, the place of its next action.
         end: For each action that ran, when it had its effect: computed, or arrived.
         posted: For each transfer that was started, when.
         queues: For each link, the sends whose transfer has not taken place.
@@ -92,8 +97,8 @@ class _Run:
         self.has_transfers = schedule.has_transfers
         self.cost = cost
         self.events: list[Event] = []
-        self.now = [0.0] * schedule.num_stages
-        self.cursor = [0] * schedule.num_stages
+        self.now = [0.0] * schedule.num_ranks
+        self.cursor = [0] * schedule.num_ranks
         self.end: dict[Action, float] = {}
         self.posted: dict[Action, float] = {}
         self.queues: defaultdict[_Link, deque[Action]] = defaultdict(deque)
@@ -101,30 +106,31 @@ class _Run:
         last = schedule.num_stages - 1
         self.loss_lacks = {Action(last, Op.F, chunk): None for chunk in schedule.order}
 
-    def advance(self, stage: int) -> int:
-        """Run the actions of `stage` up to the first that must wait; return how many ran."""
-        actions, first = self.schedule.ranks[stage], self.cursor[stage]
+    def advance(self, rank: int) -> int:
+        """Run the actions of `rank` up to the first that must wait; return how many ran."""
+        actions, first = self.schedule.ranks[rank], self.cursor[rank]
         for action in actions[first:]:
             needs = self._needs(action)
             if any(need not in self.end for need in needs):
                 break
-            start = max([self.now[stage], *(self.end[need] for need in needs)])
+            start = max([self.now[rank], *(self.end[need] for need in needs)])
             if action.op.is_compute:
-                self._compute(action, start)
+                self._compute(action, rank, start)
             else:
                 self._post(action, start)
-            self.cursor[stage] += 1
-        return self.cursor[stage] - first
+            self.cursor[rank] += 1
+        return self.cursor[rank] - first
 
-    def describe_wait(self, stage: int) -> str:
-        """Return what `stage` waits for at the end of the run; empty if for nothing."""
-        actions, place = self.schedule.ranks[stage], self.cursor[stage]
+    def describe_wait(self, rank: int) -> str:
+        """Return what `rank` waits for at the end of the run; empty if for nothing."""
+        actions, place = self.schedule.ranks[rank], self.cursor[rank]
+        label = self.schedule.row_label(rank)
         if place < len(actions):
             missing = [str(need) for need in self._needs(actions[place]) if need not in self.end]
-            return f"stage {stage} stops at {actions[place]}, which waits for {', '.join(missing)}"
-        mine = [each for each in self.posted if each.stage == stage]
+            return f"{label} stops at {actions[place]}, which waits for {', '.join(missing)}"
+        mine = [each for each in self.posted if self.schedule.rank_of(each.stage) == rank]
         alone = [f"{each}, which waits for {each.partner}" for each in mine if each not in self.end]
-        return f"stage {stage} ends with {' and '.join(alone)}" if alone else ""
+        return f"{label} ends with {' and '.join(alone)}" if alone else ""
 
     def _needs(self, action: Action) -> list[Action]:
         """Return the actions that must have had their effect before `action` can run."""
@@ -133,31 +139,38 @@ class _Run:
         needs: list[Action] = []
         match action.op:
             case Op.F if not is_first:
-                implicit = Action(stage - 1, Op.F, chunk)
-                needs = [Action(stage, Op.RECV_F, chunk) if self.has_transfers else implicit]
+                needs = [self._source(action, Op.RECV_F, stage - 1)]
+            case Op.B if is_last and self.schedule.loss == "each":
+                needs = [Action(stage, Op.F, chunk)]
             case Op.B if is_last:
                 needs = list(self.loss_lacks)
             case Op.B:
-                implicit = Action(stage + 1, Op.B, chunk)
-                needs = [Action(stage, Op.RECV_B, chunk) if self.has_transfers else implicit]
+                needs = [self._source(action, Op.RECV_B, stage + 1)]
             case Op.SEND_F:
                 needs = [Action(stage, Op.F, chunk)]
             case Op.SEND_B:
                 needs = [Action(stage, Op.B, chunk)]
         return needs
 
-    def _compute(self, action: Action, start: float) -> None:
-        """Run a compute action: it occupies its stage."""
+    def _source(self, action: Action, receive: Op, neighbour: int) -> Action:
+        """Return what a compute action has its data from: a receive, or another stage directly."""
+        if self.has_transfers and self.schedule.crosses_ranks(action.stage, neighbour):
+            return Action(action.stage, receive, action.chunk)
+        return Action(neighbour, action.op, action.chunk)
+
+    def _compute(self, action: Action, rank: int, start: float) -> None:
+        """Run a compute action: it occupies its rank."""
         end = start + self._price(action)
-        self.now[action.stage] = self.end[action] = end
-        self.events.append(Event(action, start, end))
+        self.now[rank] = self.end[action] = end
+        self.events.append(Event(action, rank, start, end))
         self.loss_lacks.pop(action, None)
 
     def _post(self, action: Action, time: float) -> None:
         """Start a transfer from one of its ends, and let the link carry what has both."""
         self.posted[action] = time
         send = action if action.op in (Op.SEND_F, Op.SEND_B) else action.partner
-        link = (send.stage, send.op)
+        rank_of = self.schedule.rank_of
+        link = (rank_of(send.stage), rank_of(send.partner.stage))
         if action == send:
             self.queues[link].append(send)
         queue = self.queues[link]
@@ -170,7 +183,10 @@ class _Run:
         start = max(self.link_free[link], self.posted[send], self.posted[receive])
         end = start + self._price(send)
         self.link_free[link] = self.end[send] = self.end[receive] = end
-        self.events += [Event(send, start, end), Event(receive, self.posted[receive], end)]
+        self.events += [
+            Event(send, link[0], start, end),
+            Event(receive, link[1], self.posted[receive], end),
+        ]
 
     def _price(self, action: Action) -> float:
         """Return the cost of `action`, checked."""
