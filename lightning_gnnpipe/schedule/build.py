@@ -33,12 +33,12 @@ class Schedule:
             is a part of the graph, or a micro-batch of many graphs.
         ranks: For each rank its actions, in the order in which it runs them.
         loss: What a loss needs before gradients can flow back: `"all"`, the outputs of all chunks;
-            `"each"`, those of its own chunk. With `"all"` each stage goes back through the chunks
-            in reverse order, which is right for chunks that depend on each other. With `"each"`
-            they are independent, and each stage goes back in the order of the forward phase: so
-            gradients of weights are summed in the same order by every schedule, for any number of
-            stages, as by plain accumulation on one device, and the sums are the same bits. The
-            order in which equal chunks go back has no influence on the peak of memory.
+            `"each"`, those of its own chunk, which is independent of the others. With `"all"` every
+            stage goes back through the chunks in reverse order, for the sake of chunks that are
+            dependent. With `"each"` it goes back in the order of the forward phase, as 1F1B must:
+            so the gradients of a weight are summed in one order by all schedules and any number of
+            stages, that of plain accumulation on one device. The peak of memory of fill-drain is
+            the same for both, as all chunks are held at the loss.
         num_virtual: Stages of each rank.
 
     Raises:

@@ -26,13 +26,14 @@ def check(schedule: Schedule) -> None:
             transfers between them in the same order), or what each rank waits for if the schedule
             deadlocks.
     """
-    for rank in range(schedule.num_ranks):
+    ranks = range(schedule.num_ranks)
+    for rank in ranks:
         _check_members(schedule, rank)
-        if schedule.loss == "all":
-            _check_phases(schedule, rank)
-        for stage in range(rank, schedule.num_stages, schedule.num_ranks):
-            for op in Op:
-                _check_stream(schedule, stage, op)
+    for rank in ranks if schedule.loss == "all" else ():
+        _check_phases(schedule, rank)
+    for stage in range(schedule.num_stages):
+        for op in Op:
+            _check_stream(schedule, stage, op)
     _check_links(schedule)
     simulate(schedule)
 

@@ -124,8 +124,9 @@ def stream(num_stages: int, num_micro_batches: Sequence[int], *, num_virtual: in
         stage 1  .  F0 F1 F2 F3 F4
 
     With M micro-batches in all, the time is that of one micro-batch through all stages and M - 1
-    times the slowest stage. A rank with several stages takes micro-batches through them in rounds,
-    as in `interleaved`, whatever mini-batch they belong to.
+    times the slowest stage. What faster stages before it have made waits to be sent. A rank with
+    several stages takes micro-batches through them in rounds, as in `interleaved`, whatever
+    mini-batch they belong to.
 
     Args:
         num_stages: Number of stages.

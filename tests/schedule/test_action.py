@@ -44,6 +44,12 @@ def test_partners_are_the_two_ends_of_a_transfer(one: str, other: str) -> None:
     assert str(Action.parse(other).partner) == one
 
 
+@pytest.mark.parametrize("text", ["2SEND_F0", "2RECV_F0", "2F0"])
+def test_transfers_serve_a_compute_action(text: str) -> None:
+    assert str(Action.parse(text).served) == "2F0"
+    assert str(Action.parse(text.replace("F", "B")).served) == "2B0"
+
+
 @given(transfers)
 def test_the_partner_of_the_partner_is_the_action(action: Action) -> None:
     assert action.partner.partner == action

@@ -6,6 +6,7 @@ from lightning_gnnpipe.schedule import (
     fill_drain,
     format_chart,
     format_grid,
+    interleaved,
     simulate,
 )
 from tests.schedule.text import read
@@ -75,3 +76,24 @@ def test_the_chart_has_its_width_whatever_is_in_it() -> None:
         format_chart(simulate(read((0,), "")), width=3).splitlines()[0]
         == "stage 0 |...|  0.0% busy"
     )
+
+
+def test_cells_name_the_stage_where_a_rank_has_several() -> None:
+    schedule = interleaved(2, 2, 1)
+    assert format_grid(schedule, bad=Action.parse("2B0")).splitlines() == [
+        "rank 0  0F0  .    2F0  .    .    2B0* .    0B0",
+        "rank 1  .    1F0  .    3F0  3B0  .    1B0  .",
+    ]
+    assert format_chart(simulate(schedule), width=32).splitlines() == [
+        "rank 0 |0F0-....2F0-........2B0=....0B0=|  50.0% busy",
+        "rank 1 |....1F0-....3F0-3B0=....1B0=....|  50.0% busy",
+        "span 8, bubble 50.0%, at most 2 live chunks on a rank",
+    ]
+
+
+def test_a_deadlock_of_ranks_with_several_stages_is_shown() -> None:
+    schedule = read((0,), "2F0 0F0", "1F0 3F0", loss="each", num_virtual=2)
+    assert format_grid(schedule).splitlines() == [
+        "rank 0  2F0? 0F0?",
+        "rank 1  1F0? 3F0?",
+    ]
