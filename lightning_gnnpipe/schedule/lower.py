@@ -36,8 +36,10 @@ def add_transfers(schedule: Schedule, *, lookahead: int = 2) -> Schedule:
     Args:
         schedule: A schedule of compute actions.
         lookahead: How many compute actions ahead a receive is posted. A rank holds at most
-            `lookahead + 1` open receives at a time, which is what it costs in memory; some more
-            where both ranks must keep to one order, see the module.
+            `lookahead + 1` open receives at a time, which is what it costs in memory: one more in
+            1F1B, and `num_ranks + max(lookahead, 3)` if interleaved, since both ranks keep to one
+            order. In `fill_drain` with several stages a rank they are all that a rank has been sent
+            while it was busy with another stage, parts of what it keeps at the loss.
 
     Raises:
         ScheduleError: If `lookahead` is negative, the schedule has transfers already, or it
