@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnnpipe.comm.mesh import Mesh
+from lightning_gnnpipe.comm.mesh import Mesh, World, make_mesh
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.parcel import Parcel
 from lightning_gnnpipe.comm.payload import Codec
@@ -33,14 +33,42 @@ _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps 
 
 
 class Transport:
-    """Point-to-point messages to the neighbouring stages, and collectives over all of them."""
+    """Point-to-point messages between ranks, and collectives over all of them.
 
-    def __init__(self, mesh: Mesh, meter: Meter) -> None:
-        self.mesh = mesh
+    Args:
+        world: The ranks.
+        meter: Counts what travels.
+    """
+
+    def __init__(self, world: World, meter: Meter) -> None:
+        self.world = world
         self.meter = meter
+        self._mesh: Mesh | None = None
+        self._meshes: dict[tuple[int, int], Mesh] = {}  # torch has no cheap way to end a group
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[tuple[TrafficKind, int], tuple[list[Any], list[Parcel]]] = {}
         self._seed = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place among stages and shards, once it has one."""
+        assert self._mesh is not None, "the layout has not been settled"
+        return self._mesh
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ranks have been dealt out to stages and shards."""
+        return self._mesh is not None
+
+    def settle(self, layout: tuple[int, int] | None) -> None:
+        """Deal the ranks out to so many stages of so many shards; a collective call.
+
+        None leaves the layout open until the next call.
+        """
+        if layout is not None and layout not in self._meshes:
+            with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
+                self._meshes[layout] = make_mesh(self.world, *layout)
+        self._mesh = None if layout is None else self._meshes[layout]
 
     def begin_step(self, seed: int) -> None:
         """Draw the random numbers of codecs from `seed` on; each message takes the next one."""
@@ -55,7 +83,7 @@ class Transport:
         codec: Codec = PLAIN,
     ) -> None:
         """Start to receive the tensors of `chunk` from rank `source` into `buffers`."""
-        parcels = [Parcel(buffer, codec, self.mesh.wire_device) for buffer in buffers]
+        parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
         with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
             works = [
                 dist.irecv(parcel.place, source, tag=_tag(kind, chunk, i))
@@ -69,7 +97,7 @@ class Transport:
         works, parcels = self._receives.pop((kind, chunk))
         with self.explained(f"wait for {kind} data of chunk {chunk}"):
             for work in works:
-                work.wait(self.mesh.timeout)
+                work.wait(self.world.timeout)
         self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
         return [parcel.open() for parcel in parcels]
 
@@ -93,23 +121,23 @@ class Transport:
         """Wait until everything that was sent has left."""
         with self.explained("wait for sent data to be received"):
             for work, _ in self._sends:
-                work.wait(self.mesh.timeout)
+                work.wait(self.world.timeout)
         self._sends.clear()
 
     def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
         """Overwrite `tensor` by that of rank `source`."""
-        if not self.mesh.is_distributed:
+        if not self.world.is_distributed:
             return
         with self.explained(f"broadcast {kind} data from rank {source}"):
             payload = self._on_wire(tensor)
             dist.broadcast(payload, source)
             _bring(payload, tensor)
-        if self.mesh.rank != source:
+        if self.world.rank != source:
             self.meter.count(kind, tensor)
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over all ranks, in place."""
-        if self.mesh.is_distributed:
+        if self.world.is_distributed:
             self._sum(tensor, kind, None)
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
@@ -126,7 +154,7 @@ class Transport:
 
         def wait() -> None:
             with self.explained(f"sum {kind} data over ranks"):
-                work.wait(self.mesh.timeout)
+                work.wait(self.world.timeout)
             _bring(payload, tensor)
 
         return wait
@@ -153,7 +181,7 @@ class Transport:
             receives: Ranks and where to put what they send.
             codec: That all tensors are sent with.
         """
-        parcels = [Parcel(buffer, codec, self.mesh.wire_device) for _, buffer in receives]
+        parcels = [Parcel(buffer, codec, self.world.wire_device) for _, buffer in receives]
         with self.explained(f"exchange {kind} data"):
             ops = [
                 dist.P2POp(dist.irecv, parcel.place, rank, tag=_EXCHANGE_TAG)
@@ -174,10 +202,10 @@ class Transport:
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank, each a list of as many 64-bit integers."""
-        if not self.mesh.is_distributed:
+        if not self.world.is_distributed:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.mesh.wire_device)
-        all_numbers = [torch.empty_like(own) for _ in range(self.mesh.size)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.world.wire_device)
+        all_numbers = [torch.empty_like(own) for _ in range(self.world.size)]
         with self.explained("compare the batch with the other ranks"):
             dist.all_gather(all_numbers, own)
         self.meter.count("control", *all_numbers)
@@ -186,24 +214,24 @@ class Transport:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         with self.explained("meet the other ranks"):
-            met = torch.zeros(1, device=self.mesh.wire_device)
+            met = torch.zeros(1, device=self.world.wire_device)
             dist.all_reduce(met)  # dist.barrier() would choose between backends by itself
             met.item()
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Return the picklable `value` of rank `source`."""
-        if not self.mesh.is_distributed:
+        if not self.world.is_distributed:
             return value
         box = [value]
         with self.explained(f"broadcast from rank {source}"):
-            dist.broadcast_object_list(box, source, device=self.mesh.wire_device)
+            dist.broadcast_object_list(box, source, device=self.world.wire_device)
         return box[0]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone and return its result, or raise its error, on all."""
         result: T | None = None
         error: Exception | None = None
-        if self.mesh.is_root:
+        if self.world.is_root:
             try:
                 result = work()
             except ValueError as found:
@@ -215,16 +243,16 @@ class Transport:
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Return the picklable values of all ranks."""
-        if not self.mesh.is_distributed:
+        if not self.world.is_distributed:
             return [value]
-        values: list[Any] = [None] * self.mesh.size
+        values: list[Any] = [None] * self.world.size
         with self.explained("gather from all ranks"):
             dist.all_gather_object(values, value)
         return values
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a copy of it, as it can be sent."""
-        return tensor.detach().to(self.mesh.wire_device).contiguous()
+        return tensor.detach().to(self.world.wire_device).contiguous()
 
     def _encode(self, tensor: Tensor, codec: Codec) -> Tensor:
         """Return what `tensor` is sent as."""
@@ -237,8 +265,8 @@ class Transport:
             yield
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
-                f"Rank {self.mesh.rank} could not {what}: another rank has failed, or did not "
-                f"answer within {self.mesh.timeout.total_seconds():.0f} s. The first error that a "
+                f"Rank {self.world.rank} could not {what}: another rank has failed, or did not "
+                f"answer within {self.world.timeout.total_seconds():.0f} s. The first error that a "
                 "rank printed is the cause. If all ranks are alive and slow, give GNNPipeStrategy "
                 f"a longer timeout. ({type(error).__name__}: {error})"
             ) from error
@@ -259,7 +287,7 @@ class Exchange:
         transport = self._transport
         with transport.explained(f"wait for {self._kind} data"):
             for work in self._works:
-                work.wait(transport.mesh.timeout)
+                work.wait(transport.world.timeout)
         self._sent.clear()
         return [parcel.open() for parcel in self._parcels]
 

@@ -70,6 +70,7 @@ class Step:
         self._parts = parts
         parts.context.leaves = parts.inputs
         self._mesh = parts.transport.mesh
+        self._device = parts.transport.world.device
         self._leaves = parts.stage.leaves
         self._chunks: dict[int, _ChunkState] = {}
         self._output_grads: Sequence[Tensor] = ()
@@ -80,7 +81,7 @@ class Step:
             torch.empty(
                 (parts.plan.globe.num_nodes, *value.row_shape),
                 dtype=value.dtype,
-                device=self._mesh.device,
+                device=self._device,
             )
             for value in parts.outputs
         ]
@@ -241,7 +242,7 @@ class Step:
         if value.kind is Kind.EDGE:
             first, end = self._parts.inputs.edge_bounds(chunk, value.edge_set)
             rows = end - first
-        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._mesh.device)
+        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._device)
 
 
 _METHODS: dict[Op, Callable[[Step, Chunk], None]] = {
