@@ -86,7 +86,7 @@ class LayoutChoice:
         assert layout is not None
         self._transport.settle(layout)
         if self._transport.world.is_root:
-            self.on_chosen("Layout: {} stages x {} shards, {}".format(*layout, why))
+            self.on_chosen("Layout {} x {} (stages x shards), {}".format(*layout, why))
 
     def _possible(self, layers: Layers, inputs: Inputs) -> list[Layout]:
         num_devices, num_layers = self._transport.world.size, len(layers.segments)

@@ -76,7 +76,7 @@ class Step:
         self._output_grads: Sequence[Tensor] = ()
         self._previous = self._mesh.rank_of(self._mesh.stage - 1)
         self._next = self._mesh.rank_of(self._mesh.stage + 1)
-        self.recorder = Recorder(self._mesh.rank)
+        self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
         self._outputs = [
             torch.empty(
                 (parts.plan.globe.num_nodes, *value.row_shape),
