@@ -35,7 +35,7 @@ class PlanningTrainer(pl.Trainer):
         self,
         model: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
-        link_gbit: float = 10.0,
+        link_gbit: float | None = None,
         memory_gib: float | None = None,
         num_devices: int | None = None,
     ) -> None:
@@ -46,8 +46,10 @@ class PlanningTrainer(pl.Trainer):
         Args:
             model: The module that would be trained.
             datamodule: Its data.
-            link_gbit: Speed of the link of each device, in Gbit/s each way.
-            memory_gib: Memory of a device, in GiB, that layouts should fit into.
+            link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, the
+                strategy's `link_gbit_per_s`, or else 10.
+            memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, the
+                strategy's.
             num_devices: Plan the best layout of so many devices, whatever the Trainer has.
 
         Raises:
@@ -75,13 +77,16 @@ class PlanningTrainer(pl.Trainer):
                     remedy="FullGraphDataModule serves a graph or a data set.",
                 )
             )
-        num_stages = None
+        layout = None
         if num_devices is None:
-            num_stages = strategy.options.resolve_num_stages(self.world_size)
+            layout = strategy.options.resolve_layout(self.world_size)
+            num_devices = self.world_size if layout is None else None
+        num_stages, num_shards = layout or (None, None)
         plan = strategy.plan(
             model,
             datamodule,
             num_stages=num_stages,
+            num_shards=num_shards,
             num_devices=num_devices,
             link_gbit_per_s=link_gbit,
             memory_gib=memory_gib,

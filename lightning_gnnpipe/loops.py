@@ -1,16 +1,45 @@
-"""When the engine takes the module's forward over: once a loop starts, not before.
+"""When the engine comes, takes the module's forward over, and goes.
 
-Until then every rank holds the whole module. What runs it earlier, such as a model summary with an
-example input or a logger that draws the model, on one rank alone, gets its own forward.
+It takes over once a loop starts, not before. Until then every rank holds the whole module. What
+runs it earlier, such as a model summary with an example input or a logger that draws the model, on
+one rank alone, gets its own forward.
 """
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_gnnpipe import _compat
 from lightning_gnnpipe.checkpoints import PipeCheckpoints
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.guests import GuestCallbacks
+from lightning_gnnpipe.metrics import LocalMetrics
+from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.precision import StagePrecision
+from lightning_gnnpipe.randomness import set_random_state
+from lightning_gnnpipe.refuse import check_sharded
+from lightning_gnnpipe.stages import find_pipelined
+
+log = logging.getLogger(__name__)
 
 
 class PipeLoops(PipeCheckpoints):
-    """Puts the engine behind the pipelined module's forward at the start of each loop."""
+    """Puts the engine behind the pipelined module's forward at the start of each loop.
+
+    Args:
+        args: Of `PipeCheckpoints`, as are `kwargs`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.controls = Controls()
+        self._metrics = LocalMetrics()
+        self._guests = GuestCallbacks()
+        self._precision = StagePrecision()
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -31,3 +60,55 @@ class PipeLoops(PipeCheckpoints):
     def _take_over(self) -> None:
         if "forward" not in self.engine.model.module.__dict__:
             self.engine.attach()
+
+    def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
+        """Make the engine of the pipelined module; it takes over when a loop starts."""
+        options = self.options
+        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
+        most_stages, most_shards = options.most_of_layout(self.world_size)
+        check_support(pipelined, options.expect_num_chunks(most_stages), most_shards)
+        seed = self._share_start(module)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            run, random = saved
+            seed = run.state.seed
+            set_random_state(random, self.root_device)
+        engine_options = options.for_engine(seed, self.world_size, is_fitting=is_fitting)
+        self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
+        if saved is not None:
+            self._engine.resume(run)
+        elif self._ended is not None and not is_fitting:
+            self._engine.prefer(self._ended)
+        self._metrics.attach(module)
+        if self._has_peers:
+            self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
+        check_sharded(callbacks, self.options.save_distributed_checkpoint)
+        for average in filter(None, map(_compat.average_of, callbacks)):
+            self._share_weights(average)
+        self._guests.attach(
+            callbacks, self.engine.model, self._prefix, lambda: self._is_interrupted
+        )
+
+    def _detach(self) -> None:
+        """Give the user's module, and everything else that was changed, back as it was."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        if engine.options.is_fitting:
+            self._ended = engine.run_state().without_histories()
+        engine.detach()
+        self._precision.detach()
+        self._guests.detach()
+        self._metrics.detach()
+        self.controls.reset()
+        if not self._is_interrupted:
+            engine.graphs.drop_histories()
+            engine.model.restore()
+        elif engine.model.husks():
+            log.warning(
+                "The module on rank %d holds the weights of one stage only, because the run was "
+                "interrupted. Load the last checkpoint.",
+                self.global_rank,
+            )

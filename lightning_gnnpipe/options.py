@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import MessageOptions
-from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
+from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, LayoutSearch
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.types import (
@@ -48,19 +48,20 @@ class StrategyOptions:
     timeout: timedelta
     start_method: StartMethod
     save_distributed_checkpoint: bool = False
-    graph_parallel: int = 1
+    graph_parallel: int | Literal["auto"] = 1
     halo_codec: CodecName = "fp32"
     cut_codec: CodecName = "fp32"
     async_halo: bool = False
     halo_momentum: float = 0.0
+    link_gbit_per_s: float | None = None
+    memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
         _check_count("num_chunks", self.num_chunks, "the number of nodes")
-        is_count = isinstance(self.graph_parallel, int) and self.graph_parallel >= 1
-        if not is_count or isinstance(self.graph_parallel, bool):
+        if not _is_count(self.graph_parallel) and self.graph_parallel != "auto":
             _refuse(
-                "'graph_parallel' to be at least 1",
+                "'graph_parallel' to be at least 1, or 'auto'",
                 self.graph_parallel,
                 "1 leaves the graph in one piece on each stage.",
             )
@@ -84,12 +85,7 @@ class StrategyOptions:
                 "Use torch.bfloat16, for instance.",
             )
         _check_device(self.history_device)
-        if self.history_device is not None and self.graph_parallel > 1:
-            _refuse(
-                "'history_device' to be None where the graph is split over shards",
-                self.history_device,
-                "Leave it out, or use graph_parallel=1.",
-            )
+        self._check_shards(self.graph_parallel)
         _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
         _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
         if not 0 <= self.halo_momentum < 1:
@@ -98,6 +94,12 @@ class StrategyOptions:
                 self.halo_momentum,
                 "0 uses what arrived last as it is; PipeGCN's is 0.95.",
             )
+        for name, value in (
+            ("link_gbit_per_s", self.link_gbit_per_s),
+            ("memory_gib", self.memory_gib),
+        ):
+            if value is not None and not 0 < value < float("inf"):
+                _refuse(f"'{name}' to be positive", value, "Leave it out if it is not known.")
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -105,18 +107,21 @@ class StrategyOptions:
                 "Write timedelta(minutes=10), for instance.",
             )
 
-    def for_engine(self, seed: int, *, is_fitting: bool) -> EngineOptions:
+    def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
         """Return what the engine is told of them.
 
         Args:
             seed: Of the run.
+            world_size: Processes.
             is_fitting: Whether the run trains.
         """
+        most_stages, _ = self.most_of_layout(world_size)
+        auto_chunks = CHUNKS_PER_STAGE * most_stages
         balance = self.balance
         if balance == "measured" and not is_fitting:
             balance = "uniform"  # stages run one after the other in exact passes
         return EngineOptions(
-            ChunkOptions(self.num_chunks, self.partition, seed),
+            ChunkOptions(self.num_chunks, self.partition, seed, auto_chunks),
             self.histories,
             self.shuffle_chunks,
             balance,
@@ -124,6 +129,7 @@ class StrategyOptions:
             is_fitting,
             self.self_check,
             self.messages,
+            LayoutSearch(self.link_gbit_per_s, self.memory_gib),
         )
 
     @property
@@ -140,39 +146,76 @@ class StrategyOptions:
             dtype = getattr(torch, dtype)
         return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, dtype, device)
 
-    def resolve_num_stages(self, world_size: int) -> int:
-        """Return S: there are S x `graph_parallel` processes.
+    def resolve_layout(self, world_size: int) -> tuple[int, int] | None:
+        """Return the numbers of stages and shards, S and G; None to choose them by measuring.
 
         Raises:
-            ConfigError: If there are not.
+            ConfigError: If there is no way to deal out so many processes.
         """
-        shards = self.graph_parallel
+        stages = None if self.num_stages == "auto" else self.num_stages
+        if self.graph_parallel != "auto":
+            return self._divide(world_size, stages, self.graph_parallel)
+        if stages is None and not isinstance(self.balance, str):
+            stages = len(self.balance)
+        if stages is None and world_size > 1 and self.history_device is None:
+            return None
+        stages = stages or world_size
+        if world_size % stages:
+            _refuse(
+                f"'num_stages' to divide the number of processes, {world_size}",
+                stages,
+                f"Use Trainer(devices={stages}), or a multiple of it for several shards.",
+            )
+        self._check_shards(world_size // stages)
+        return stages, world_size // stages
+
+    def _divide(self, world_size: int, stages: int | None, shards: int) -> tuple[int, int]:
+        """Return the layout of so many shards, and of these stages if they are given."""
         if world_size % shards:
             _refuse(
                 f"'graph_parallel' to divide the number of processes, {world_size}",
                 shards,
                 f"Use Trainer(devices={shards}) for one stage, or a multiple of it for more.",
             )
-        if self.num_stages not in ("auto", world_size // shards):
-            needed = self.num_stages * shards
+        if stages not in (None, world_size // shards):
             _refuse(
                 f"'num_stages' to be {world_size // shards}: the number of processes, {world_size}"
                 f"{f', over graph_parallel={shards}' if shards > 1 else ''}",
-                self.num_stages,
-                f"Use Trainer(devices={needed}), or num_stages='auto'.",
+                stages,
+                f"Use Trainer(devices={stages * shards}), or num_stages='auto'.",
             )
-        return world_size // shards
+        return world_size // shards, shards
+
+    def most_of_layout(self, world_size: int) -> tuple[int, int]:
+        """Return the most stages, and the most shards, that there may be."""
+        return self.resolve_layout(world_size) or (world_size, world_size)
 
     def expect_num_chunks(self, num_stages: int) -> int:
-        """Return K as far as it is known before the graph is."""
+        """Return K as far as it is known before the graph is.
+
+        Args:
+            num_stages: Stages, or devices where it is not known how many of them are stages: K must
+                not depend on a choice that is measured.
+        """
         if isinstance(self.partition, Tensor):
             return int(self.partition.max()) + 1 if self.partition.numel() else 1
         return CHUNKS_PER_STAGE * num_stages if self.num_chunks == "auto" else self.num_chunks
 
+    def _check_shards(self, num_shards: int | Literal["auto"]) -> None:
+        if self.history_device is not None and num_shards not in ("auto", 1):
+            _refuse(
+                "'history_device' to be None where the graph is split over shards",
+                self.history_device,
+                "Leave it out, or use graph_parallel=1.",
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
 
 def _check_count(name: str, value: object, limit: str) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value != "auto" and not is_count:
+    if value != "auto" and not _is_count(value):
         _refuse(
             f"'{name}' to be between 1 and {limit}, or 'auto'",
             value,

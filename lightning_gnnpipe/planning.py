@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, Dataset, InMemoryDataset
 
+from lightning_gnnpipe.comm import Link
 from lightning_gnnpipe.engine import (
     ForecastOptions,
     LayoutOptions,
@@ -31,6 +32,7 @@ from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
 log = logging.getLogger(__name__)
 
 _NUM_TIMED = 3
+_LINK_GBIT_PER_S = 10.0  # usual between machines
 
 
 class _Captured(Exception):
@@ -47,34 +49,41 @@ def plan_pipeline(
     options: StrategyOptions,
     *,
     num_stages: int | None = None,
+    num_shards: int | None = None,
     num_devices: int | None = None,
-    link_gbit_per_s: float = 10.0,
+    link_gbit_per_s: float | None = None,
     memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut and what a training step would take.
 
-    The plan is for `num_stages` stages of as many shards as the strategy's `graph_parallel` says,
-    or for the layout of `num_devices` devices that it finds to be the best; it lists the others as
-    well, on the same chunks.
+    The plan is for `num_stages` stages of `num_shards` shards, or for the layout of `num_devices`
+    devices that it finds to be the best; it lists the others as well, on the same chunks.
 
     Args:
         module: The module; its `training_step` runs up to its call of the pipelined module.
         data: A graph, a data set of one, or a data module.
         options: Of the strategy; the number of stages is given apart.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
+        num_shards: Shards, G; None for what the strategy's `graph_parallel` says, 1 if that is
+            "auto".
         num_devices: Devices to deal out to stages and shards, instead of `num_stages`; the
             strategy's `num_chunks` is then best given ("auto" takes 4 a device).
-        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way.
-        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for any.
+        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for what the
+            strategy says, or else 10.
+        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for what the
+            strategy says, or else any.
 
     Raises:
         ConfigError: If `training_step` cannot run outside of a Trainer.
         GNNPipeError: As training would.
     """
+    given = (link_gbit_per_s, options.link_gbit_per_s, _LINK_GBIT_PER_S)
+    link_gbit_per_s = next(one for one in given if one is not None)
+    memory_gib = options.memory_gib if memory_gib is None else memory_gib
     _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
     if memory_gib is not None:
         _check_positive("memory_gib", memory_gib, "Leave it out if memory is no matter.")
-    num_devices, layout = _asked_layout(options, num_stages, num_devices)
+    num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs = _capture(module, pipelined, batch)
@@ -98,7 +107,7 @@ def plan_pipeline(
                     options.balance,
                     options.histories,
                     options.messages,
-                    link_gbit_per_s,
+                    Link.of(link_gbit_per_s),
                     memory_gib,
                 ),
             ),
@@ -107,11 +116,15 @@ def plan_pipeline(
 
 
 def _asked_layout(
-    options: StrategyOptions, num_stages: int | None, num_devices: int | None
+    options: StrategyOptions,
+    num_stages: int | None,
+    num_shards: int | None,
+    num_devices: int | None,
 ) -> tuple[int, tuple[int, int] | None]:
     """Return the number of devices, and those of stages and shards; None for the best."""
     if num_devices is None:
-        layout = (2 if num_stages is None else num_stages), options.graph_parallel
+        shards = 1 if options.graph_parallel == "auto" else options.graph_parallel
+        layout = 2 if num_stages is None else num_stages, num_shards or shards
         return layout[0] * layout[1], layout
     if num_stages is not None:
         raise ConfigError(

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
-    Mesh,
     Meter,
     Transport,
+    World,
     choose_wire,
-    make_shard_group,
     restart_store,
     set_group_timeout,
 )
@@ -90,7 +89,7 @@ class PipeProcesses(_compat.LightningStrategy):
     @property
     def _has_peers(self) -> bool:
         """Whether there are other ranks, and this process is one of them."""
-        return self._transport is not None and self._transport.mesh.is_distributed
+        return self._transport is not None and self._transport.world.is_distributed
 
     @property
     def _is_interrupted(self) -> bool:
@@ -133,16 +132,17 @@ class PipeProcesses(_compat.LightningStrategy):
             self.launcher.random_state = None
         super().setup_environment()
         self.set_world_ranks()
-        num_stages, wire = self.options.resolve_num_stages(self.world_size), None
-        device, timeout = self.root_device, self.options.timeout
-        num_shards, shards = self.options.graph_parallel, None
-        if num_stages * num_shards > 1:
+        layout, wire = self.options.resolve_layout(self.world_size), None
+        if self.world_size > 1:
             backend = self._connect()
-            self.options.resolve_num_stages(dist.get_world_size())
-            wire = choose_wire(device, backend)
-            shards = make_shard_group(num_stages, num_shards, wire, timeout)
-        mesh = Mesh(self.global_rank, num_stages, device, timeout, wire, num_shards, shards)
-        self._transport = Transport(mesh, Meter())
+            layout = self.options.resolve_layout(dist.get_world_size())
+            wire = choose_wire(self.root_device, backend)
+        world = World(
+            self.global_rank, self.world_size, self.root_device, self.options.timeout, wire
+        )
+        if self._transport is None or self._transport.world != world:
+            self._transport = Transport(world, Meter())
+        self._transport.settle(layout)
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""
@@ -201,7 +201,7 @@ class PipeProcesses(_compat.LightningStrategy):
         """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
         if not self._has_peers:
             return tensor
-        wire = self._pipe.mesh.wire_device
+        wire = self._pipe.world.wire_device
         return super().all_gather(tensor.to(wire), group, sync_grads).to(tensor.device)
 
     def together(self, work: Callable[[], T]) -> T:

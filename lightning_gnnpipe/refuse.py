@@ -29,13 +29,16 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_scaling(async_halo: bool) -> None:
+def check_scaling(is_async: bool) -> None:
     """Refuse gradients of the last step, which had another loss scale, or overflowed.
 
+    Args:
+        is_async: Whether losses are scaled, and gradients of the last step are used.
+
     Raises:
-        UnsupportedError: If gradients of the last step are used.
+        UnsupportedError: If so.
     """
-    if async_halo:
+    if is_async:
         raise UnsupportedError(
             explain(
                 expected="async_halo=True without loss scaling",

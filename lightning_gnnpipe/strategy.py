@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -15,39 +13,23 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import (
     BatchFingerprints,
-    PipelineEngine,
     PipelinePlan,
     PipelineStats,
-    clip_by_total_norm,
     drop_foreign_states,
-    share_overflows,
 )
-from lightning_gnnpipe.guests import GuestCallbacks
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.loops import PipeLoops
-from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
-from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.planning import plan_pipeline
-from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import (
-    check_optimizers,
-    check_scaling,
-    check_sharded,
-    check_was_called,
-)
-from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import CodecName, DtypeName, Partition, StartMethod
-
-log = logging.getLogger(__name__)
 
 
 class GNNPipeStrategy(PipeLoops):
@@ -61,8 +43,10 @@ class GNNPipeStrategy(PipeLoops):
         num_stages: Stages, S; "auto" for as many as there are devices for.
         graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
             which split every chunk and swap rows of neighbours; graph parallelism with one stage.
-        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
-            1 nothing overlaps, and no row is stale.
+            "auto" for as many as there are devices for; where `num_stages` is "auto" as well, the
+            fastest layout of the devices is chosen at the first step, by measuring.
+        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage, or a
+            device where the layout is chosen. With 1 nothing overlaps, and no row is stale.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         shuffle_chunks: Draw a new order of the chunks in each epoch.
@@ -86,6 +70,10 @@ class GNNPipeStrategy(PipeLoops):
             computed.
         history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
             is a transfer. None: where the layers compute.
+        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way, by which layouts are
+            compared; None to measure it, or 10 in a plan.
+        memory_gib: Memory of a device, in GiB, that the chosen layout should fit into; None for
+            any.
         self_check: Try the module out on a small graph before training, chunks against whole,
             forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -109,7 +97,7 @@ class GNNPipeStrategy(PipeLoops):
         self,
         *,
         num_stages: int | Literal["auto"] = "auto",
-        graph_parallel: int = 1,
+        graph_parallel: int | Literal["auto"] = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         shuffle_chunks: bool = True,
@@ -123,6 +111,8 @@ class GNNPipeStrategy(PipeLoops):
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
+        link_gbit_per_s: float | None = None,
+        memory_gib: float | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
@@ -154,6 +144,8 @@ class GNNPipeStrategy(PipeLoops):
             cut_codec,
             async_halo,
             halo_momentum,
+            link_gbit_per_s,
+            memory_gib,
         )
         super().__init__(
             options,
@@ -164,11 +156,7 @@ class GNNPipeStrategy(PipeLoops):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.controls = Controls()
-        self._metrics = LocalMetrics()
         self._fingerprints = BatchFingerprints()
-        self._guests = GuestCallbacks()
-        self._release_scaler: Callable[[], None] | None = None
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
@@ -197,6 +185,7 @@ class GNNPipeStrategy(PipeLoops):
         self._attach(self.lightning_module, is_fitting)
         self._signals.attach(trainer, self.engine.progress)
         self.engine.on_signals = self._signals.agree
+        self.engine.choice.on_chosen = rank_zero_info
         if is_fitting and shows_stages(trainer):
             self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if is_fitting:
@@ -212,68 +201,16 @@ class GNNPipeStrategy(PipeLoops):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        if self._pipe.mesh.is_distributed:
-            self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None:
-                check_scaling(self.options.async_halo)
-                self._release_scaler = share_overflows(scaler, self._pipe)
+        if self._has_peers:
+            assert self.lightning_module is not None
+            scales = self._precision.attach(
+                self.precision_plugin, self.lightning_module, self.engine.model, self._pipe
+            )
+            check_scaling(scales and self.options.async_halo)
 
     def teardown(self) -> None:
         self._detach()
         super().teardown()
-
-    def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Make the engine of the pipelined module; it takes over when a loop starts."""
-        options = self.options
-        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
-        num_chunks = options.expect_num_chunks(self._pipe.mesh.num_stages)
-        check_support(pipelined, num_chunks, options.graph_parallel)
-        seed = self._share_start(module)
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            run, random = saved
-            seed = run.state.seed
-            set_random_state(random, self.root_device)
-        engine_options = options.for_engine(seed, is_fitting=is_fitting)
-        self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        if saved is not None:
-            self._engine.resume(run)
-        self._metrics.attach(module)
-        if self._has_peers:
-            self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
-
-    def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
-        check_sharded(callbacks, self.options.save_distributed_checkpoint)
-        for average in filter(None, map(_compat.average_of, callbacks)):
-            self._share_weights(average)
-        self._guests.attach(
-            callbacks, self.engine.model, self._prefix, lambda: self._is_interrupted
-        )
-
-    def _detach(self) -> None:
-        """Give the user's module, and everything else that was changed, back as it was."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        if engine.options.is_fitting:
-            self._ended = engine.run_state().without_histories()
-        engine.detach()
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if self._release_scaler is not None:
-            self._release_scaler()
-        self._guests.detach()
-        self._metrics.detach()
-        self.controls.reset()
-        if not self._is_interrupted:
-            engine.graphs.drop_histories()
-            engine.model.restore()
-        elif engine.model.husks():
-            log.warning(
-                "The module on rank %d holds the weights of one stage only, because the run was "
-                "interrupted. Load the last checkpoint.",
-                self.global_rank,
-            )
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -301,8 +238,3 @@ class GNNPipeStrategy(PipeLoops):
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
         return output
-
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.lightning_module is not None
-        parameters = self.precision_plugin.main_params(optimizer)
-        clip_by_total_norm(self.engine, self.lightning_module, parameters, clip_val)

@@ -67,7 +67,7 @@ class Disagrees(L.Callback):
     """Forgets the agreement between the stages: what a stage finds, it keeps to itself."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pipe_strategy(self, trainer)._release_scaler()
+        pipe_strategy(self, trainer)._precision._undo.pop()()
 
 
 def precision_args(precision: str, growth_interval: int = 2) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class PipelineMonitor(Callback):
       not compute. A phase lasts from the start of its first chunk on any stage to the end of its
       last.
     - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it waited
-      for others, sent, or was done. Their mean, over the length of the phases, is the bubble share.
+      for other stages or shards, sent, or was done. Their mean, over the length of the phases, is
+      the bubble share.
     - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward` and `backward`
       between stages, `halo` and `halo_grad` between shards of the graph, `output`, `input_grad`,
       `tied_grad`, `weight_grad`, and `control`, which is what is no payload of the step.

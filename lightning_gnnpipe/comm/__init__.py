@@ -5,7 +5,8 @@ from __future__ import annotations
 from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm.codec import get_codec
 from lightning_gnnpipe.comm.collect import share_tensors
-from lightning_gnnpipe.comm.mesh import Mesh, make_shard_group
+from lightning_gnnpipe.comm.link import Link, measure_link
+from lightning_gnnpipe.comm.mesh import Mesh, World
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.options import MessageOptions
 from lightning_gnnpipe.comm.payload import Codec
@@ -19,14 +20,16 @@ __all__ = [
     "PLAIN",
     "Codec",
     "Exchange",
+    "Link",
     "Mesh",
     "MessageOptions",
     "Meter",
     "Transport",
+    "World",
     "choose_wire",
     "get_codec",
     "load_shards",
-    "make_shard_group",
+    "measure_link",
     "restart_store",
     "save_shards",
     "set_group_timeout",

@@ -26,11 +26,11 @@ def share_tensors(
     """
     shared = {}
     for name, owner in owners.items():
-        if owner == transport.mesh.rank:
-            tensor = local[name].detach().to(transport.mesh.device).contiguous()
+        if owner == transport.world.rank:
+            tensor = local[name].detach().to(transport.world.device).contiguous()
         else:
             shape, dtype = shapes[name]
-            tensor = torch.empty(shape, dtype=dtype, device=transport.mesh.device)
+            tensor = torch.empty(shape, dtype=dtype, device=transport.world.device)
         transport.broadcast(tensor, owner, "control")
         shared[name] = tensor
     return shared

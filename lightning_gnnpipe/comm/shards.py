@@ -31,7 +31,7 @@ def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor
     """Write this rank's tensors, under names that no other rank uses; a collective call."""
     writer = FileSystemWriter(folder)
     with transport.explained(f"write the shards of {folder}"):
-        save_tensors(tensors, writer, transport.mesh.is_distributed)
+        save_tensors(tensors, writer, transport.world.is_distributed)
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:

@@ -6,10 +6,10 @@ from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
-from lightning_gnnpipe.engine.graph import ChunkOptions
-from lightning_gnnpipe.engine.layouts import LayoutOptions
+from lightning_gnnpipe.engine.measured import LayoutOptions
 from lightning_gnnpipe.engine.model import Balance, PipelinedModel
-from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
+from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
 from lightning_gnnpipe.engine.resume import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
@@ -32,6 +32,7 @@ __all__ = [
     "ForecastOptions",
     "LayoutForecast",
     "LayoutOptions",
+    "LayoutSearch",
     "PipelineEngine",
     "PipelinePlan",
     "PipelineStats",

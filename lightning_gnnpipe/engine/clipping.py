@@ -7,11 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.engine.engine import PipelineEngine
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.model import PipelinedModel
 
 
 def clip_by_total_norm(
-    engine: PipelineEngine, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float
+    model: PipelinedModel,
+    transport: Transport,
+    root: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
 ) -> Tensor:
     """Scale the gradients of `parameters` so that their norm over all stages is at most `max_norm`.
 
@@ -19,7 +24,8 @@ def clip_by_total_norm(
     collective call.
 
     Args:
-        engine: The engine.
+        model: The pipelined model.
+        transport: The ranks.
         root: The module that holds all parameters.
         parameters: Those to clip.
         max_norm: Largest 2-norm of their gradients.
@@ -28,15 +34,26 @@ def clip_by_total_norm(
         The norm before clipping, equal on all ranks.
     """
     with_grad = [p for p in parameters if p.grad is not None]
-    counted = engine.counted_parameters(root)
+    counted = _counted(model, transport, root)
     grads = [p.grad.detach() for p in with_grad if p.grad is not None and id(p) in counted]
-    square = torch.zeros((), dtype=torch.float64, device=engine.transport.mesh.device)
+    square = torch.zeros((), dtype=torch.float64, device=transport.world.device)
     for grad in grads:
         square += torch.linalg.vector_norm(grad).double().square()
-    engine.transport.all_reduce(square, "control")
+    transport.all_reduce(square, "control")
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in with_grad:
         assert p.grad is not None
         p.grad.mul_(scale.to(p.grad.dtype))
     return norm
+
+
+def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> set[int]:
+    """Return the ids of the parameters of `root` that count on this rank; each counts once."""
+    if transport.mesh.shard:  # the stage's first rank has the same
+        return set()
+    named = dict(model.module.named_parameters())
+    pipelined = {id(named[name]) for name in model.pipelined if name in named}
+    owned = {id(named[name]) for name in model.owned if name in named}
+    replicated = {id(p) for p in root.parameters()} - pipelined
+    return owned | replicated if transport.world.is_root else owned

@@ -19,6 +19,7 @@ from lightning_gnnpipe.comm import MessageOptions, Transport, get_codec
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
+from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.chunk_run import make_seeds
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
@@ -58,6 +59,7 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.balance, self._check)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
+        self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
@@ -97,9 +99,12 @@ class PipelineEngine:
             )
         call = take_apart(self.model.module, args, kwargs)
         inputs = classify(call)
-        signals = agree(self.transport, self.progress, is_training, self._identity.of(inputs))
+        graph = self._identity.of(inputs)
+        signals = agree(self.transport, self.progress, is_training, graph)
         if signals:
             self.on_signals(signals)
+        if not self.transport.is_settled:
+            self.choice.settle(call, inputs, graph)
         return (self._train if is_training else self._infer)(call, inputs)
 
     def abandon(self) -> None:
@@ -108,11 +113,14 @@ class PipelineEngine:
 
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run, beside weights and histories."""
-        if self._saved is not None and self._saved.stages:  # resumed, and no step since
-            return replace(self._saved.state, num_inferences=self._num_inferences)
+        if self._saved is not None:  # resumed, and no step since
+            state, has_histories = self._saved.state, bool(self._saved.stages)
+            state = state if has_histories else state.without_histories()
+            return replace(state, num_inferences=self._num_inferences)
         graph = self.graphs.trained
         counts = self.num_training_passes, self._num_inferences
-        layout = self.model.stage_layers, self.transport.mesh.num_shards
+        is_split = self.model.is_split
+        layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
         if graph is not None and graph.plan.num_chunks > 1:
             histories = self.graphs.trained_fingerprint, tuple(graph.filled)
@@ -123,11 +131,11 @@ class PipelineEngine:
 
         Until the first step, a resumed run has those of the run before, of all its ranks.
         """
-        mesh, graph = self.transport.mesh, self.graphs.trained
+        world, graph = self.transport.world, self.graphs.trained
         if self._saved is not None and self._saved.stages:
             stages = enumerate(self._saved.stages)
-            return {i: one for i, one in stages if i % mesh.size == mesh.rank}
-        return {} if graph is None else {mesh.rank: save_rank(graph)}
+            return {i: one for i, one in stages if i % world.size == world.rank}
+        return {} if graph is None else {world.rank: save_rank(graph)}
 
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
@@ -136,18 +144,12 @@ class PipelineEngine:
             self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
         self._num_inferences = saved.state.num_inferences
-        self.model.prefer(saved.state.stage_layers)
+        self.prefer(saved.state)
 
-    def counted_parameters(self, root: nn.Module) -> set[int]:
-        """Return the ids of the parameters of `root` that count on this rank; each counts once."""
-        named = dict(self.model.module.named_parameters())
-        pipelined = {id(named[name]) for name in self.model.pipelined if name in named}
-        owned = {id(named[name]) for name in self.model.owned if name in named}
-        replicated = {id(p) for p in root.parameters()} - pipelined
-        mesh = self.transport.mesh
-        if mesh.shard:  # the stage's first rank has the same
-            return set()
-        return owned | replicated if mesh.is_root else owned
+    def prefer(self, state: RunState) -> None:
+        """Deal ranks and layers out as in an earlier run, where that is possible."""
+        self.model.prefer(state.stage_layers)
+        self.choice.prefer((len(state.stage_layers), state.num_shards))
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
@@ -206,7 +208,7 @@ class PipelineEngine:
                 graph.filled.update(state.filled)
                 return
         has_trained = state.num_training_passes > 0
-        if has_trained and graph.plan.num_chunks > 1 and self.transport.mesh.is_root:
+        if has_trained and graph.plan.num_chunks > 1 and self.transport.world.is_root:
             log.warning(
                 "The checkpoint has no histories of this graph, these chunks and layers: from "
                 "resuming a pipelined run to an exact first step, which fills them."
@@ -259,7 +261,7 @@ class PipelineEngine:
             is_synchronous = is_exact or self.controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
         if is_training:
-            self.transport.begin_step(seeds(self.transport.mesh.rank, -1))
+            self.transport.begin_step(seeds(self.transport.world.rank, -1))
         return StepParts(
             stage=mode.stages[self.transport.mesh.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),

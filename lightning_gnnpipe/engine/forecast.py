@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.layouts import LayoutForecaster, LayoutOptions, Measured
+from lightning_gnnpipe.engine.layouts import compare_layouts, possible_layouts
+from lightning_gnnpipe.engine.measured import LayoutOptions, Measured
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.names import LayerNames
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan, choose_layout, with_advice
 from lightning_gnnpipe.engine.probe import check_layers
-from lightning_gnnpipe.graph import build_chunk_plan, check_graph, edge_cut_frac
+from lightning_gnnpipe.graph import (
+    check_graph,
+    edge_cut_frac,
+    partition_nodes,
+    plan_from_assignment,
+    split_chunks,
+)
 from lightning_gnnpipe.passing import check_support, find_convs, without_memory
-from lightning_gnnpipe.schedule import factorize
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
@@ -95,12 +100,10 @@ def forecast(
     if options.self_check and (is_cut or is_listed(module)):
         check_layers(module, layers, call, inputs, on_chunks=is_cut)
     edge_index = inputs.edge_index.cpu()
-    plan = build_chunk_plan(
-        edge_index,
-        inputs.num_nodes,
-        num_chunks=options.num_chunks,
-        partition=options.partition,
+    assignment = partition_nodes(
+        edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=options.partition
     )
+    plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
@@ -111,6 +114,7 @@ def forecast(
         measure_layers(module, layers, plan, planned, histories),
         plan,
         edge_index,
+        lambda num_shards: split_chunks(edge_index, assignment, num_shards),
         sum(leaf.nbytes for leaf in call.leaves),
         time_loss(_blank_output(layers, inputs)),
         options.layouts,
@@ -144,13 +148,7 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
     """Return the plan of the layout that is asked for, or of the best, beside all others."""
     chunks, layers = measured.chunks, measured.layers
     pairs = _layouts(measured, options)
-    splits = {num_shards: measured.split(num_shards) for _, num_shards in sorted(set(pairs))}
-    made = {
-        (num_stages, num_shards): LayoutForecaster(
-            measured, measured.cut(num_stages), splits[num_shards]
-        )
-        for num_stages, num_shards in pairs
-    }
+    made = compare_layouts(measured, pairs)
     layouts = tuple(one.forecast() for one in made.values())
     best = choose_layout(layouts)
     layout = options.layout or (best.num_stages, best.num_shards)
@@ -173,14 +171,18 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
             step_bytes=own.step_bytes,
             one_device_s=measured.one_device_s,
             layouts=layouts,
-            link_gbit_per_s=measured.options.link_gbit_per_s,
+            link_gbit_per_s=measured.options.link.gbit_per_s,
         )
     )
 
 
 def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, int]]:
     """Return the layouts to compare: those that training would take, and the one asked for."""
-    can_split = not any(isinstance(m, HANConv) for m in measured.module.modules())
-    most_shards = measured.chunks.num_nodes if can_split else 1
-    pairs = factorize(options.num_devices, most_stages=len(measured.costs))
-    return [pair for pair in pairs if pair[1] <= most_shards or pair == options.layout]
+    possible = possible_layouts(
+        measured.module,
+        num_devices=options.num_devices,
+        num_layers=len(measured.costs),
+        num_nodes=measured.chunks.num_nodes,
+    )
+    asked = options.layout
+    return possible if asked is None or asked in possible else [*possible, asked]

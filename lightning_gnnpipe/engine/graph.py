@@ -5,49 +5,29 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.partitioner import ChunkOptions, Partitioner
 from lightning_gnnpipe.engine.shared import SharedStore
-from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
     check_graph,
-    check_num_chunks,
-    partition_nodes,
     plan_from_assignment,
     shard_plan,
-    split_chunks,
 )
 from lightning_gnnpipe.history import HistoryOptions, HistoryStore
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Inputs
-from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition
 
 log = logging.getLogger(__name__)
 
 _NUM_KEPT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkOptions:
-    """How a graph is cut.
-
-    Attributes:
-        num_chunks: K, or "auto" for 4 a stage.
-        partition: A method, or the chunk of each node.
-        seed: Seed of the partition.
-    """
-
-    num_chunks: int | Literal["auto"]
-    partition: Partition
-    seed: int
 
 
 class PlannedGraph:
@@ -87,8 +67,8 @@ class GraphCache:
     def __init__(
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
     ) -> None:
-        self.histories = histories.seen_from(transport.mesh.device)
-        self._options = options
+        self.histories = histories.seen_from(transport.world.device)
+        self.partitioner = Partitioner(options)
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
@@ -107,7 +87,8 @@ class GraphCache:
 
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
-        graph = self._get((fingerprint, True), lambda: self._cut(inputs))
+        graph = self._get((fingerprint, True), lambda: self._cut(fingerprint, inputs))
+        self.partitioner.forget()
         self._graphs.pop((fingerprint, False), None)
         if self._trained is not graph:
             if self._trained is not None:
@@ -123,23 +104,21 @@ class GraphCache:
         return self._get((fingerprint, False), lambda: self._uncut(inputs))
 
     def is_cut(self, inputs: Inputs) -> bool:
-        """Whether the graph is trained on in more than one chunk, or shard."""
-        return self._num_chunks(inputs) * self._transport.mesh.num_shards > 1
+        """Whether the graph is, or may be, trained on in more than one chunk, or shard."""
+        transport = self._transport
+        shards = transport.mesh.num_shards if transport.is_settled else transport.world.size
+        return self.partitioner.num_chunks(inputs) * shards > 1
 
     def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
         """Return a plan with chunks of the size of training, even if METIS has not run."""
-        num_chunks = self._num_chunks(inputs)
+        num_chunks = self.partitioner.num_chunks(inputs)
         if graph.plan.num_chunks == num_chunks and graph.plan.shard is None:
             return graph.plan
         edge_index = inputs.edge_index.cpu()
         plan = build_chunk_plan(
             edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"
         )
-        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.mesh.device)
-
-    def _num_chunks(self, inputs: Inputs) -> int:
-        num_stages = self._transport.mesh.num_stages
-        return resolve_num_chunks(self._options, num_stages, inputs.num_nodes)
+        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device)
 
     def _warn_of_change(self) -> None:
         if not self._has_warned:
@@ -163,60 +142,31 @@ class GraphCache:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
         assignment = torch.zeros(inputs.num_nodes, dtype=torch.int64)
-        return self._planned(inputs, edge_index, assignment)
+        split = partial(self.partitioner.split, edge_index, assignment)
+        return self._planned(inputs, edge_index, assignment, split)
 
-    def _cut(self, inputs: Inputs) -> PlannedGraph:
-        options = self._options
-        edge_index = inputs.edge_index.cpu()
+    def _cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
+        edge_index, found = inputs.edge_index.cpu(), self.partitioner
         check_graph(edge_index, inputs.num_nodes)
-        num_chunks = self._num_chunks(inputs)
+        assignment = self._transport.run_on_first(lambda: found.chunks(fingerprint, inputs))
+        split = partial(found.shards, fingerprint, inputs)
+        return self._planned(inputs, edge_index, assignment, split)
 
-        def partition() -> Tensor:
-            return partition_nodes(
-                edge_index,
-                inputs.num_nodes,
-                num_chunks=num_chunks,
-                method=options.partition,
-                seed=options.seed,
-            )
-
-        assignment = self._transport.run_on_first(partition)
-        return self._planned(inputs, edge_index, assignment)
-
-    def _planned(self, inputs: Inputs, edge_index: Tensor, assignment: Tensor) -> PlannedGraph:
-        mesh, seed = self._transport.mesh, self._options.seed
+    def _planned(
+        self,
+        inputs: Inputs,
+        edge_index: Tensor,
+        assignment: Tensor,
+        split: Callable[[int], Tensor],
+    ) -> PlannedGraph:
+        """Return the plan of the graph, or of this rank's shard; `split` returns the shards."""
+        mesh = self._transport.mesh
         if mesh.num_shards == 1:
             plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
         else:
-            shards = self._transport.run_on_first(
-                lambda: split_chunks(edge_index, assignment, mesh.num_shards, seed=seed)
-            )
+            shards = self._transport.run_on_first(lambda: split(mesh.num_shards))
             plan = shard_plan(
                 edge_index, assignment, shards, index=mesh.shard, num_shards=mesh.num_shards
             )
         plan = plan.with_edge_sets(inputs.edge_sizes)
-        return PlannedGraph(plan.to(mesh.device), self.histories, self._transport)
-
-
-def resolve_num_chunks(options: ChunkOptions, num_stages: int, num_nodes: int) -> int:
-    """Return K: as asked for, as the partition says, or 4 a stage.
-
-    Raises:
-        ConfigError: If it is not between 1 and the number of nodes, or differs from the
-            partition's.
-    """
-    found = None
-    if isinstance(options.partition, Tensor) and options.partition.numel():
-        found = int(options.partition.max()) + 1
-    if options.num_chunks == "auto":
-        return found or min(CHUNKS_PER_STAGE * num_stages, num_nodes)
-    check_num_chunks(options.num_chunks, num_nodes)
-    if found is not None and found != options.num_chunks:
-        raise ConfigError(
-            explain(
-                expected=f"'partition' to name {options.num_chunks} chunks, as 'num_chunks' says",
-                found=f"{found}",
-                remedy="Leave num_chunks at 'auto' when you give a partition.",
-            )
-        )
-    return options.num_chunks
+        return PlannedGraph(plan.to(self._transport.world.device), self.histories, self._transport)

@@ -20,11 +20,11 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
             not.
         model: The pipelined model.
     """
-    mesh = parts.transport.mesh
+    mesh, device = parts.transport.mesh, parts.transport.world.device
     schedule = add_transfers(fill_drain(mesh.num_stages, (0,), backward=False))
     with (
         intercept(model.intercepted, parts.context),
-        own_random_stream(mesh.device),
+        own_random_stream(device),
         torch.no_grad(),
     ):
         return Step(parts).forward(schedule.forward(mesh.stage))

@@ -26,9 +26,9 @@ class LastStep:
         Raises:
             ConfigError: If no step has finished.
         """
-        record, mesh = self._record(), self._transport.mesh
-        gathered = self._transport.all_gather_objects(record.of_rank(mesh.device))
-        return merge_stats(gathered, mesh.num_stages, record.num_chunks, record.is_exact)
+        record, transport = self._record(), self._transport
+        gathered = transport.all_gather_objects(record.of_rank(transport.world.device))
+        return merge_stats(gathered, transport.mesh.num_stages, record.num_chunks, record.is_exact)
 
     def staleness(self) -> dict[int, Staleness]:
         """Return its staleness by layer, over all ranks; a collective call.

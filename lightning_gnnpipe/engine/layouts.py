@@ -2,125 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import HANConv
 
-from lightning_gnnpipe.comm import MessageOptions, get_codec
+from lightning_gnnpipe.comm import get_codec
 from lightning_gnnpipe.engine.costs import LayerCost, work_of
-from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.measured import Measured
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, StageForecast
-from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split, split_chunks
-from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.graph import SplitSizes
 from lightning_gnnpipe.schedule import (
     LayoutWork,
+    factorize,
     graph_parallel_bytes,
     simulate_layout,
 )
-from lightning_gnnpipe.stages import (
-    Kind,
-    Layers,
-    Stage,
-    Value,
-    check_counts,
-    find_users,
-    solve_balance,
-    split_layers,
-)
+from lightning_gnnpipe.stages import Stage, find_users
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutOptions:
-    """What all layouts have in common.
+def possible_layouts(
+    module: nn.Module, *, num_devices: int, num_layers: int, num_nodes: int
+) -> list[tuple[int, int]]:
+    """Return the numbers of stages and shards that training could take, fewest stages first.
 
-    Attributes:
-        balance: How layers are dealt out to stages.
-        histories: How histories are kept, and whether activations are not.
-        messages: How ranks send rows to each other.
-        link_gbit_per_s: Speed of the link of each rank, each way.
-        memory_gib: Memory of a rank; None for any.
+    A stage has one layer at least, and a shard one node.
     """
-
-    balance: Balance
-    histories: HistoryOptions
-    messages: MessageOptions
-    link_gbit_per_s: float
-    memory_gib: float | None
+    can_split = not any(isinstance(m, HANConv) for m in module.modules())
+    most_shards = num_nodes if can_split else 1
+    pairs = factorize(num_devices, most_stages=num_layers)
+    return [pair for pair in pairs if pair[1] <= most_shards]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A model and a graph, cut and timed.
-
-    Attributes:
-        module: The pipelined module.
-        layers: Its layers.
-        costs: What each costs.
-        chunks: The chunks of the graph.
-        edge_index: `[2, num_edges]` on the CPU.
-        batch_bytes: Bytes of the batch.
-        loss_s: Seconds that the step goes on for behind the module.
-        options: What all layouts have in common.
-    """
-
-    module: nn.Module
-    layers: Layers
-    costs: Sequence[LayerCost]
-    chunks: ChunkPlan
-    edge_index: Tensor
-    batch_bytes: int
-    loss_s: float
-    options: LayoutOptions
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Speed of a link."""
-        return self.options.link_gbit_per_s * 1e9 / 8
-
-    @property
-    def one_device_s(self) -> float:
-        """Seconds of a step of the same chunks on one device."""
-        return sum(cost.forward_s + cost.backward_s for cost in self.costs) + self.loss_s
-
-    @property
-    def messages(self) -> MessageOptions:
-        """How rows travel; with one chunk all steps are exact."""
-        return self.options.messages if self.chunks.num_chunks > 1 else MessageOptions()
-
-    @cached_property
-    def assignment(self) -> Tensor:
-        """`[num_nodes]` the chunk of each node."""
-        found = torch.empty_like(self.chunks.perm, device="cpu")
-        found[self.chunks.perm.cpu()] = self.chunks.chunk_of_position().cpu()
-        return found
-
-    def row_bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of a row of all these values."""
-        return sum(self.layers.values[name].row_bytes for name in names)
-
-    def num_rows(self, value: Value, chunk: int) -> int:
-        """Return the rows that `value` has in a chunk."""
-        own = self.chunks.edge_set(value.edge_set).chunks[chunk]
-        return own.num_nodes if value.kind is Kind.NODE else own.num_edges
-
-    def split(self, num_shards: int) -> SplitSizes:
-        """Return the sizes of the pieces over so many shards, as training would split them."""
-        shards = torch.zeros_like(self.assignment)
-        if num_shards > 1:
-            shards = split_chunks(self.edge_index, self.assignment, num_shards)
-        return measure_split(self.edge_index, self.assignment, shards, num_shards)
-
-    def cut(self, num_stages: int) -> tuple[Stage, ...]:
-        """Return the stages, as training would deal layers out to them."""
-        balance = self.options.balance
-        if not isinstance(balance, str) and len(balance) == num_stages:
-            return split_layers(self.layers, check_counts(balance, len(self.costs), num_stages))
-        is_uniform = balance == "uniform"
-        weights = [1.0 if is_uniform else c.forward_s + c.backward_s for c in self.costs]
-        return split_layers(self.layers, solve_balance(weights, num_stages))
+def compare_layouts(
+    measured: Measured, layouts: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], LayoutForecaster]:
+    """Return what forecasts each of `layouts`, numbers of stages and shards."""
+    splits = {num_shards: measured.split(num_shards) for num_shards in {g for _, g in layouts}}
+    return {
+        (num_stages, num_shards): LayoutForecaster(
+            measured, measured.cut(num_stages), splits[num_shards]
+        )
+        for num_stages, num_shards in layouts
+    }
 
 
 class LayoutForecaster:
@@ -175,8 +100,8 @@ class LayoutForecaster:
         return found
 
     def _work(self) -> LayoutWork:
-        measured, stages = self._measured, self._stages
-        again = float(measured.options.histories.recomputes)
+        measured, stages, options = self._measured, self._stages, self._measured.options
+        again = float(options.histories.recomputes)
         sizes, costs = self._sizes, [self._costs(stage) for stage in stages]
         total = sum(work_of(chunk) for chunk in measured.chunks.chunks)
         work = (sizes.nodes + sizes.edges).amax(1) / total
@@ -198,7 +123,7 @@ class LayoutForecaster:
             weight_bytes=[_bytes_of(weights) for weights in self._weights()],
             output_bytes=outputs * measured.chunks.num_nodes,
             loss_s=measured.loss_s,
-            bytes_per_s=measured.bytes_per_s,
+            bytes_per_s=options.link.bytes_per_s,
             waits_for_halo=not measured.messages.is_async,
         )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.gradients import GradientSums
+from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -82,7 +83,7 @@ class PipelinedModel:
         self._check = check
         self._modes: dict[object, Mode] = {}
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, layer costs
-        self._costs: list[float] = []
+        self.costs: list[float] = []  # of the layers, where they have been measured
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
@@ -126,15 +127,35 @@ class PipelinedModel:
                 used there only.
         """
         key = self._key(call, inputs)
-        if key not in self._modes:
+        if key not in self._modes or not self._modes[key].stages:
             with self.whole():
-                self._trace(call, inputs)
-                if also_train and self._counts is None:
-                    for training in (True, False):
-                        with switched(self.module, training):
-                            self._trace(call, inputs)
+                self.trace(call, inputs, also_train=also_train)
                 self._deal_out(measure)
         return self._modes[key]
+
+    def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
+        """Return the layers of the module's present mode, while all parameters are here.
+
+        For the arguments see `mode`.
+
+        Raises:
+            UnsupportedError: If they are not the same in all modes.
+        """
+        self._trace(call, inputs)
+        if also_train and self._counts is None:
+            for training in (True, False):
+                with switched(self.module, training):
+                    self._trace(call, inputs)
+        lengths = {len(mode.layers.segments) for mode in self._modes.values()}
+        if len(lengths) > 1:
+            raise UnsupportedError(
+                explain(
+                    expected="the forward to run the same layers in training and in evaluation",
+                    found=f"{sorted(lengths)} layers",
+                    remedy="Call the same message-passing layers in both modes.",
+                )
+            )
+        return self._modes[self._key(call, inputs)].layers
 
     def add_copy(self, module: nn.Module) -> StageWeights:
         """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
@@ -191,7 +212,7 @@ class PipelinedModel:
             (leaf.requires_grad, leaf.dtype, () if kind is Kind.EDGE_INDEX else leaf.shape[1:])
             for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
         )
-        is_autocast = torch.is_autocast_enabled(self._transport.mesh.device.type)
+        is_autocast = torch.is_autocast_enabled(self._transport.world.device.type)
         signature = (call.signature, inputs.edge_sets)
         return flags, options, frozen, leaves, signature, is_autocast
 
@@ -217,18 +238,9 @@ class PipelinedModel:
         self._modes[key] = Mode(layers, (), self._reads(call))
 
     def _deal_out(self, measure: Measure) -> None:
-        lengths = {len(mode.layers.segments) for mode in self._modes.values()}
-        if len(lengths) > 1:
-            raise UnsupportedError(
-                explain(
-                    expected="the forward to run the same layers in training and in evaluation",
-                    found=f"{sorted(lengths)} layers",
-                    remedy="Call the same message-passing layers in both modes.",
-                )
-            )
         is_first_time = self._counts is None
         if self._counts is None:
-            self._counts = self._count_layers(lengths.pop(), measure)
+            self._counts = self._count_layers(measure)
         self._modes = {
             key: mode
             if mode.stages
@@ -240,27 +252,15 @@ class PipelinedModel:
             for name, stages in find_users(mode.stages, self.module).items():
                 users.setdefault(name, set()).update(stages)
         self._users = {name: users[name] for name in sorted(users)}
-        self._check_norms()
+        check_norms(self.intercepted.norms, self._users)
         if is_first_time and self.on_split is not None:
-            self.on_split(next(iter(self._modes.values())).stages, self._users, self._costs)
+            self.on_split(next(iter(self._modes.values())).stages, self._users, self.costs)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 
-    def _check_norms(self) -> None:
-        """Refuse running statistics that several stages would each update on their own."""
-        for name, norm in self.intercepted.norms.items():
-            users = self._users.get(f"{name}.running_mean", set())
-            if len(users) > 1:
-                raise UnsupportedError(
-                    explain(
-                        expected="a norm with running statistics to be called by one stage",
-                        found=f"'{name}', a {type(norm).__name__}, in stages {sorted(users)}",
-                        remedy="Give each layer a norm of its own.",
-                    )
-                )
-
-    def _count_layers(self, num_layers: int, measure: Measure) -> tuple[int, ...]:
-        num_stages = self._transport.mesh.num_stages
+    def _count_layers(self, measure: Measure) -> tuple[int, ...]:
+        layers = next(iter(self._modes.values())).layers
+        num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         if not isinstance(self._balance, str):
             return check_counts(self._balance, num_layers, num_stages)
         costs = [1.0] * num_layers
@@ -269,10 +269,9 @@ class PipelinedModel:
         if self._balance == "measured" and fits:
             return self._preferred
         if self._balance == "measured" and 1 < num_stages < num_layers:
-            if self._transport.mesh.is_root:
-                layers = next(iter(self._modes.values())).layers
-                self._costs = measure(layers)
-                counts = solve_balance(self._costs, num_stages)
+            if self._transport.world.is_root:
+                self.costs = self.costs or measure(layers)
+                counts = solve_balance(self.costs, num_stages)
             counts = self._transport.broadcast_object(counts)
         return counts
 

@@ -5,11 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gnnpipe.comm import MessageOptions
-from lightning_gnnpipe.engine.graph import ChunkOptions
 from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.history import HistoryOptions
 
 _EXACT = MessageOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSearch:
+    """What is known beforehand where the layout is chosen by measuring.
+
+    Attributes:
+        link_gbit_per_s: Speed of the link of each rank, each way; None to measure it.
+        memory_gib: Memory of a rank that the layout should fit into; None for any.
+    """
+
+    link_gbit_per_s: float | None = None
+    memory_gib: float | None = None
+
+
+_NOTHING = LayoutSearch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +41,7 @@ class EngineOptions:
         is_fitting: Whether this is a run that trains.
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
+        search: How the layout is chosen, if it is left open.
     """
 
     chunks: ChunkOptions
@@ -35,3 +52,4 @@ class EngineOptions:
     is_fitting: bool
     self_check: bool = True
     messages: MessageOptions = _EXACT
+    search: LayoutSearch = _NOTHING

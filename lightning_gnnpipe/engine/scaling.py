@@ -19,7 +19,7 @@ def share_overflows(scaler: torch.amp.GradScaler, transport: Transport) -> Calla
     """Let `scaler` find what any stage finds, from now on; return what gives it back as it was."""
 
     def over_stages(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        found = torch.zeros((), device=transport.mesh.device)
+        found = torch.zeros((), device=transport.world.device)
         for one in found_here.values():
             found += one.to(found.device)
         transport.all_reduce(found, "control")

@@ -33,8 +33,7 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     Parameters are numbered alike everywhere, and each rank has state for its own alone.
     """
     merged: dict[Any, Any] = {}
-    own = {} if transport.mesh.shard else state["state"]  # a stage's ranks have the same
-    for one in reversed(transport.all_gather_objects(own)):
+    for one in transport.all_gather_objects(own_optimizer_state(transport, state)):
         merged |= one
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
 
@@ -62,7 +61,7 @@ def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, mesh: Me
 def own_optimizer_state(transport: Transport, state: State) -> State:
     """Return the optimizer's states that this rank writes: of parameters of no earlier rank."""
     kept = [set(keys) for keys in transport.all_gather_objects(list(state["state"]))]
-    earlier = set().union(*kept[: transport.mesh.rank])
+    earlier = set().union(*kept[: transport.world.rank])
     return {key: value for key, value in state["state"].items() if key not in earlier}
 
 

@@ -70,17 +70,18 @@ class Step:
         self._parts = parts
         parts.context.leaves = parts.inputs
         self._mesh = parts.transport.mesh
+        self._device = parts.transport.world.device
         self._leaves = parts.stage.leaves
         self._chunks: dict[int, _ChunkState] = {}
         self._output_grads: Sequence[Tensor] = ()
         self._previous = self._mesh.rank_of(self._mesh.stage - 1)
         self._next = self._mesh.rank_of(self._mesh.stage + 1)
-        self.recorder = Recorder(self._mesh.rank)
+        self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
         self._outputs = [
             torch.empty(
                 (parts.plan.globe.num_nodes, *value.row_shape),
                 dtype=value.dtype,
-                device=self._mesh.device,
+                device=self._device,
             )
             for value in parts.outputs
         ]
@@ -241,7 +242,7 @@ class Step:
         if value.kind is Kind.EDGE:
             first, end = self._parts.inputs.edge_bounds(chunk, value.edge_set)
             rows = end - first
-        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._mesh.device)
+        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._device)
 
 
 _METHODS: dict[Op, Callable[[Step, Chunk], None]] = {

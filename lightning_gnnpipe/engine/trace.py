@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One action of one rank.
 
-    Times are microseconds since the step's first action on any rank of the host.
+    Times are microseconds since the step's first action on any rank of the host; `wait_us` is what
+    the rank has waited for other shards within the action.
     """
 
     rank: int
     action: str
     start_us: float
     end_us: float
+    wait_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class PipelineStats:
         bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
             compute: the mean of `wait_s` over the length of both phases.
         wait_s: For each rank the seconds of the forward and of the backward phase in which it did
-            not compute. A phase lasts from the start of its first compute action on any stage to
-            the end of its last; what lies between the phases, outputs and loss, is in neither.
+            not compute: between its actions, and within them in exchanges with other shards. A
+            phase lasts from the start of its first compute action on any stage to the end of its
+            last; what lies between the phases, outputs and loss, is in neither.
         peak_memory_bytes: For each rank the most memory that its process has held so far: of its
             GPU, as allocated by torch, or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
@@ -68,26 +71,31 @@ class Recorder:
 
     Attributes:
         rank: This rank.
-        spans: Action, start and end of each, in seconds.
+        waited_s: Returns the seconds that this rank has waited for other shards so far.
+        spans: Action, start, end and wait of each, in seconds.
         on_span: Called after each with how many there are.
     """
 
     rank: int
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    waited_s: Callable[[], float]
+    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
     on_span: Callable[[int], None] | None = None
 
     @contextmanager
     def record(self, action: str) -> Iterator[None]:
         """Time the block as `action`."""
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), self.waited_s()
         yield
-        self.spans.append((action, start, time.perf_counter()))
+        self.spans.append((action, start, time.perf_counter(), self.waited_s() - waited))
         if self.on_span is not None:
             self.on_span(len(self.spans))
 
     def read(self) -> list[TraceEvent]:
         """Return the events on this host's monotonic clock."""
-        return [TraceEvent(self.rank, a, start * 1e6, end * 1e6) for a, start, end in self.spans]
+        return [
+            TraceEvent(self.rank, action, start * 1e6, end * 1e6, wait * 1e6)
+            for action, start, end, wait in self.spans
+        ]
 
 
 def merge_stats(
@@ -101,7 +109,7 @@ def merge_stats(
     }
     span = sum(end - start for start, end in phases(events))
     ranks = range(len(gathered))
-    busy = [sum(e.end_us - e.start_us for e in events if e.rank == r) for r in ranks]
+    busy = [sum(e.end_us - e.start_us - e.wait_us for e in events if e.rank == r) for r in ranks]
     waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
         num_stages,
@@ -130,4 +138,4 @@ def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
     """Return `events` sorted by start and counted from the first one."""
     ordered = sorted(events, key=lambda event: event.start_us)
     zero = ordered[0].start_us if ordered else 0.0
-    return tuple(TraceEvent(e.rank, e.action, e.start_us - zero, e.end_us - zero) for e in ordered)
+    return tuple(replace(e, start_us=e.start_us - zero, end_us=e.end_us - zero) for e in ordered)

@@ -86,7 +86,7 @@ class TrainingPass:
             store.restore()
         with (
             intercept(self._model.intercepted, self._parts.context),
-            own_random_stream(self._parts.transport.mesh.device),
+            own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
@@ -112,7 +112,7 @@ class TrainingPass:
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))
-                stack.enter_context(own_random_stream(self._parts.transport.mesh.device))
+                stack.enter_context(own_random_stream(self._parts.transport.world.device))
             sums = self._model.begin_backward()
 
             def on_last() -> None:

@@ -66,7 +66,8 @@ def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
         action = Action.parse(event.action)
         name = f"{action.op.value}{action.chunk}"
         one = _complete(name, _NAMES[action.op], 1 + event.rank, event.start_us, event.end_us)
-        found.append(one | {"args": {"stage": action.stage, "chunk": action.chunk}})
+        args = {"stage": action.stage, "chunk": action.chunk, "wait_us": event.wait_us}
+        found.append(one | {"args": args})
     return found
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe.comm import (
-    Mesh,
     Meter,
     Transport,
+    World,
     set_group_timeout,
     share_tensors,
 )
@@ -30,9 +30,10 @@ def start(rank: int, folder: str, work: Callable[[Transport, Path], None]) -> No
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     timeout = timedelta(seconds=2)
     set_group_timeout(timeout)
-    mesh = Mesh(rank, 2, torch.device("cpu"), timeout)
+    transport = Transport(World(rank, 2, torch.device("cpu"), timeout), Meter())
+    transport.settle((2, 1))
     try:
-        work(Transport(mesh, Meter()), Path(folder))
+        work(transport, Path(folder))
     finally:
         dist.destroy_process_group()
 
@@ -121,9 +122,10 @@ def test_p7_a_collective_ends_with_the_timeout(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    transport = Transport(mesh, Meter())
-    assert mesh.is_first and mesh.is_last and not mesh.is_distributed
+    transport = Transport(World(0, 1, torch.device("cpu"), timedelta(seconds=1)), Meter())
+    assert not transport.is_settled and not transport.world.is_distributed
+    transport.settle((1, 1))
+    assert transport.mesh.is_first and transport.mesh.is_last
     assert transport.all_gather_ints([3]) == [[3]]
     assert transport.broadcast_object("x") == "x"
     tensor = torch.ones(2)

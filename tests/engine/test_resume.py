@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Mesh, Meter, Transport
+from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
 from lightning_gnnpipe.errors import CheckpointError
@@ -27,8 +27,8 @@ H, STATISTIC, OTHER = (
 
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
-    mesh = Mesh(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    return PlannedGraph(plan, options or HistoryOptions(), Transport(mesh, Meter()))
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
+    return PlannedGraph(plan, options or HistoryOptions(), Transport(world, Meter()))
 
 
 def push(graph: PlannedGraph, key: CallKey, by_node: Tensor) -> None:

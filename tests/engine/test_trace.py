@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import psutil
 import pytest
 import torch
+from torch_geometric.data import Data
 
-from lightning_gnnpipe.engine import memory, phases
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.comm import Exchange, Transport
+from lightning_gnnpipe.engine import TraceEvent, memory, phases
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
+from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
+from lightning_gnnpipe.models import GCN, NodeClassifier
 from tests.helpers.steps import make_stats
 
 
@@ -24,6 +32,60 @@ def test_waits_are_the_time_of_both_phases_without_computing() -> None:
     assert stats.wait_s == pytest.approx((3e-4, 2e-4))
     assert stats.bubble_frac == pytest.approx(5 / 12)
     assert sum(stats.wait_s) / 2 / 6e-4 == pytest.approx(stats.bubble_frac)
+
+
+def test_a_wait_within_an_action_counts() -> None:
+    """Rank 0 computes for 3 slots of 4 and waits for its shard for half a slot of them."""
+    whole = TraceEvent(0, "0F0", 100, 300, wait_us=50), TraceEvent(0, "0B0", 400, 500)
+    other = TraceEvent(1, "0F0", 100, 300), TraceEvent(1, "0B0", 400, 500, wait_us=25)
+    records = [RankRecord(list(events), {}, 0) for events in (whole, other)]
+    stats = merge_stats(records, 1, 1, is_exact=False)
+    assert phases(stats.events) == [(0, 200), (300, 400)]
+    assert stats.wait_s == pytest.approx((5e-5, 2.5e-5))
+    assert stats.bubble_frac == pytest.approx(75 / 600)
+
+
+def test_waiting_for_a_slow_shard_is_no_computing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Shard 1 is late at each exchange: shard 0 has waited for that long, shard 1 has not."""
+    late_s, exchange = 0.03, Transport.exchange
+
+    def late(transport: Transport, *args: Any) -> Exchange:
+        if transport.world.rank == 1:
+            time.sleep(late_s)
+        return exchange(transport, *args)
+
+    class Waits(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            stats = trainer.strategy.collect_stats()
+            if trainer.is_global_zero:
+                events = [event for event in stats.events if event.rank == 0]
+                torch.save((stats.wait_s, [e.wait_us for e in events]), tmp_path / "waits.pt")
+
+    nodes = torch.arange(12)
+    edges = torch.stack([nodes, (nodes + 1) % 12])
+    ring = Data(x=torch.rand(12, 5), edge_index=edges, y=nodes % 3)
+    monkeypatch.setattr(Transport, "exchange", late)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        strategy=GNNPipeStrategy(graph_parallel=2, num_chunks=2, start_method="fork"),
+        callbacks=[Waits()],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = NodeClassifier(GCN(5, 8, 3, num_layers=2), 3)
+    trainer.fit(module, datamodule=FullGraphDataModule(ring))
+    (first, second), waited_us = torch.load(tmp_path / "waits.pt", weights_only=True)
+    num_exchanges = 2 * 2 * 2  # layers, chunks, directions
+    assert len(waited_us) == 4 and min(waited_us) > 0.9 * 2 * late_s * 1e6
+    assert first > 0.9 * num_exchanges * late_s
+    assert second < first - 0.5 * num_exchanges * late_s
 
 
 def test_bytes_are_summed_and_memory_is_not() -> None:

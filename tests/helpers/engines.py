@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Mesh, Meter, Transport
+from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 from lightning_gnnpipe.history import HistoryOptions
@@ -28,7 +28,8 @@ def one_process_engine(
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     timeout = timedelta(seconds=60)
-    mesh = Mesh(rank, 1, torch.device("cpu"), timeout, num_shards=num_shards)
+    transport = Transport(World(rank, num_shards, torch.device("cpu"), timeout), Meter())
+    transport.settle((1, num_shards))
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
         histories=HistoryOptions(scale, recompute, history_dtype, history_device),
@@ -38,4 +39,4 @@ def one_process_engine(
         is_fitting=True,
         self_check=self_check,
     )
-    return PipelineEngine(module, Transport(mesh, Meter()), options, Controls())
+    return PipelineEngine(module, transport, options, Controls())

@@ -1,0 +1,115 @@
+"""Which chunk, and which shard, each node of a graph belongs to; found on one rank, for all.
+
+The partition is wanted twice where the layout is chosen: to compare layouts, and to train. So what
+was found for the last graph is kept until it is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.graph import check_num_chunks, partition_nodes, split_chunks
+from lightning_gnnpipe.stages import Inputs
+from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOptions:
+    """How a graph is cut.
+
+    Attributes:
+        num_chunks: K, or "auto" for `auto_chunks`.
+        partition: A method, or the chunk of each node.
+        seed: Seed of the partition.
+        auto_chunks: K where nothing else is said, in a graph of so many nodes.
+    """
+
+    num_chunks: int | Literal["auto"]
+    partition: Partition
+    seed: int
+    auto_chunks: int = CHUNKS_PER_STAGE
+
+
+class Partitioner:
+    """Cuts graphs into chunks, and chunks into shards.
+
+    Args:
+        options: How.
+    """
+
+    def __init__(self, options: ChunkOptions) -> None:
+        self._options = options
+        self._graph: int | None = None
+        self._found: dict[int, Tensor] = {}  # by the number of shards; 0 for chunks
+
+    def chunks(self, graph: int, inputs: Inputs) -> Tensor:
+        """Return `[num_nodes]` the chunk of each node.
+
+        Args:
+            graph: Fingerprint of the graph.
+            inputs: The graph.
+        """
+
+        def find() -> Tensor:
+            return partition_nodes(
+                inputs.edge_index.cpu(),
+                inputs.num_nodes,
+                num_chunks=self.num_chunks(inputs),
+                method=self._options.partition,
+                seed=self._options.seed,
+            )
+
+        return self._once(graph, 0, find)
+
+    def shards(self, graph: int, inputs: Inputs, num_shards: int) -> Tensor:
+        """Return `[num_nodes]` the shard of each node, every chunk split over all shards."""
+        chunks = self.chunks(graph, inputs)
+        return self._once(
+            graph, num_shards, lambda: self.split(inputs.edge_index.cpu(), chunks, num_shards)
+        )
+
+    def split(self, edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
+        """Return `[num_nodes]` the shard of each node, given its chunk."""
+        return split_chunks(edge_index, assignment, num_shards, seed=self._options.seed)
+
+    def forget(self) -> None:
+        """Free what was kept."""
+        self._graph = None
+        self._found.clear()
+
+    def num_chunks(self, inputs: Inputs) -> int:
+        """Return K: as asked for, as the partition says, or as many as is usual.
+
+        Raises:
+            ConfigError: If it is not between 1 and the number of nodes, or differs from the
+                partition's.
+        """
+        options, found = self._options, None
+        if isinstance(options.partition, Tensor) and options.partition.numel():
+            found = int(options.partition.max()) + 1
+        if options.num_chunks == "auto":
+            return found or min(options.auto_chunks, inputs.num_nodes)
+        check_num_chunks(options.num_chunks, inputs.num_nodes)
+        if found is not None and found != options.num_chunks:
+            raise ConfigError(
+                explain(
+                    expected=f"'partition' to name {options.num_chunks} chunks, as 'num_chunks' "
+                    "says",
+                    found=f"{found}",
+                    remedy="Leave num_chunks at 'auto' when you give a partition.",
+                )
+            )
+        return options.num_chunks
+
+    def _once(self, graph: int, num_shards: int, find: Callable[[], Tensor]) -> Tensor:
+        if self._graph != graph:
+            self.forget()
+            self._graph = graph
+        if num_shards not in self._found:
+            self._found[num_shards] = find()
+        return self._found[num_shards]

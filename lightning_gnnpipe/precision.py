@@ -1,0 +1,48 @@
+"""What a precision plugin does with the gradients of one process, done over all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch.optim import Optimizer
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine import PipelinedModel, clip_by_total_norm, share_overflows
+
+
+class StagePrecision:
+    """Clips by the norm over all stages, and skips a step where any of them overflows."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def attach(
+        self, plugin: Precision, module: LightningModule, model: PipelinedModel, pipe: Transport
+    ) -> bool:
+        """Change `plugin`; return whether it scales losses.
+
+        Args:
+            plugin: Of the Trainer, set up already.
+            module: The module that holds all parameters.
+            model: The pipelined model in it.
+            pipe: The ranks.
+        """
+
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            parameters = plugin.main_params(optimizer)
+            clip_by_total_norm(model, pipe, module, parameters, clip_val)
+
+        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+        self._undo.append(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            self._undo.append(share_overflows(scaler, pipe))
+        return scaler is not None
+
+    def detach(self) -> None:
+        """Give the plugin back as it was."""
+        while self._undo:
+            self._undo.pop()()
