@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import lightning as L
 import torch
@@ -41,7 +42,7 @@ from torch import nn
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.models import GCNII, NodeClassifier, ResGCNPlus
-from lightning_gnnpipe.types import CodecName
+from lightning_gnnpipe.types import CodecName, StalenessName
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Setting:
     num_epochs: int = 300
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
-    cross_chunk_grad_scale: float = 1.0
+    staleness: StalenessName = "constant"
     num_stages: int = 1
     num_shards: int = 1
     halo_codec: CodecName = "fp32"
@@ -123,7 +124,7 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
             strategy = GNNPipeStrategy(
                 graph_parallel=setting.num_shards,
                 num_chunks=setting.num_chunks,
-                cross_chunk_grad_scale=setting.cross_chunk_grad_scale,
+                staleness=setting.staleness,
                 halo_codec=setting.halo_codec,
                 async_halo=setting.async_halo,
                 start_method="fork",
@@ -176,7 +177,7 @@ def make_mode(mode: str, base: Setting, options: argparse.Namespace) -> Setting:
     """Return the setting of one of `MODES`."""
     setting = replace(base, num_exact_epochs=options.exact_epochs)
     if mode in ("pipeline", "hybrid"):
-        setting = replace(setting, num_chunks=options.chunks, cross_chunk_grad_scale=options.scale)
+        setting = replace(setting, num_chunks=options.chunks, staleness=options.staleness)
         return replace(setting, num_stages=2, num_shards=2) if mode == "hybrid" else setting
     return replace(
         setting,
@@ -199,7 +200,7 @@ def parse_options() -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, default=["pipeline"], help="see above")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
-    add("--scale", type=float, default=1.0, help="of gradients between chunks (default: 1)")
+    add("--staleness", choices=get_args(StalenessName), default="constant", help="method")
     add("--output", type=Path, default=Path("outputs"), help="folder of accuracy.csv")
     return parser.parse_args()
 

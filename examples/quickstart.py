@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
     StalenessMonitor,
     StalenessWarmup,
     TimelineCallback,
@@ -115,7 +114,6 @@ def train_pipeline(
         options,
         [
             StalenessWarmup(num_epochs=NUM_EXACT_EPOCHS),
-            HistoryRefresh(every_n_epochs=23),
             StalenessMonitor(),
             timer,
             step_stats,

@@ -6,13 +6,20 @@ from lightning_gnnpipe.callbacks import (
     AdaptiveHalo,
     BoundedStaleness,
     ChunkProgress,
-    HistoryRefresh,
     PipelineMonitor,
     StalenessMonitor,
     StalenessWarmup,
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.history import (
+    DelayedGradients,
+    DropoutFreeRows,
+    DroppedGradients,
+    LastRows,
+    SnapshotRows,
+    StalenessMethod,
+)
 from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
@@ -22,10 +29,15 @@ __all__ = [
     "AdaptiveHalo",
     "BoundedStaleness",
     "ChunkProgress",
+    "DelayedGradients",
+    "DropoutFreeRows",
+    "DroppedGradients",
     "FullGraphDataModule",
     "GNNPipeStrategy",
-    "HistoryRefresh",
+    "LastRows",
     "PipelineMonitor",
+    "SnapshotRows",
+    "StalenessMethod",
     "StalenessMonitor",
     "StalenessWarmup",
     "TimelineCallback",

@@ -15,9 +15,6 @@ class Controls:
     Attributes:
         is_exact: Run the exact schedule: the whole graph as one chunk, no stale read. All histories
             are written.
-        serves_snapshot: Stale reads come from a snapshot of the histories.
-        takes_snapshot: Renew the snapshot at the end of the step. An exact step renews it in any
-            case.
         refreshes: Recompute all histories by an exact pass, dropout off, before the step.
         records_staleness: Record who reads whom stale, and how far rows drift.
         is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
@@ -28,8 +25,6 @@ class Controls:
     """
 
     is_exact: bool = False
-    serves_snapshot: bool = False
-    takes_snapshot: bool = False
     refreshes: bool = False
     records_staleness: bool = False
     is_synchronous: bool = False

@@ -13,13 +13,14 @@ from torch import Tensor
 from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, LayoutSearch
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     CodecName,
     DtypeName,
     Partition,
     PartitionMethod,
+    StalenessName,
     StartMethod,
 )
 
@@ -38,7 +39,7 @@ class StrategyOptions:
     num_chunks: int | Literal["auto"]
     partition: Partition
     shuffle_chunks: bool
-    cross_chunk_grad_scale: float
+    staleness: StalenessName | StalenessMethod
     pipelined_module: str | None
     balance: BalanceOption
     recompute: bool
@@ -70,12 +71,8 @@ class StrategyOptions:
         if isinstance(self.balance, str):
             _check_choice("balance", self.balance, ("measured", "uniform"))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
-        if not self.cross_chunk_grad_scale >= 0:
-            _refuse(
-                "'cross_chunk_grad_scale' to be at least 0",
-                self.cross_chunk_grad_scale,
-                "1 is the exact gradient of the stale function, 2 the paper's.",
-            )
+        if not isinstance(self.staleness, StalenessMethod):
+            _check_choice("staleness", self.staleness, tuple(METHODS))
         if isinstance(self.history_dtype, str):
             _check_choice("history_dtype", self.history_dtype, get_args(DtypeName))
         elif self.history_dtype is not None and not self.history_dtype.is_floating_point:
@@ -138,13 +135,19 @@ class StrategyOptions:
         return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo, self.halo_momentum)
 
     @property
+    def method(self) -> StalenessMethod:
+        """How staleness is met."""
+        method = self.staleness
+        return method if isinstance(method, StalenessMethod) else METHODS[method]
+
+    @property
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
         device = None if self.history_device is None else torch.device(self.history_device)
         dtype = self.history_dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
-        return HistoryOptions(self.cross_chunk_grad_scale, self.recompute, dtype, device)
+        return HistoryOptions(self.method, self.recompute, dtype, device)
 
     def resolve_layout(self, world_size: int) -> tuple[int, int] | None:
         """Return the numbers of stages and shards, S and G; None to choose them by measuring.

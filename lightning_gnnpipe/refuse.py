@@ -29,11 +29,12 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_scaling(is_async: bool) -> None:
+def check_scaling(is_async: bool, is_delayed: bool) -> None:
     """Refuse gradients of the last step, which had another loss scale, or overflowed.
 
     Args:
-        is_async: Whether losses are scaled, and gradients of the last step are used.
+        is_async: Whether losses are scaled, and shards use gradients of the last step.
+        is_delayed: Whether losses are scaled, and chunks do.
 
     Raises:
         UnsupportedError: If so.
@@ -45,6 +46,15 @@ def check_scaling(is_async: bool) -> None:
                 found='precision="16-mixed", under which gradients of the last step are scaled '
                 "otherwise",
                 remedy='Use "bf16-mixed", or async_halo=False.',
+            )
+        )
+    if is_delayed:
+        raise UnsupportedError(
+            explain(
+                expected="DelayedGradients without loss scaling",
+                found='precision="16-mixed", under which gradients of the last step are scaled '
+                "otherwise",
+                remedy='Use "bf16-mixed", or staleness="constant".',
             )
         )
 

@@ -23,13 +23,19 @@ from lightning_gnnpipe.engine import (
     PipelineStats,
     drop_foreign_states,
 )
-from lightning_gnnpipe.history import Staleness
+from lightning_gnnpipe.history import Staleness, StalenessMethod
 from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
-from lightning_gnnpipe.types import CodecName, DtypeName, Partition, StartMethod
+from lightning_gnnpipe.types import (
+    CodecName,
+    DtypeName,
+    Partition,
+    StalenessName,
+    StartMethod,
+)
 
 
 class GNNPipeStrategy(PipeLoops):
@@ -50,8 +56,10 @@ class GNNPipeStrategy(PipeLoops):
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         shuffle_chunks: Draw a new order of the chunks in each epoch.
-        cross_chunk_grad_scale: Factor on gradients between chunks. 1: the exact gradient with stale
-            rows as constants. 2: the paper's compensation for what staleness cuts off.
+        staleness: How staleness is met: "constant" (the exact gradient, with stale rows as
+            constants), "scaled" (gradients between chunks count twice, the paper's technique 3),
+            "gnnpipe" (stale reads from snapshots as well, technique 2), "delayed" (gradients of
+            stale rows are used an epoch later), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -101,7 +109,7 @@ class GNNPipeStrategy(PipeLoops):
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         shuffle_chunks: bool = True,
-        cross_chunk_grad_scale: float = 1.0,
+        staleness: StalenessName | StalenessMethod = "constant",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         halo_codec: CodecName = "fp32",
@@ -129,7 +137,7 @@ class GNNPipeStrategy(PipeLoops):
             num_chunks,
             partition,
             shuffle_chunks,
-            cross_chunk_grad_scale,
+            staleness,
             pipelined_module,
             balance,
             recompute,
@@ -201,12 +209,14 @@ class GNNPipeStrategy(PipeLoops):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
+        scales = getattr(self.precision_plugin, "scaler", None) is not None
         if self._has_peers:
             assert self.lightning_module is not None
             scales = self._precision.attach(
                 self.precision_plugin, self.lightning_module, self.engine.model, self._pipe
             )
-            check_scaling(scales and self.options.async_halo)
+        is_delayed = self.options.method.gradients.is_delayed
+        check_scaling(scales and self.options.async_halo, scales and is_delayed)
 
     def teardown(self) -> None:
         self._detach()

@@ -26,7 +26,7 @@ Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
-RefreshMethod = Literal["snapshot", "exact"]
+StalenessName = Literal["constant", "scaled", "gnnpipe", "delayed"]
 TrafficKind = Literal[
     "forward",
     "backward",

@@ -19,7 +19,7 @@ import torch
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
+    StalenessMethod,
     StalenessWarmup,
     cli,
     models,
@@ -181,7 +181,7 @@ def test_help_shows_every_option_of_the_strategy(
     [
         GNNPipeStrategy,
         FullGraphDataModule,
-        HistoryRefresh,
+        StalenessMethod,
         StalenessWarmup,
         *(getattr(models, name) for name in models.__all__),
     ],

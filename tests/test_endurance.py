@@ -15,9 +15,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
+    SnapshotRows,
+    StalenessMethod,
     StalenessMonitor,
     StalenessWarmup,
 )
@@ -25,6 +27,7 @@ from lightning_gnnpipe.models import GCNII, NodeClassifier
 
 WARM, LAST, NUM_LOOKS = 60, 200, 5
 MIB = 2**20
+METHOD = StalenessMethod(DelayedGradients(0.9, 0.5), SnapshotRows(every_n_steps=20))
 
 
 class Watch(L.Callback):
@@ -72,11 +75,12 @@ def test_two_hundred_epochs_leave_nothing_behind(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages,
-        strategy=GNNPipeStrategy(num_chunks=6, start_method="fork", recompute=recompute),
+        strategy=GNNPipeStrategy(
+            num_chunks=6, start_method="fork", recompute=recompute, staleness=METHOD
+        ),
         max_epochs=LAST,
         callbacks=[
             StalenessWarmup(num_epochs=3),
-            HistoryRefresh(every_n_epochs=20),
             StalenessMonitor(),
             ModelCheckpoint(tmp_path, every_n_epochs=10),
             Watch(tmp_path),

@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli_parser": set(),
     "cli": {"cli_parser", "strategy", "models", "plan_tables"},
     "callbacks": {"strategy", "controls", "history", "report"},
-    "__init__": {"strategy", "registry", "callbacks", "datamodule"},
+    "__init__": {"strategy", "registry", "callbacks", "datamodule", "history"},
 }
 LIGHTNING = {
     "cli",

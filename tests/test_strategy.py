@@ -246,7 +246,8 @@ def test_the_strategy_is_registered() -> None:
         ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
         ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
         ({"history_device": "meta"}, "'history_device' to be a device with memory"),
-        ({"cross_chunk_grad_scale": -1.0}, "'cross_chunk_grad_scale' to be at least 0"),
+        ({"staleness": "fresh"}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
+        ({"staleness": 2.0}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightning_gnnpipe.callbacks.halo import AdaptiveHalo, BoundedStaleness
 from lightning_gnnpipe.callbacks.monitor import PipelineMonitor
 from lightning_gnnpipe.callbacks.progress import ChunkProgress
-from lightning_gnnpipe.callbacks.refresh import HistoryRefresh
 from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
 from lightning_gnnpipe.callbacks.timeline import TimelineCallback
 from lightning_gnnpipe.callbacks.warmup import StalenessWarmup
@@ -14,7 +13,6 @@ __all__ = [
     "AdaptiveHalo",
     "BoundedStaleness",
     "ChunkProgress",
-    "HistoryRefresh",
     "PipelineMonitor",
     "StalenessMonitor",
     "StalenessWarmup",

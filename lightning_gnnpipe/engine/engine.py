@@ -157,7 +157,8 @@ class PipelineEngine:
         if self._saved is not None:
             self._take_histories(self._saved, graph, mode)
         is_exact = self.controls.is_exact or mode.reads not in graph.filled
-        if self.controls.refreshes and not is_exact:
+        reads = self.options.histories.method.reads
+        if not is_exact and (self.controls.refreshes or reads.renews(self.num_training_passes)):
             self._refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
@@ -225,6 +226,7 @@ class PipelineEngine:
             parts.context.is_refresh = True
             run_exact(parts, self.model)
             parts.context.is_refresh = False
+        graph.store.on_renewed()
 
     def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         def measure(layers: Layers) -> list[float]:

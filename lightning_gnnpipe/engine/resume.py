@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.errors import CheckpointError, explain
-from lightning_gnnpipe.history import Moments, SavedHistory
+from lightning_gnnpipe.history import Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,13 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
     histories = []
     for key in store:
         saved = store.save(key)
-        values = {field.name: getattr(saved, field.name) for field in fields(saved)}
-        for name in ("rows", "frozen"):
-            if values[name] is not None and not _is_by_chunk(key):  # ghosts are others' own
-                values[name] = values[name][:num_nodes]
-        histories.append({"key": _plain(key), **values})
+        gradients = saved.gradients or SavedGradients()
+        tables = {"rows": saved.rows, "kept": saved.kept, "output_grads": gradients.outputs}
+        if not _is_by_chunk(key):  # ghosts are others' own
+            tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
+        steps = {"step": saved.step, "kept_step": saved.kept_step}
+        halos = dict(gradients.halos)
+        histories.append({"key": _plain(key), **tables, **steps, "halo_grads": halos})
     moments = [
         {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
         for key in store.moments
@@ -140,14 +142,34 @@ def load_ranks(
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
-        rows, frozen = (
-            _moved([one[name] for _, one in parts], places, device) for name in ("rows", "frozen")
+        rows, kept, outputs = (
+            _moved([one[name] for _, one in parts], places, device)
+            for name in ("rows", "kept", "output_grads")
         )
         assert rows is not None
-        step, frozen_step = (min(one[n] for _, one in parts) for n in ("step", "frozen_step"))
+        step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
+        gradients = SavedGradients(outputs, _halo_grads(key, ranks, perm, ends, device))
         target = store.by_chunk if by_chunk else store
-        target.load(key, SavedHistory(rows, step, frozen, frozen_step))
+        target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True
+
+
+def _halo_grads(
+    key: CallKey,
+    ranks: Sequence[Mapping[str, Any]],
+    perm: Tensor,
+    ends: Sequence[int],
+    device: torch.device,
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the gradients that chunks have for their halos; none if chunks were others."""
+    return {
+        chunk: (positions.to(device), grad.to(device))
+        for rank in ranks
+        if rank["ends"] == ends and torch.equal(rank["perm"], perm)
+        for one in rank["histories"]
+        if CallKey(*one["key"]) == key
+        for chunk, (positions, grad) in one["halo_grads"].items()
+    }
 
 
 def _is_by_chunk(key: Hashable) -> bool:

@@ -168,15 +168,17 @@ class SharedStore:
         """Return what other chunks, and other ranks, have added for the chunk's rows, scaled."""
         histories, ghosts = self._histories, self.ghosts(chunk)
         own = None if histories is None else histories.pull_grad(key, chunk)
-        owed = None if histories is None else histories.ghost_grad(key, ghosts)
-        if owed is None:
-            like = self._like[key]
+        owed = None if histories is None else histories.ghost_grad(key, chunk, ghosts)
+        like = self._like[key]
+        if owed is not None:
+            owed = owed.to(like.dtype)
+        else:
             owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
         if key in self._near:
             positions, grad = self._near.pop(key)
             owed.index_add_(0, torch.searchsorted(ghosts, positions), grad.to(owed.dtype))
         received = self.give_back(key, chunk, owed)
-        return received if own is None else own + received
+        return received if own is None else own.to(received.dtype) + received
 
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""

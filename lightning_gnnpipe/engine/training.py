@@ -1,7 +1,7 @@
 """One training pass: forward now, backward when the user's loss asks for it.
 
-The histories around it, in order: refresh (if a callback asked for it), restore the snapshot,
-forward (push, pull), take a snapshot, backward (gradient buffers), clear the gradient buffers.
+The histories around it, in order: refresh (if due), what stale reads return, forward (push, pull),
+what later reads need, backward (gradient buffers), what gradients wait for the next step.
 """
 
 from __future__ import annotations
@@ -82,18 +82,14 @@ class TrainingPass:
         self._parts.transport.meter.reset()
         store.begin_step(number)
         store.recorder = StalenessRecorder() if controls.records_staleness else None
-        if controls.serves_snapshot and not self.is_exact:
-            store.restore()
+        store.before_forward(is_exact=self.is_exact)
         with (
             intercept(self._model.intercepted, self._parts.context),
             own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
-        if not controls.serves_snapshot:
-            store.release_snapshot()
-        elif self.is_exact or controls.takes_snapshot:
-            store.freeze()
+        store.after_forward(is_exact=self.is_exact)
         return outputs
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
@@ -122,7 +118,7 @@ class TrainingPass:
 
             self._step.backward(actions, grads, on_last)
         sums.finish()
-        self._graph.store.clear_grads()
+        self._graph.store.end_step(is_exact=self.is_exact)
         leaf_grads: list[Tensor | None] = []
         for slot in slots:
             grad = self._parts.inputs.take_grad(slot)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
+from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
+from lightning_gnnpipe.history.method import METHODS, StalenessMethod
 from lightning_gnnpipe.history.moments import Moments
 from lightning_gnnpipe.history.options import HistoryOptions
-from lightning_gnnpipe.history.saved import SavedHistory
+from lightning_gnnpipe.history.reads import DropoutFreeRows, LastRows, ReadRule, SnapshotRows
+from lightning_gnnpipe.history.saved import SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 
 __all__ = [
+    "METHODS",
+    "DelayedGradients",
+    "DropoutFreeRows",
+    "DroppedGradients",
+    "GradientRule",
     "HistoryOptions",
     "HistoryStore",
+    "LastRows",
     "Moments",
+    "ReadRule",
+    "SavedGradients",
     "SavedHistory",
+    "SnapshotRows",
     "Staleness",
+    "StalenessMethod",
     "StalenessRecorder",
 ]

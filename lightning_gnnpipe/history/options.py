@@ -7,21 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.history.method import METHODS, StalenessMethod
+
 
 @dataclass(frozen=True, slots=True)
 class HistoryOptions:
     """How histories are kept.
 
     Attributes:
-        scale: Factor on what other chunks add to a row's gradient (GNNPipe's technique 3 is 2).
-        recomputes: Whether activations are computed again in backward. The buffer of a linear
-            layer's output gradients then holds a chunk's outputs until their gradient comes.
+        method: How staleness is met.
+        recomputes: Whether activations are computed again in backward. A linear layer's outputs are
+            then kept until their gradient comes.
         dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for
             the dtype of what is pushed.
         device: Of the histories and their gradient buffers; None for where the layers compute.
     """
 
-    scale: float = 1.0
+    method: StalenessMethod = METHODS["constant"]
     recomputes: bool = False
     dtype: torch.dtype | None = None
     device: torch.device | None = None

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 NEVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGradients:
+    """Gradients that wait for the next step.
+
+    Attributes:
+        outputs: Of a linear layer's outputs, `[num_nodes, *]`, in plan order.
+        halos: For each chunk positions and gradients of its halo, `[num_halo]`, `[num_halo, *]`.
+    """
+
+    outputs: Tensor | None = None
+    halos: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +30,13 @@ class SavedHistory:
     Attributes:
         rows: `[num_nodes, *]`, in plan order.
         step: The step that wrote them.
-        frozen: The snapshot, if there is one.
-        frozen_step: The step that wrote its rows.
+        kept: What a rule keeps beside them, `[num_nodes, *]`.
+        kept_step: The step that wrote its rows.
+        gradients: What waits for the next step.
     """
 
     rows: Tensor
     step: int
-    frozen: Tensor | None = None
-    frozen_step: int = NEVER
+    kept: Tensor | None = None
+    kept_step: int = NEVER
+    gradients: SavedGradients | None = None

@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
+from lightning_gnnpipe.history.gradients import GradientBuffer
 from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
+from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.history.saved import NEVER, SavedHistory
 from lightning_gnnpipe.types import ChunkView
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One history: `rows` and, once something was added, `grad`, both `[num_nodes, *]`."""
+    """One history: its rows and the gradients of rows."""
 
-    rows: Tensor
-    written: list[int]  # the step at which each chunk's rows were written
-    frozen: Tensor | None = None
-    frozen_written: list[int] = field(default_factory=list)
+    rows: Rows
+    grads: GradientBuffer
     old: Tensor | None = None  # the rows before this step's, where they are read again
-    grad: Tensor | None = None
-    has_grad: bool = False
     is_filled: bool = False  # whether every chunk's rows were written
-    done: list[int] = field(default_factory=list)  # chunks whose outputs' gradients are in `grad`
 
 
 _DEFAULTS = HistoryOptions()
@@ -67,7 +64,7 @@ class HistoryStore:
     @property
     def scale(self) -> float:
         """Factor on gradients between chunks."""
-        return self.options.scale
+        return self.options.method.gradients.scale
 
     @property
     def is_local(self) -> bool:
@@ -92,25 +89,51 @@ class HistoryStore:
         self.step = step
         self.moments.begin_step()
 
+    def before_forward(self, *, is_exact: bool) -> None:
+        """Put into the rows what stale reads of this step return."""
+        for entry in self._entries.values():
+            if entry.is_filled:
+                self.options.method.reads.before(entry.rows, is_exact=is_exact)
+
+    def after_forward(self, *, is_exact: bool) -> None:
+        """Keep what stale reads of later steps need."""
+        for entry in self._entries.values():
+            self.options.method.reads.after(entry.rows, is_exact=is_exact, step=self.step)
+
+    def on_renewed(self) -> None:
+        """Take note that an exact pass has recomputed all rows, without a training step."""
+        for entry in self._entries.values():
+            self.options.method.reads.on_renewed(entry.rows)
+
+    def end_step(self, *, is_exact: bool) -> None:
+        """End the backward of a training step: forget gradients, or have them wait."""
+        for entry in self._entries.values():
+            entry.grads.end_step(is_exact=is_exact)
+
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""
-        return self._entries[key].rows
+        return self._entries[key].rows.now
 
     def save(self, key: Hashable) -> SavedHistory:
         """Return the history under `key` as it is between two steps; its tensors are not copied."""
         entry = self._entries[key]
-        frozen_step = min(entry.frozen_written, default=NEVER)
-        return SavedHistory(entry.rows, min(entry.written), entry.frozen, frozen_step)
+        rows = entry.rows
+        kept_step = min(rows.kept_written, default=NEVER)
+        gradients = entry.grads.save()
+        return SavedHistory(rows.now, min(rows.written), rows.kept, kept_step, gradients)
 
     def load(self, key: Hashable, saved: SavedHistory) -> None:
         """Go on with a history that was saved; its rows are in this plan's order."""
         entry = self._entry(key, saved.rows)
-        entry.rows.copy_(saved.rows)
-        entry.written = [saved.step] * self.num_chunks
+        rows = entry.rows
+        rows.now.copy_(saved.rows)
+        rows.written = [saved.step] * self.num_chunks
         entry.is_filled = saved.step != NEVER
-        if saved.frozen is not None:
-            entry.frozen = torch.empty_like(entry.rows).copy_(saved.frozen)
-            entry.frozen_written = [saved.frozen_step] * self.num_chunks
+        if saved.kept is not None:
+            rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
+            rows.kept_written = [saved.kept_step] * self.num_chunks
+        if saved.gradients is not None:
+            entry.grads.load(saved.gradients)
 
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
@@ -118,42 +141,45 @@ class HistoryStore:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
         entry = self._entry(key, rows)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
-        target = entry.rows[chunk.start : chunk.end]
-        if self.recorder is not None and all(entry.written[c] != NEVER for c in chunks):
+        rows_now, written = entry.rows.now, entry.rows.written
+        target = rows_now[chunk.start : chunk.end]
+        if self.recorder is not None and all(written[c] != NEVER for c in chunks):
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
-                entry.old = torch.empty_like(entry.rows)
+                entry.old = torch.empty_like(rows_now)
             entry.old[chunk.start : chunk.end] = target
         target.copy_(rows)
         for c in chunks:
-            entry.written[c] = self.step
-        entry.is_filled = entry.is_filled or NEVER not in entry.written
+            written[c] = self.step
+        entry.is_filled = entry.is_filled or NEVER not in written
 
     def push_ghosts(
         self, key: Hashable, positions: Tensor, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
         """Write rows of other shards, `[num_positions, *]`, in the chunk that was just pushed."""
         entry = self._entries[key]
-        positions = positions.to(entry.rows.device)
+        table = entry.rows.now
+        positions = positions.to(table.device)
         if keeps_old and entry.old is not None:
-            entry.old[positions] = entry.rows[positions]
-        entry.rows[positions] = rows.to(entry.rows)
+            entry.old[positions] = table[positions]
+        table[positions] = rows.to(table)
 
     def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
         """Return the history, `[num_rows, *]`, for the chunk to read its halo rows from."""
         entry = self._entries[key]
         if not entry.is_filled:
-            assert all(entry.written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
+            written = entry.rows.written
+            assert all(written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
         if self.recorder is not None:
-            ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
+            ages = [self.step - entry.rows.written[c] for c in chunk.halo_chunks]
             self.recorder.record_reads(key, chunk, ages)
-        return entry.rows
+        return entry.rows.now
 
     def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         _select(self.read(key, chunk), self._halo(chunk), out)
-        written = self._entries[key].written
+        written = self._entries[key].rows.written
         return {c for c in chunk.halo_chunks if written[c] < self.step}
 
     def pull_again(
@@ -164,39 +190,35 @@ class HistoryStore:
         counts = list(chunk.halo_counts)
         parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
-            rows = entry.old if source in stale else entry.rows
+            rows = entry.old if source in stale else entry.rows.now
             assert rows is not None
             _select(rows, positions, target)
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        total = self._grad(key, grad.dtype)
-        total.index_add_(0, self._halo(chunk), grad.to(total.device))
-
-    def ghost_grad(self, key: Hashable, positions: Tensor) -> Tensor | None:
-        """Return what was added for rows of other shards, scaled; None if nothing was."""
         entry = self._entries[key]
-        if entry.grad is None or not entry.has_grad:
-            return None
-        return entry.grad[positions] * self.scale
+        dtype = self.options.linear_dtype(grad)
+        entry.grads.add(chunk, self._halo(chunk), grad, dtype, entry.rows.now)
+
+    def ghost_grad(self, key: Hashable, chunk: ChunkView, positions: Tensor) -> Tensor | None:
+        """Return what others have for rows of other shards in the chunk; None if nothing."""
+        return None if chunk.is_whole else self._taken(key, positions)
 
     def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
-        """Return what other chunks have added for the chunk's rows, scaled; None if nobody has."""
-        entry = self._entries[key]
-        if entry.grad is None or not entry.has_grad:
+        """Return what other chunks have for the chunk's rows, scaled; None if nothing."""
+        if chunk.is_whole:
             return None
-        grad = entry.grad[chunk.start : chunk.end].to(chunk.halo.device)
-        return grad if self.scale == 1.0 else grad * self.scale
+        taken = self._taken(key, slice(chunk.start, chunk.end))
+        return None if taken is None else taken.to(chunk.halo.device)
 
     def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
-        self._grad(key, self.options.linear_dtype(rows))[chunk.start : chunk.end] = rows
+        entry = self._entries[key]
+        entry.grads.keep_output(chunk, rows, self.options.linear_dtype(rows), entry.rows.now)
 
     def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
         """Return a copy of them."""
-        kept = self._entries[key].grad
-        assert kept is not None
-        return kept[chunk.start : chunk.end].clone()
+        return self._entries[key].grads.kept_output(chunk)
 
     def add_output_grad(
         self, key: Hashable, chunk: ChunkView, grad: Tensor
@@ -204,52 +226,17 @@ class HistoryStore:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
         Returns:
-            `[num_nodes, *]`: those of all chunks since the last `clear_grads`, and these chunks; or
-            None for them if it is zero elsewhere.
+            `[num_nodes, *]`: the gradients of all chunks' outputs that count, and the chunks whose
+            rows do; None for all.
         """
-        total = self._grad(key, self.options.linear_dtype(grad))
-        total[chunk.start : chunk.end] = grad
-        if not self.options.recomputes:
-            return total, None
-        done = self._entries[key].done
-        done.append(chunk.index)
-        return total, tuple(done)
-
-    def clear_grads(self) -> None:
-        """Forget what was added for rows that were read stale: they are constants."""
-        for entry in self._entries.values():
-            entry.done.clear()
-            if entry.grad is not None and entry.has_grad:
-                entry.grad.zero_()
-                entry.has_grad = False
-
-    def freeze(self) -> None:
-        """Keep a snapshot of all histories, of which stale reads are served until the next one."""
-        for entry in self._entries.values():
-            if entry.frozen is None:
-                entry.frozen = entry.rows.clone()
-            else:
-                entry.frozen.copy_(entry.rows)
-            entry.frozen_written = list(entry.written)
-
-    def restore(self) -> None:
-        """Put the snapshot back into the histories, if there is one."""
-        for entry in self._entries.values():
-            if entry.frozen is not None:
-                entry.rows.copy_(entry.frozen)
-                entry.written = list(entry.frozen_written)
-
-    def release_snapshot(self) -> None:
-        """Drop the snapshot."""
-        for entry in self._entries.values():
-            entry.frozen = None
-
-    def _grad(self, key: Hashable, dtype: torch.dtype) -> Tensor:
         entry = self._entries[key]
-        if entry.grad is None or entry.grad.dtype != dtype:
-            entry.grad = torch.zeros_like(entry.rows, dtype=dtype)
-        entry.has_grad = True
-        return entry.grad
+        dtype = self.options.linear_dtype(grad)
+        return entry.grads.add_output(chunk, grad, dtype, entry.rows.now)
+
+    def _taken(self, key: Hashable, rows: slice | Tensor) -> Tensor | None:
+        entry = self._entries[key]
+        grad = entry.grads.take(rows, entry.rows.now)
+        return grad if grad is None or self.scale == 1.0 else grad * self.scale
 
     def _halo(self, chunk: ChunkView) -> Tensor:
         """Return the positions of the chunk's halo, where the histories are."""
@@ -262,14 +249,13 @@ class HistoryStore:
     def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
         entry = self._entries.get(key)
         dtype = (self.options.dtype if rows.is_floating_point() else None) or rows.dtype
-        if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
-            entry.rows = entry.rows.to(torch.promote_types(entry.rows.dtype, dtype))
+        if entry is not None and entry.rows.now.dtype != dtype:  # under autocast passes may differ
+            entry.rows.now = entry.rows.now.to(torch.promote_types(entry.rows.now.dtype, dtype))
         if entry is None:
             shape = (self.num_rows, *rows.shape[1:])
-            entry = _Entry(
-                torch.empty(shape, dtype=dtype, device=self.options.device or rows.device),
-                [NEVER] * self.num_chunks,
-            )
+            table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
+            grads = self.options.method.gradients.make_buffer()
+            entry = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
             self._entries[key] = entry
         return entry
 

@@ -4,8 +4,8 @@ Forward: the chunk's rows are written to the history (push) and its halo rows ar
 (pull).
 Backward, run over the chunks in reverse order: the halo rows' gradient is added to the gradient
 buffer, and what later chunks added for this chunk's rows flows on. A row read stale was consumed
-before its gradient arrives: the gradient stays behind in the buffer and is cleared, so a stale row
-is a constant.
+before its gradient arrives: the gradient stays behind in the buffer, and the rule of the staleness
+method says what becomes of it.
 
 Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the stale forward function.
 """
@@ -62,4 +62,5 @@ class PushPull(torch.autograd.Function):
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
         received = ctx.store.pull_grad(ctx.key, chunk)
-        return (own if received is None else own + received), None, None, None, None
+        both = own if received is None else own + received.to(own.dtype)
+        return both, None, None, None, None

@@ -11,7 +11,6 @@ from lightning_gnnpipe import (
     ChunkProgress,
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
     PipelineMonitor,
     StalenessMonitor,
     StalenessWarmup,
@@ -26,17 +25,6 @@ from lightning_gnnpipe.models import GCN, NodeClassifier
 def test_warmup_takes_a_number_of_epochs(value: object) -> None:
     with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
         StalenessWarmup(value)
-
-
-@pytest.mark.parametrize("value", [0, 2.0, "3"])
-def test_refresh_takes_a_number_of_epochs(value: object) -> None:
-    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
-        HistoryRefresh(value)
-
-
-def test_refresh_takes_a_method() -> None:
-    with pytest.raises(ConfigError, match=r"'how' to be 'snapshot' or 'exact' \(got 'now'\)"):
-        HistoryRefresh(2, how="now")
 
 
 @pytest.mark.parametrize("kind", [PipelineMonitor, StalenessMonitor])
@@ -80,7 +68,6 @@ def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
     "callback",
     [
         ChunkProgress(),
-        HistoryRefresh(1),
         PipelineMonitor(),
         StalenessMonitor(),
         StalenessWarmup(1),
@@ -97,7 +84,7 @@ def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
 def test_callbacks_leave_the_switches_off() -> None:
     strategy = GNNPipeStrategy(num_chunks=4)
     module, datamodule = parts()
-    callbacks = (StalenessWarmup(9), HistoryRefresh(1, how="exact"), StalenessMonitor())
-    trainer(strategy, *callbacks, HistoryRefresh(1)).fit(module, datamodule=datamodule)
+    callbacks = (StalenessWarmup(9), StalenessMonitor())
+    trainer(strategy, *callbacks).fit(module, datamodule=datamodule)
     controls = strategy.controls
     assert controls == Controls()

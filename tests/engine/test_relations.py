@@ -14,9 +14,15 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.history import (
+    DelayedGradients,
+    DroppedGradients,
+    GradientRule,
+    StalenessMethod,
+)
 from lightning_gnnpipe.passing import check_support
 from tests.helpers.engines import one_process_engine
-from tests.helpers.reference import StaleOracle
+from tests.helpers.reference import Delay, StaleOracle
 
 N, D = 26, 8
 CHUNKS = torch.arange(N) * 7 % N // 9
@@ -107,18 +113,22 @@ def test_p1_dicts_train_as_in_pyg(kind: Any, num_likes: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("rule", [DroppedGradients(2.0), DelayedGradients(0.5, 0.3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_p2_stale_steps_equal_the_oracle(kind: Any, scale: float, recompute: bool) -> None:
+def test_p2_stale_steps_equal_the_oracle(kind: Any, rule: GradientRule, recompute: bool) -> None:
     batch = make_batch()
     net = Net(kind)
-    oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=scale)
+    delay = Delay(0.5, 0.3) if rule.is_delayed else None
+    oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=rule.scale, delay=delay)
+    method = StalenessMethod(rule)
     engine = one_process_engine(
-        net, partition=CHUNKS, shuffle_chunks=False, scale=scale, recompute=recompute
+        net, partition=CHUNKS, shuffle_chunks=False, method=method, recompute=recompute
     )
     for step in range(4):
         chunked = oracle.chunked(*batch, order=(0, 1, 2)) if step else oracle.exact(*batch)
-        chunked.square().sum().backward()
+        (chunked.square().sum() + (delay.loss if delay else 0.0)).backward()
+        if delay:
+            delay.end_step()
         expected_grads = gradients(net)
         engine.progress.step_index = step
         found = engine.forward(batch, {})

@@ -18,7 +18,9 @@ from tests.helpers.graphs import GraphCase, any_case
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
+from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
+from tests.promises.test_p2_stale_gradient import method
 
 NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
 NUM_EPOCHS = 4
@@ -44,13 +46,11 @@ refreshes = st.builds(
 
 
 def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
-    from lightning_gnnpipe import HistoryRefresh, StalenessMonitor, StalenessWarmup
+    from lightning_gnnpipe import StalenessMonitor, StalenessWarmup
 
     chosen: list[Any] = [StalenessMonitor()] if watches else []
     if refresh.num_exact_epochs > 1:
         chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
-    if refresh.every_n_epochs:
-        chosen.append(HistoryRefresh(every_n_epochs=refresh.every_n_epochs, how=refresh.how))
     return chosen
 
 
@@ -68,6 +68,7 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
     shuffle=st.booleans(),
     scale=st.sampled_from([0.0, 1.0, 2.0]),
+    delay=st.sampled_from([None, (1.0, 0.0), (0.5, 0.9)]),
     refresh=refreshes,
     recompute=st.booleans(),
     validate=st.booleans(),
@@ -81,6 +82,7 @@ def test_any_run_equals_the_oracle(
     num_stages: int,
     shuffle: bool,
     scale: float,
+    delay: tuple[float, float] | None,
     refresh: Refresh,
     recompute: bool,
     validate: bool,
@@ -98,7 +100,8 @@ def test_any_run_equals_the_oracle(
         orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, shuffle=shuffle),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
-        cross_chunk_grad_scale=scale,
+        cross_chunk_grad_scale=1.0 if delay else scale,
+        delay=Delay(*delay) if delay else None,
     )
     with tempfile.TemporaryDirectory() as folder:
         fit = run_fit(
@@ -113,7 +116,7 @@ def test_any_run_equals_the_oracle(
             trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
             strategy_kwargs={
                 "shuffle_chunks": shuffle,
-                "cross_chunk_grad_scale": scale,
+                "staleness": method(refresh, scale, delay),
                 "recompute": recompute,
                 "balance": balance,
             },

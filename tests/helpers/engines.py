@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
-from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 
 
 def one_process_engine(
@@ -18,7 +18,7 @@ def one_process_engine(
     *,
     partition: Tensor,
     shuffle_chunks: bool = True,
-    scale: float = 1.0,
+    method: StalenessMethod = METHODS["constant"],
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
     history_device: torch.device | None = None,
@@ -32,7 +32,7 @@ def one_process_engine(
     transport.settle((1, num_shards))
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
-        histories=HistoryOptions(scale, recompute, history_dtype, history_device),
+        histories=HistoryOptions(method, recompute, history_dtype, history_device),
         shuffle_chunks=shuffle_chunks,
         balance="uniform",
         seed=0,

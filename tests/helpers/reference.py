@@ -47,14 +47,21 @@ class StaleOracle:
         net: Any stack of PyG convs over an edge index, otherwise row by row.
         partition: Chunk of each node, ``[num_nodes]``.
         cross_chunk_grad_scale: Factor on gradients that flow into fresh rows of another chunk.
+        delay: What waits of gradients of stale rows; None: they are dropped.
     """
 
     def __init__(
-        self, net: nn.Module, partition: Tensor, *, cross_chunk_grad_scale: float = 1.0
+        self,
+        net: nn.Module,
+        partition: Tensor,
+        *,
+        cross_chunk_grad_scale: float = 1.0,
+        delay: Delay | None = None,
     ) -> None:
         self.net = net
         self.partition = partition
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
+        self.delay = delay
         self.live: dict[Key, Tensor] = {}
         """For each call the source rows of the last forward pass, ``[num_nodes, ...]``."""
         self.snapshot: dict[Key, Tensor] | None = None
@@ -62,23 +69,31 @@ class StaleOracle:
 
     def exact(self, *inputs: Tensor) -> Tensor:
         """Run the whole graph as one chunk; every row of every call becomes fresh."""
-        return self._run(inputs, torch.zeros_like(self.partition), order=(0,))
+        if self.delay is not None and torch.is_grad_enabled():
+            self.delay.forget()
+        return self._run(inputs, torch.zeros_like(self.partition), (0,), None)
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
         """Run the chunks in the given order; what later chunks still hold is read stale."""
         assert sorted(order) == sorted(set(self.partition.tolist()))
-        return self._run(inputs, self.partition, order)
+        return self._run(inputs, self.partition, order, self.delay)
 
     def renew_snapshot(self) -> None:
         """Let later steps read the rows of the last forward pass, until renewed again."""
         self.snapshot = dict(self.live)
 
-    def _run(self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int]) -> Tensor:
+    def _run(
+        self,
+        inputs: Sequence[Tensor],
+        partition: Tensor,
+        order: Sequence[int],
+        delay: Delay | None,
+    ) -> Tensor:
         stale = self.live if self.snapshot is None else self.snapshot
-        one_pass = _Pass(stale, self.cross_chunk_grad_scale)
+        one_pass = _Pass(stale, self.cross_chunk_grad_scale, delay)
         outputs = None
         for chunk in order:
-            one_pass.enter(partition == chunk)
+            one_pass.enter(partition == chunk, chunk)
             with _intercepted(self.net, one_pass.mix):
                 result = self.net(*inputs)
             outputs = result if outputs is None else _where(one_pass.own, result, outputs)
@@ -87,17 +102,70 @@ class StaleOracle:
         return outputs
 
 
+class Delay:
+    """Gradients of stale rows, used a step later as a linear term of the loss.
+
+    A reader's gradient of a row is that of the loss by the row as this reader sees it. Added to the
+    loss, ``<gradient of the last step, row>`` for each reader that comes before the row's chunk has
+    just that gradient.
+
+    Args:
+        decay: Factor on the gradients of the last step.
+        momentum: Share of those before in them.
+    """
+
+    def __init__(self, decay: float, momentum: float = 0.0) -> None:
+        self.decay = decay
+        self.momentum = momentum
+        self.forget()
+
+    def forget(self) -> None:
+        """Go on as if there had been no step before."""
+        self.waiting: dict[tuple[Key, int], Tensor] = {}
+        self.coming: dict[tuple[Key, int], Tensor] = {}
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+    def watch(self, key: Key, reader: int, rows: Tensor) -> Tensor:
+        """Return ``rows``, as ``reader`` sees others'; their gradient will be noted."""
+        seen = rows + torch.zeros_like(rows).requires_grad_()
+
+        def note(grad: Tensor) -> None:
+            old = self.waiting.get((key, reader), grad)
+            self.coming[key, reader] = self.momentum * old + (1 - self.momentum) * grad
+
+        seen.register_hook(note)
+        return seen
+
+    def give(self, key: Key, reader: int, rows: Tensor) -> None:
+        """Let ``rows``, not zero in one chunk, have the gradient that ``reader`` had."""
+        if (key, reader) in self.waiting:
+            self.loss = self.loss + self.decay * (self.waiting[key, reader] * rows).sum()
+
+    def end_step(self) -> None:
+        """Take what has been noted as that of the last step."""
+        self.waiting, self.coming = self.coming, {}
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+
 class _Pass:
     """The masks and rows of one forward pass over all chunks."""
 
-    def __init__(self, stale: dict[Key, Tensor], cross_chunk_grad_scale: float) -> None:
+    def __init__(
+        self, stale: dict[Key, Tensor], cross_chunk_grad_scale: float, delay: Delay | None
+    ) -> None:
         self.stale = stale
+        self.delay = delay
+        self.chunk = -1
+        self.chunks: list[int] = []  # that came earlier
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
         self.fresh: dict[Key, Tensor] = {}
         self.own = self.earlier = torch.zeros(0, dtype=torch.bool)
 
-    def enter(self, own: Tensor) -> None:
+    def enter(self, own: Tensor, chunk: int) -> None:
         """Go on to the chunk of the nodes ``own``, ``[num_nodes]``."""
+        if self.chunk >= 0:
+            self.chunks.append(self.chunk)
+        self.chunk = chunk
         self.earlier = torch.zeros_like(own) if not self.own.numel() else self.earlier | self.own
         self.own = own
 
@@ -109,6 +177,11 @@ class _Pass:
         if key in self.fresh:
             earlier = _scale_grad(self.fresh[key], self.cross_chunk_grad_scale)
             mixed = _where(self.earlier, earlier, mixed)
+        if self.delay is not None and mixed.requires_grad:
+            mixed = self.delay.watch(key, self.chunk, _where(self.own, rows.detach(), mixed))
+            mixed = _where(self.own, rows, mixed)
+            for reader in self.chunks:
+                self.delay.give(key, reader, _where(self.own, rows, torch.zeros_like(rows)))
         known = self.fresh.get(key, rows)
         self.fresh[key] = _where(self.own, rows, known)
         return mixed

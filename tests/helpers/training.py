@@ -1,12 +1,12 @@
 """Train with the oracle: which epoch is exact, and what its stale rows are.
 
-The rules, in the words of the callbacks that switch them on:
+The rules, in the words of what switches them on:
 
 - The first step is exact: no row has been written yet.
 - ``StalenessWarmup(num_epochs=n)``: the first n steps are exact.
-- ``HistoryRefresh(every_n_epochs=R, how="snapshot")``: stale rows are read from a copy of all rows,
+- ``SnapshotRows(R)``: stale rows are read from a copy of all rows,
   renewed after every exact step, and after step e if (e + 1) % R == 0.
-- ``HistoryRefresh(every_n_epochs=R, how="exact")``: before step e > 0, if e % R == 0 and the step
+- ``DropoutFreeRows(R)``: before step e > 0, if e % R == 0 and the step
   is not itself exact, all rows are computed anew with the present weights, without dropout.
 - Otherwise stale rows are those of the step before.
 """
@@ -23,7 +23,7 @@ from torch_geometric.data import Data
 
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
-from tests.helpers.reference import StaleOracle
+from tests.helpers.reference import Delay, StaleOracle
 
 Orders = Callable[[int], Sequence[int]]
 
@@ -58,13 +58,16 @@ def train_with_oracle(
     refresh: Refresh,
     num_epochs: int,
     cross_chunk_grad_scale: float = 1.0,
+    delay: Delay | None = None,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
 
     Args:
         orders: Order of the chunks in each epoch, as a function of its number.
     """
-    oracle = StaleOracle(module.net, partition, cross_chunk_grad_scale=cross_chunk_grad_scale)
+    oracle = StaleOracle(
+        module.net, partition, cross_chunk_grad_scale=cross_chunk_grad_scale, delay=delay
+    )
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []
@@ -78,7 +81,10 @@ def train_with_oracle(
         if refresh.copies_after(epoch):
             oracle.renew_snapshot()
         loss = module.loss(outputs, data)
-        steps.append(_step(module, optimizer, outputs, loss))
+        added = None if delay is None else delay.loss
+        steps.append(_step(module, optimizer, outputs, loss, added))
+        if delay is not None:
+            delay.end_step()
     return steps
 
 
@@ -90,10 +96,14 @@ def _recompute(oracle: StaleOracle, module: ReferenceModule, inputs: list[Tensor
 
 
 def _step(
-    module: ReferenceModule, optimizer: torch.optim.Optimizer, outputs: Tensor, loss: Tensor
+    module: ReferenceModule,
+    optimizer: torch.optim.Optimizer,
+    outputs: Tensor,
+    loss: Tensor,
+    added: Tensor | None,
 ) -> Step:
     optimizer.zero_grad()
-    loss.backward()
+    (loss if added is None else loss + added).backward()
     named = dict(module.named_parameters())
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     optimizer.step()

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.history import HistoryOptions, HistoryStore, StalenessRecorder
+from lightning_gnnpipe.history import (
+    DelayedGradients,
+    DroppedGradients,
+    HistoryOptions,
+    HistoryStore,
+    SnapshotRows,
+    StalenessMethod,
+    StalenessRecorder,
+)
 
 # Chunk 0 = nodes 0, 1; chunk 1 = nodes 2, 3, 4. Edges 0 -> 2, 4 -> 1, 3 -> 1.
 EDGES = torch.tensor([[0, 4, 3], [2, 1, 1]])
@@ -40,13 +48,13 @@ def test_an_unwritten_row_is_never_read(plan: ChunkPlan) -> None:
 
 
 def test_gradients_wait_for_their_rows_and_are_scaled(plan: ChunkPlan) -> None:
-    store = HistoryStore(5, 2, HistoryOptions(scale=2.0))
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DroppedGradients(scale=2.0))))
     store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
     assert store.pull_grad("h", plan.chunks[1]) is None
     store.push_grad("h", plan.chunks[0], torch.tensor([[1.0], [5.0]]))
     grad = store.pull_grad("h", plan.chunks[1])
     assert grad is not None and grad.flatten().tolist() == [0, 2, 10]
-    store.clear_grads()
+    store.end_step(is_exact=False)
     assert store.pull_grad("h", plan.chunks[1]) is None
 
 
@@ -65,23 +73,56 @@ def test_ages_and_drift_are_recorded(plan: ChunkPlan) -> None:
 
 
 def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> None:
-    store = HistoryStore(5, 2)
-    whole = plan.whole.chunks[0]
-    store.push("h", whole, torch.zeros(5, 1))
-    store.freeze()
-    store.step = 1
-    store.push("h", whole, torch.ones(5, 1))
-    store.restore()
-    assert store.rows("h").sum() == 0
-    store.push("h", whole, torch.ones(5, 1))
-    store.freeze()
-    store.push("h", whole, torch.zeros(5, 1))
-    store.restore()
-    assert store.rows("h").sum() == 5
-    store.release_snapshot()
-    store.push("h", whole, torch.zeros(5, 1))
-    store.restore()
-    assert store.rows("h").sum() == 0
+    """Snapshots of an exact step 0, and of every second one: 1, 3."""
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(reads=SnapshotRows(2))))
+    whole, read = plan.whole.chunks[0], []
+    for step in range(5):
+        store.begin_step(step)
+        store.before_forward(is_exact=step == 0)
+        if step:
+            read.append(float(store.rows("h").mean()))
+        store.push("h", whole, torch.full((5, 1), float(step)))
+        store.after_forward(is_exact=step == 0)
+    assert read == [0, 1, 1, 3]
+    store.on_renewed()
+    store.push("h", whole, torch.full((5, 1), 9.0))
+    store.before_forward(is_exact=False)
+    assert store.rows("h").mean() == 4
+
+
+def test_gradients_wait_a_step(plan: ChunkPlan) -> None:
+    """Chunk 0 comes first and reads nodes 3 and 4 stale; what it has for them waits."""
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(0.5, 0.75))))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    taken = []
+    for grad in (8.0, 16.0, 0.0):
+        found = store.pull_grad("h", second)
+        taken.append(None if found is None else found.flatten().tolist())
+        store.push_grad("h", first, torch.full((2, 1), grad))
+        fresh = store.pull_grad("h", second)  # had it come after chunk 0
+        assert fresh is not None and fresh.flatten().tolist() == [0, grad, grad]
+        store.end_step(is_exact=False)
+    assert taken == [None, [0, 4, 4], [0, 5, 5]]
+    store.end_step(is_exact=True)
+    assert store.pull_grad("h", second) is None
+
+
+def test_gradients_of_outputs_wait_a_step(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(0.5, 0.75))))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    seen = []
+    for grad in (8.0, 16.0, 0.0):
+        table, done = store.add_output_grad("h", second, torch.full((3, 1), 1.0))
+        assert done is None and table[2:].flatten().tolist() == [1, 1, 1]
+        seen.append(table[:2].flatten().tolist())
+        store.add_output_grad("h", first, torch.full((2, 1), grad))
+        store.end_step(is_exact=False)
+    assert seen == [[0, 0], [4, 4], [5, 5]]
+    store.end_step(is_exact=True)
+    table, _ = store.add_output_grad("h", second, torch.full((3, 1), 1.0))
+    assert table[:2].abs().sum() == 0
 
 
 def test_a_history_may_have_one_row_a_chunk(plan: ChunkPlan) -> None:
@@ -99,5 +140,5 @@ def test_a_history_may_have_one_row_a_chunk(plan: ChunkPlan) -> None:
     assert store.recorder.by_key["share"].stale_pairs == [(0, 1)]
     store.by_chunk.push_grad("share", second, torch.tensor([[3.0]]))
     assert store.by_chunk.pull_grad("share", first) == 3
-    store.clear_grads()
+    store.end_step(is_exact=False)
     assert store.by_chunk.pull_grad("share", first) is None

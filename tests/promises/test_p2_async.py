@@ -16,9 +16,11 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
     BoundedStaleness,
+    DelayedGradients,
+    DropoutFreeRows,
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
+    StalenessMethod,
 )
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import check_support
@@ -200,10 +202,10 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
 def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     aggr: str, tmp_path: Path
 ) -> None:
-    refresh = HistoryRefresh(every_n_epochs=3, how="exact")
+    method = StalenessMethod(DelayedGradients(), DropoutFreeRows(every_n_steps=3))
     options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
-    expected, _ = fit(tmp_path, refresh, **options)
-    found, _ = fit(tmp_path, refresh, recompute=True, **options)
+    expected, _ = fit(tmp_path, staleness=method, **options)
+    found, _ = fit(tmp_path, staleness=method, recompute=True, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -13,6 +13,7 @@ from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
+from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
 
 NUM_EPOCHS = 4
@@ -32,14 +33,31 @@ OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
 
 def callbacks(rule: str) -> list[Any]:
     """Return the public callbacks that switch a rule on."""
-    from lightning_gnnpipe import HistoryRefresh, StalenessWarmup
+    from lightning_gnnpipe import StalenessWarmup
 
-    refresh, chosen = RULES[rule], []
-    if refresh.num_exact_epochs > 1:
-        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
+    refresh = RULES[rule]
+    is_longer = refresh.num_exact_epochs > 1
+    return [StalenessWarmup(num_epochs=refresh.num_exact_epochs)] if is_longer else []
+
+
+def method(refresh: Refresh, scale: float, delay: tuple[float, float] | None = None) -> Any:
+    """Return the public method for a rule, and a factor or (decay, momentum) of gradients."""
+    from lightning_gnnpipe import (
+        DelayedGradients,
+        DropoutFreeRows,
+        DroppedGradients,
+        LastRows,
+        SnapshotRows,
+        StalenessMethod,
+    )
+
+    reads: Any = LastRows()
     if refresh.every_n_epochs:
-        chosen.append(HistoryRefresh(every_n_epochs=refresh.every_n_epochs, how=refresh.how))
-    return chosen
+        kind = SnapshotRows if refresh.how == "snapshot" else DropoutFreeRows
+        reads = kind(refresh.every_n_epochs)
+    return StalenessMethod(
+        DroppedGradients(scale) if delay is None else DelayedGradients(*delay), reads
+    )
 
 
 def assert_equals_oracle(
@@ -52,6 +70,7 @@ def assert_equals_oracle(
     shuffle: bool = True,
     rule: str = "live",
     scale: float = 1.0,
+    delay: tuple[float, float] | None = None,
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,
@@ -70,6 +89,7 @@ def assert_equals_oracle(
         refresh=RULES[rule],
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale,
+        delay=None if delay is None else Delay(*delay),
     )
     fit = run_fit(
         ReferenceModule(name, **options),
@@ -84,7 +104,7 @@ def assert_equals_oracle(
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
         strategy_kwargs={
             "shuffle_chunks": shuffle,
-            "cross_chunk_grad_scale": scale,
+            "staleness": method(RULES[rule], scale, delay),
             "recompute": recompute,
         },
     )

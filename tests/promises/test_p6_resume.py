@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy, HistoryRefresh, StalenessWarmup
+from lightning_gnnpipe import (
+    DelayedGradients,
+    DropoutFreeRows,
+    GNNPipeStrategy,
+    SnapshotRows,
+    StalenessMethod,
+    StalenessWarmup,
+)
 from tests.helpers.realistic import realistic_graph
 
 SAVED_AT = 4
@@ -120,8 +127,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "recompute": {"recompute": True},
     "bfloat16": {"history_dtype": torch.bfloat16},
-    "snapshot": {"callbacks": [HistoryRefresh(every_n_epochs=3)]},
-    "refresh": {"callbacks": [HistoryRefresh(every_n_epochs=3, how="exact")]},
+    "snapshot": {"staleness": StalenessMethod(reads=SnapshotRows(3))},
+    "refresh": {"staleness": StalenessMethod(reads=DropoutFreeRows(3))},
+    "delayed": {"staleness": StalenessMethod(DelayedGradients(0.9, 0.5))},
+    "delayed_recompute": {"staleness": "delayed", "recompute": True},
 }
 
 
@@ -139,7 +148,7 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,8 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
-    HistoryRefresh,
+    SnapshotRows,
+    StalenessMethod,
     StalenessMonitor,
     StalenessWarmup,
 )
@@ -58,12 +59,14 @@ def plan() -> ChunkPlan:
     return plan_from_assignment(graph().edge_index, N, ASSIGNMENT)
 
 
-def run(folder: Path, num_stages: int, *callbacks: L.Callback) -> list[dict[str, Any]]:
+def run(
+    folder: Path, num_stages: int, *callbacks: L.Callback, **options: Any
+) -> list[dict[str, Any]]:
     L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages,
-        strategy=GNNPipeStrategy(partition=ASSIGNMENT, start_method="fork"),
+        strategy=GNNPipeStrategy(partition=ASSIGNMENT, start_method="fork", **options),
         max_epochs=6,
         callbacks=[*callbacks, StalenessMonitor(), StaleRecorder(folder)],
         logger=False,
@@ -96,7 +99,7 @@ def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) ->
 
 def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
     """Renewed after epochs 0 (exact), 2 and 5: ages 1, 2, 1, 2, 3."""
-    steps = run(tmp_path, 1, HistoryRefresh(every_n_epochs=3))
+    steps = run(tmp_path, 1, staleness=StalenessMethod(reads=SnapshotRows(3)))
     assert [step["logged"]["history/age_epochs"] for step in steps] == [0, 1, 2, 1, 2, 3]
 
 

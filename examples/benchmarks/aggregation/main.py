@@ -104,7 +104,7 @@ def in_chunks(
                 outputs.append((conv(rows, chunk.edge_index, part), chunk))
         for output, chunk in reversed(outputs):
             output.backward(grad[chunk.start : chunk.end])
-        store.clear_grads()
+        store.end_step(is_exact=False)
 
     return run
 

@@ -1,0 +1,71 @@
+"""P2 for delayed gradients: they equal the oracle's, on every path that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.modules import NETS
+from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
+
+PLAIN, DAMPED, SMOOTH = (1.0, 0.0), (0.5, 0.0), (0.7, 0.6)
+
+
+@pytest.mark.parametrize("delay", [PLAIN, DAMPED, SMOOTH], ids=["plain", "damped", "smooth"])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 16])
+@pytest.mark.parametrize("name", NETS)
+def test_one_stage_equals_oracle(
+    name: str, num_chunks: int, shuffle: bool, delay: tuple[float, float], tmp_path: Path
+) -> None:
+    assert_equals_oracle(communities(num_chunks), tmp_path, name=name, shuffle=shuffle, delay=delay)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "edge"])
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(case, tmp_path, name=name, delay=SMOOTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards", "num_chunks", "rule", "delay", "recompute"),
+    [
+        ("gcn", 1, 1, 5, "live", SMOOTH, True),
+        ("edge", 1, 1, 5, "live", SMOOTH, True),
+        ("gcnii", 2, 1, 5, "snapshot", DAMPED, False),
+        ("gat_jk", 3, 1, 5, "exact", SMOOTH, True),
+        ("edge", 2, 1, 16, "warmup", PLAIN, False),
+        ("gcn", 1, 2, 5, "live", SMOOTH, False),
+        ("gcn", 1, 2, 5, "warmup", DAMPED, True),
+        ("sage", 1, 3, 5, "exact", PLAIN, False),
+        ("edge", 1, 2, 5, "live", SMOOTH, False),
+        ("gat_jk", 1, 3, 2, "live", DAMPED, True),
+        ("edge", 2, 2, 5, "snapshot", PLAIN, True),
+        ("gcnii", 2, 2, 5, "warmup_exact", SMOOTH, False),
+        ("gat_jk", 1, 2, 1, "live", SMOOTH, False),
+    ],
+)
+def test_stages_shards_and_recomputing_equal_oracle(
+    name: str,
+    num_stages: int,
+    num_shards: int,
+    num_chunks: int,
+    rule: str,
+    delay: tuple[float, float],
+    recompute: bool,
+    tmp_path: Path,
+) -> None:
+    assert rule in RULES
+    assert_equals_oracle(
+        communities(num_chunks),
+        tmp_path,
+        name=name,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        rule=rule,
+        delay=delay,
+        recompute=recompute,
+        validate=True,
+    )
