@@ -1,0 +1,195 @@
+"""One run of the study, in a process of one thread: its accuracy, loss and time over the epochs.
+
+    python cell.py --root DIR --dataset Cora --chunks 8 --partition random --method delayed ...
+
+Prints one line of JSON. Staleness depends on chunks and their order, never on the number of stages,
+so one process trains what any number of them would.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+sys.path.append(str(Path(__file__).parents[2]))
+from accuracy import MODELS, DeepClassifier, Setting
+from graphs import load_graph
+from quiet import silence_lightning
+
+from lightning_gnnpipe import (
+    DelayedGradients,
+    DropoutFreeRows,
+    DroppedGradients,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    SnapshotRows,
+    StalenessMethod,
+    StalenessWarmup,
+)
+from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
+from lightning_gnnpipe.types import PartitionMethod
+
+METHODS: dict[str, StalenessMethod] = {
+    "exact": StalenessMethod(),
+    "constant": StalenessMethod(),
+    "scaled": StalenessMethod(DroppedGradients(2.0)),
+    "gnnpipe": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
+    "constant+dropout-free": StalenessMethod(reads=DropoutFreeRows()),
+    "delayed": StalenessMethod(DelayedGradients()),
+    "delayed-0.9": StalenessMethod(DelayedGradients(0.9)),
+    "delayed-0.7": StalenessMethod(DelayedGradients(0.7)),
+    "delayed-0.5": StalenessMethod(DelayedGradients(0.5)),
+    "delayed-smooth-0.5": StalenessMethod(DelayedGradients(momentum=0.5)),
+    "delayed-smooth-0.95": StalenessMethod(DelayedGradients(momentum=0.95)),
+    "delayed+dropout-free": StalenessMethod(DelayedGradients(), DropoutFreeRows()),
+    "delayed+snapshot": StalenessMethod(DelayedGradients(), SnapshotRows(23)),
+}
+NUM_LATE = 20
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run; every field is an option of this script."""
+
+    dataset: str = "Cora"
+    model: str = "gcnii"
+    layers: int = 32
+    chunks: int = 8
+    partition: PartitionMethod = "random"
+    method: str = "delayed"
+    order: str = "shuffled"
+    warmup: int = 1
+    clip: float = 0.0
+    epochs: int = 200
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The cell as the name of a file."""
+        return "_".join(str(value) for value in asdict(self).values())
+
+
+class Watched(DeepClassifier):
+    """Logs the accuracy on both held-out sets in one validation pass."""
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        found = self(batch).argmax(-1) == batch.y
+        for name in ("val", "test"):
+            share = found[batch[f"{name}_mask"]].double().mean()
+            self.log(f"{name}_acc", share, batch_size=1)
+
+
+class Curves(L.Callback):
+    """What the run shows, one number an epoch; seconds are those of training steps alone."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[str, list[float]] = {
+            name: [] for name in ("seconds", "train_loss", "val_acc", "test_acc")
+        }
+        self._start_s = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._start_s = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.epochs["seconds"].append(time.perf_counter() - self._start_s)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for name in ("train_loss", "val_acc", "test_acc"):
+            self.epochs[name].append(float(trainer.callback_metrics[name]))
+
+
+def run(cell: Cell, root: str | None) -> dict[str, Any]:
+    """Train one cell; return its summary and curves."""
+    datamodule = FullGraphDataModule(load_graph(cell.dataset, root))
+    L.seed_everything(cell.seed, verbose=False)
+    base = Setting(cell.model)
+    net = MODELS[cell.model](
+        datamodule.num_features,
+        base.hidden_channels,
+        datamodule.num_classes,
+        cell.layers,
+        base.dropout,
+    )
+    conv_decay = base.conv_decay if cell.model == "gcnii" else base.linear_decay
+    module = Watched(net, datamodule.num_classes, base.lr, base.linear_decay, conv_decay)
+    partition = partition_of(datamodule.data, cell)
+    curves = Curves()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(
+            partition=partition,
+            shuffle_chunks=cell.order == "shuffled",
+            staleness=METHODS[cell.method],
+        ),
+        max_epochs=cell.epochs,
+        callbacks=[
+            StalenessWarmup(cell.epochs if cell.method == "exact" else cell.warmup),
+            curves,
+        ],
+        gradient_clip_val=cell.clip or None,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=datamodule)
+    cut = edge_cut_frac(datamodule.data.edge_index, partition)
+    return {**summarize(curves.epochs), "cut_frac": cut, "curves": curves.epochs}
+
+
+def partition_of(data: Data, cell: Cell) -> Tensor:
+    """Return the chunk of each node, `[num_nodes]`; it does not depend on the seed of the run."""
+    assert data.edge_index is not None and data.num_nodes is not None
+    return partition_nodes(
+        data.edge_index, data.num_nodes, num_chunks=cell.chunks, method=cell.partition, seed=0
+    )
+
+
+def summarize(curves: dict[str, list[float]]) -> dict[str, float]:
+    """Return test accuracy at the best validation accuracy, and how far it falls at the end."""
+    val, test = curves["val_acc"], curves["test_acc"]
+    best = max(range(len(val)), key=val.__getitem__)
+    late_val, late_test = val[-NUM_LATE:], test[-NUM_LATE:]
+    return {
+        "test_acc": test[best],
+        "best_epoch": best,
+        "late_test_acc": statistics.mean(late_test),
+        "test_swing": test[best] - min(late_test),
+        "val_swing": val[best] - min(late_val),
+        "late_train_loss": statistics.mean(curves["train_loss"][-NUM_LATE:]),
+        "epoch_s": statistics.median(curves["seconds"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--root", default=os.environ.get("GNNPIPE_DATA"))
+    for field in fields(Cell):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    options = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    silence_lightning()
+    root = options.pop("root")
+    print(json.dumps(run(Cell(**options), root)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The finished cells of the study as pictures: curves of each setting, and accuracy by cut."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from tables import LINE, TABLE, Row, grouped, mean
+
+
+def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
+    """Write pictures for each data set and model: over epochs and seconds, and by cut."""
+    for key, group in grouped(rows, TABLE).items():
+        name = "_".join(key)
+        figure = draw_curves(group, curves)
+        figure.suptitle(f"{key[0]}, {key[2]}-layer {key[1]}")
+        figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
+        plt.close(figure)
+        figure = draw_by_cut(group)
+        figure.savefig(folder / f"{name}_cut.png", dpi=120, bbox_inches="tight")
+        plt.close(figure)
+
+
+def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
+    """Return test accuracy and training loss, means over the seeds, over epochs and seconds."""
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharey="row", layout="constrained")
+    for setting, rows in grouped(group, LINE).items():
+        runs = [read_curves(folder / f"{row['name']}.csv") for row in rows]
+        seconds = means([list(accumulate(run["seconds"])) for run in runs])
+        is_exact = setting[2] == "exact"
+        label = "exact" if is_exact else f"{setting[2]}, {setting[0]} K={setting[1]}"
+        style = {"color": "black", "lw": 2.0} if is_exact else {"lw": 1.0}
+        for line, name in zip(axes, ("test_acc", "train_loss"), strict=True):
+            values = means([run[name] for run in runs])
+            line[0].plot(values, label=label, **style)
+            line[1].plot(seconds, values, **style)
+            line[0].set_ylabel(name)
+    axes[1][1].set_yscale("log")
+    axes[1][0].set_yscale("log")
+    axes[1][0].set_xlabel("epochs")
+    axes[1][1].set_xlabel("seconds of training")
+    axes[0][0].legend(fontsize="small")
+    return figure
+
+
+def draw_by_cut(group: Sequence[Row]) -> Figure:
+    """Return test accuracy at the best validation accuracy against the share of edges cut."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for (method,), rows in grouped(group, ("method",)).items():
+        points = sorted(
+            (100 * mean(one, "cut_frac"), [100 * float(row["test_acc"]) for row in one])
+            for one in grouped(rows, LINE).values()
+        )
+        if method == "exact":
+            axis.axhline(statistics.mean(points[0][1]), color="black", lw=1, label="exact")
+            continue
+        cuts = [cut for cut, _ in points]
+        axis.plot(cuts, [statistics.mean(values) for _, values in points], "o-", label=method)
+        for cut, values in points:
+            axis.plot([cut, cut], [min(values), max(values)], color="grey", lw=0.8)
+    axis.set_xlabel("edges between chunks [%]")
+    axis.set_ylabel("test accuracy [%]")
+    axis.legend(fontsize="small")
+    return figure
+
+
+def read_curves(path: Path) -> dict[str, list[float]]:
+    """Return the columns of a file of curves."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def means(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each epoch over the runs."""
+    return [statistics.mean(values) for values in zip(*runs, strict=True)]

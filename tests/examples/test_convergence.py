@@ -1,0 +1,84 @@
+"""The convergence study: which cells there are, what a run is summed up to, and the tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "convergence"
+NAMES = ("cell", "tables", "pictures", "main")
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[dict[str, ModuleType]]:
+    """The study's modules; their names are common ones, so they are forgotten afterwards."""
+    path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in NAMES}
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: __import__(name) for name in NAMES}
+    finally:
+        sys.path[:] = path
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def test_a_table_is_the_product_of_its_lists(study: dict[str, ModuleType], tmp_path: Path) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text(
+        "- {chunks: [8, 32], method: [exact, delayed], seed: [0, 1]}\n- {chunks: [8], seed: [0]}\n"
+    )
+    cells = study["main"].read_table(table)
+    assert len(cells) == len({cell.name for cell in cells}) == 8
+    assert {cell.dataset for cell in cells} == {"Cora"}
+    table.write_text("- {method: [best]}\n")
+    with pytest.raises(ValueError, match="Expected a method among exact, constant"):
+        study["main"].read_table(table)
+
+
+def test_the_study_of_the_readme_can_be_read(study: dict[str, ModuleType]) -> None:
+    cells = study["main"].read_table(FOLDER / "study.yaml")
+    assert {"Cora", "CiteSeer", "PubMed"} == {cell.dataset for cell in cells}
+
+
+def test_a_run_is_judged_where_validation_is_best(study: dict[str, ModuleType]) -> None:
+    curves = {
+        "val_acc": [0.1, 0.9, 0.5, *[0.8] * 20],
+        "test_acc": [0.2, 0.7, 0.9, *[0.6] * 19, 0.5],
+        "train_loss": [2.0] * 23,
+        "seconds": [1.0, 3.0, 2.0, *[2.0] * 20],
+    }
+    found = study["cell"].summarize(curves)
+    assert (found["test_acc"], found["best_epoch"]) == (0.7, 1)
+    assert found["test_swing"] == pytest.approx(0.2)
+    assert found["val_swing"] == pytest.approx(0.1)
+    assert (found["epoch_s"], found["late_train_loss"]) == (2.0, 2.0)
+
+
+def test_finished_cells_become_tables_and_pictures(
+    study: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "curves").mkdir()
+    figures = {"best_epoch": 2, "late_test_acc": 0.8, "test_swing": 0.01, "val_swing": 0.0}
+    figures |= {"late_train_loss": 0.1, "epoch_s": 0.25, "cut_frac": 0.87}
+    for method, seed, acc in (("exact", 0, 0.80), ("delayed", 0, 0.78), ("delayed", 1, 0.80)):
+        curves = {name: [0.5, 0.6] for name in ("seconds", "train_loss", "val_acc", "test_acc")}
+        cell = study["cell"].Cell(method=method, seed=seed)
+        study["main"].note(
+            cell,
+            {"test_acc": acc, **figures, "curves": curves},
+            tmp_path / "cells.csv",
+            tmp_path / "curves",
+        )
+    rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
+    study["tables"].write_tables(rows, tmp_path / "tables.md")
+    lines = (tmp_path / "tables.md").read_text().splitlines()
+    assert lines[0] == "## Cora, 32-layer gcnii, 200 epochs"
+    assert lines[-1].startswith("| 87 % | random | 8 | delayed |  | 2 | 79.0 ± 1.4 | -1.0 | 80.0 |")
+    study["pictures"].draw(rows, tmp_path / "curves", tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 2
