@@ -8,7 +8,14 @@ from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
 from lightning_gnnpipe.history.method import METHODS, StalenessMethod
 from lightning_gnnpipe.history.moments import Moments
 from lightning_gnnpipe.history.options import HistoryOptions
-from lightning_gnnpipe.history.reads import DropoutFreeRows, LastRows, ReadRule, SnapshotRows
+from lightning_gnnpipe.history.reads import (
+    DropoutFreeRows,
+    ExtrapolatedRows,
+    LastRows,
+    ReadRule,
+    SmoothedRows,
+    SnapshotRows,
+)
 from lightning_gnnpipe.history.saved import SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 
@@ -17,6 +24,7 @@ __all__ = [
     "DelayedGradients",
     "DropoutFreeRows",
     "DroppedGradients",
+    "ExtrapolatedRows",
     "GradientRule",
     "HistoryOptions",
     "HistoryStore",
@@ -25,6 +33,7 @@ __all__ = [
     "ReadRule",
     "SavedGradients",
     "SavedHistory",
+    "SmoothedRows",
     "SnapshotRows",
     "Staleness",
     "StalenessMethod",

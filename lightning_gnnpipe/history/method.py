@@ -19,7 +19,8 @@ class StalenessMethod:
     Args:
         gradients: What becomes of the gradients of stale rows: `DroppedGradients` or
             `DelayedGradients`.
-        reads: What a read of a stale row returns: `LastRows`, `SnapshotRows` or `DropoutFreeRows`.
+        reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
+            `SmoothedRows` or `DropoutFreeRows`.
 
     Raises:
         ConfigError: If they are something else.

@@ -97,6 +97,94 @@ class SnapshotRows(ReadRule):
 
 
 @dataclass(frozen=True)
+class ExtrapolatedRows(ReadRule):
+    """Stale reads return rows carried forward from the last two steps.
+
+    With h_e a row as step e has written it:
+
+        h_(e-1) + strength (h_(e-1) - h_(e-2))
+
+    The rows of a renewal are returned as they are, and so are those of a first step. It takes one
+    more table of the size of the histories.
+
+    Source: linear extrapolation; between -1 and 0 a mean of the two.
+
+    Args:
+        strength: How far, in steps; at least -1.
+
+    Raises:
+        ConfigError: If it is less.
+    """
+
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.strength >= -1:
+            raise ConfigError(
+                explain(
+                    expected="'strength' of ExtrapolatedRows to be at least -1",
+                    found=str(self.strength),
+                    remedy="1 carries rows one step forward, 0 leaves them as they are.",
+                )
+            )
+
+    def before(self, rows: Rows, *, is_exact: bool) -> None:
+        before = rows.kept
+        if is_exact or before is None or not rows.now.is_floating_point():
+            rows.keep()
+            return
+        ahead = before.to(rows.now.dtype).mul_(-self.strength)
+        ahead.add_(rows.now, alpha=1 + self.strength)
+        rows.now, rows.kept, rows.kept_written = ahead, rows.now, list(rows.written)
+
+    def on_renewed(self, rows: Rows) -> None:
+        rows.kept, rows.kept_written = None, []
+
+
+@dataclass(frozen=True)
+class SmoothedRows(ReadRule):
+    """Stale reads return a moving average of the rows, over the masks of dropout as well.
+
+    With h_e a row as step e has written it:
+
+        m_e = momentum m_(e-1) + (1 - momentum) h_e        m_e = h_e in the first step
+        a stale read in step e returns m_(e-1)
+
+    A renewal begins anew. It takes one more table of the size of the histories.
+
+    Source: PipeGCN (arXiv 2203.10428), smoothing of features.
+
+    Args:
+        momentum: Share of the old, from 0 to below 1 (PipeGCN: 0.95).
+
+    Raises:
+        ConfigError: If it is out of this range.
+    """
+
+    momentum: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(
+                explain(
+                    expected="'momentum' of SmoothedRows to be from 0 to below 1",
+                    found=str(self.momentum),
+                    remedy="0 returns the last value; PipeGCN's is 0.95.",
+                )
+            )
+
+    def before(self, rows: Rows, *, is_exact: bool) -> None:
+        if rows.kept is None or not rows.now.is_floating_point():
+            rows.keep()
+            return
+        rows.kept = rows.kept.to(rows.now.dtype).lerp_(rows.now, 1 - self.momentum)
+        rows.now.copy_(rows.kept)
+
+    def on_renewed(self, rows: Rows) -> None:
+        rows.kept, rows.kept_written = None, []
+
+
+@dataclass(frozen=True)
 class DropoutFreeRows(ReadRule):
     """Stale reads return rows of an exact forward pass with dropout off, before every n-th step.
 

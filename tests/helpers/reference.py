@@ -48,6 +48,7 @@ class StaleOracle:
         partition: Chunk of each node, ``[num_nodes]``.
         cross_chunk_grad_scale: Factor on gradients that flow into fresh rows of another chunk.
         delay: What waits of gradients of stale rows; None: they are dropped.
+        foresight: What stale reads return instead of the last value; None: that.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class StaleOracle:
         *,
         cross_chunk_grad_scale: float = 1.0,
         delay: Delay | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         self.net = net
         self.partition = partition
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
         self.delay = delay
+        self.foresight = foresight
         self.live: dict[Key, Tensor] = {}
         """For each call the source rows of the last forward pass, ``[num_nodes, ...]``."""
         self.snapshot: dict[Key, Tensor] | None = None
@@ -71,6 +74,8 @@ class StaleOracle:
         """Run the whole graph as one chunk; every row of every call becomes fresh."""
         if self.delay is not None and torch.is_grad_enabled():
             self.delay.forget()
+        if self.foresight is not None and not torch.is_grad_enabled():
+            self.foresight.written.clear()
         return self._run(inputs, torch.zeros_like(self.partition), (0,), None)
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
@@ -90,6 +95,8 @@ class StaleOracle:
         delay: Delay | None,
     ) -> Tensor:
         stale = self.live if self.snapshot is None else self.snapshot
+        if self.foresight is not None:
+            stale = {key: self.foresight.guess(key) for key in self.foresight.written}
         one_pass = _Pass(stale, self.cross_chunk_grad_scale, delay)
         outputs = None
         for chunk in order:
@@ -99,7 +106,36 @@ class StaleOracle:
             outputs = result if outputs is None else _where(one_pass.own, result, outputs)
         assert outputs is not None
         self.live = {key: rows.detach().clone() for key, rows in one_pass.fresh.items()}
+        if self.foresight is not None:
+            for key, rows in self.live.items():
+                self.foresight.written.setdefault(key, []).append(rows)
         return outputs
+
+
+class Foresight:
+    """Stale rows guessed from all values that they had since rows were last renewed.
+
+    Args:
+        strength: Of a line through the last two; None for the mean with `momentum`.
+        momentum: Share of the old in a moving average.
+    """
+
+    def __init__(self, strength: float | None = None, momentum: float = 0.0) -> None:
+        self.strength = strength
+        self.momentum = momentum
+        self.written: dict[Key, list[Tensor]] = {}
+
+    def guess(self, key: Key) -> Tensor:
+        """Return what a stale read returns."""
+        values = self.written[key]
+        if self.strength is not None:
+            last, before = values[-1], values[-2:][0]
+            return last + self.strength * (last - before)
+        share, mean = 1.0, torch.zeros_like(values[0])
+        for value in reversed(values[1:]):
+            mean = mean + share * (1 - self.momentum) * value
+            share *= self.momentum
+        return mean + share * values[0]
 
 
 class Delay:

@@ -23,7 +23,7 @@ from torch_geometric.data import Data
 
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
-from tests.helpers.reference import Delay, StaleOracle
+from tests.helpers.reference import Delay, Foresight, StaleOracle
 
 Orders = Callable[[int], Sequence[int]]
 
@@ -59,6 +59,7 @@ def train_with_oracle(
     num_epochs: int,
     cross_chunk_grad_scale: float = 1.0,
     delay: Delay | None = None,
+    foresight: Foresight | None = None,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
 
@@ -66,7 +67,11 @@ def train_with_oracle(
         orders: Order of the chunks in each epoch, as a function of its number.
     """
     oracle = StaleOracle(
-        module.net, partition, cross_chunk_grad_scale=cross_chunk_grad_scale, delay=delay
+        module.net,
+        partition,
+        cross_chunk_grad_scale=cross_chunk_grad_scale,
+        delay=delay,
+        foresight=foresight,
     )
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
