@@ -18,6 +18,7 @@ from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     CodecName,
     DtypeName,
+    OrderName,
     Partition,
     PartitionMethod,
     StalenessName,
@@ -38,7 +39,7 @@ class StrategyOptions:
     num_stages: int | Literal["auto"]
     num_chunks: int | Literal["auto"]
     partition: Partition
-    shuffle_chunks: bool
+    chunk_order: OrderName
     staleness: StalenessName | StalenessMethod
     pipelined_module: str | None
     balance: BalanceOption
@@ -71,6 +72,7 @@ class StrategyOptions:
         if isinstance(self.balance, str):
             _check_choice("balance", self.balance, ("measured", "uniform"))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
+        _check_choice("chunk_order", self.chunk_order, get_args(OrderName))
         if not isinstance(self.staleness, StalenessMethod):
             _check_choice("staleness", self.staleness, tuple(METHODS))
         if isinstance(self.history_dtype, str):
@@ -120,7 +122,7 @@ class StrategyOptions:
         return EngineOptions(
             ChunkOptions(self.num_chunks, self.partition, seed, auto_chunks),
             self.histories,
-            self.shuffle_chunks,
+            self.chunk_order,
             balance,
             seed,
             is_fitting,

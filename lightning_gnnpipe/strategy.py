@@ -32,6 +32,7 @@ from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
     CodecName,
     DtypeName,
+    OrderName,
     Partition,
     StalenessName,
     StartMethod,
@@ -55,7 +56,9 @@ class GNNPipeStrategy(PipeLoops):
             device where the layout is chosen. With 1 nothing overlaps, and no row is stale.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
-        shuffle_chunks: Draw a new order of the chunks in each epoch.
+        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
+            (drawn in every second epoch, backwards in the next, so that every chunk reads every
+            other stale once in two) or "fixed".
         staleness: How staleness is met: "constant" (the exact gradient, with stale rows as
             constants), "scaled" (gradients between chunks count twice, the paper's technique 3),
             "gnnpipe" (stale reads from snapshots as well, technique 2), "delayed" (gradients of
@@ -108,7 +111,7 @@ class GNNPipeStrategy(PipeLoops):
         graph_parallel: int | Literal["auto"] = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
-        shuffle_chunks: bool = True,
+        chunk_order: OrderName = "shuffled",
         staleness: StalenessName | StalenessMethod = "constant",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
@@ -136,7 +139,7 @@ class GNNPipeStrategy(PipeLoops):
             num_stages,
             num_chunks,
             partition,
-            shuffle_chunks,
+            chunk_order,
             staleness,
             pipelined_module,
             balance,

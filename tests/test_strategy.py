@@ -246,6 +246,7 @@ def test_the_strategy_is_registered() -> None:
         ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
         ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
         ({"history_device": "meta"}, "'history_device' to be a device with memory"),
+        ({"chunk_order": True}, "'chunk_order' to be one of shuffled, mirrored, fixed"),
         ({"staleness": "fresh"}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
         ({"staleness": 2.0}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),

@@ -166,7 +166,7 @@ class PipelineEngine:
             parts.plan.num_chunks,
             epoch=self.progress.step_index,
             seed=self.options.seed,
-            shuffle=self.options.shuffle_chunks,
+            order=self.options.chunk_order,
         )
         running = TrainingPass(parts, graph, self.model, order, is_exact=is_exact)
         graph.inputs.load(call, inputs)

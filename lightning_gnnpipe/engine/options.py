@@ -8,6 +8,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.types import OrderName
 
 _EXACT = MessageOptions()
 
@@ -35,7 +36,7 @@ class EngineOptions:
     Attributes:
         chunks: How graphs are cut.
         histories: How histories are kept, and whether activations are not.
-        shuffle_chunks: Draw a new chunk order each step.
+        chunk_order: How the order of chunks is drawn for each step.
         balance: How layers are dealt out.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
@@ -46,7 +47,7 @@ class EngineOptions:
 
     chunks: ChunkOptions
     histories: HistoryOptions
-    shuffle_chunks: bool
+    chunk_order: OrderName
     balance: Balance
     seed: int
     is_fitting: bool

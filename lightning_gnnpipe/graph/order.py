@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from random import Random
 
+from lightning_gnnpipe.types import OrderName
 
-def chunk_order(num_chunks: int, *, epoch: int, seed: int, shuffle: bool) -> tuple[int, ...]:
+
+def chunk_order(num_chunks: int, *, epoch: int, seed: int, order: OrderName) -> tuple[int, ...]:
     """Return the chunks in the order of the forward phase.
 
     It depends on the arguments alone, so it is the same on every rank and in every run.
-    Source: GNNPipe (arXiv 2308.10087), technique 1.
+    Source: GNNPipe (arXiv 2308.10087), technique 1, for "shuffled"; "mirrored" is ours.
 
     Args:
         num_chunks: Chunks, K.
         epoch: Index of the training step.
         seed: Seed of the run.
-        shuffle: Whether to draw a new order for each epoch; otherwise it is 0, 1, ..., K - 1.
+        order: "shuffled" draws an order for each epoch. "mirrored" draws one for every second
+            epoch, and the next goes through it backwards: in each two epochs every chunk reads
+            every other stale once. "fixed" is 0, 1, ..., K - 1.
     """
-    order = list(range(num_chunks))
-    if shuffle:
-        Random(f"chunk order {seed} {epoch}").shuffle(order)
-    return tuple(order)
+    chunks = list(range(num_chunks))
+    if order == "fixed":
+        return tuple(chunks)
+    draw = epoch if order == "shuffled" else epoch // 2
+    Random(f"chunk order {seed} {draw}").shuffle(chunks)
+    return tuple(reversed(chunks) if order == "mirrored" and epoch % 2 else chunks)

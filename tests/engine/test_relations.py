@@ -122,7 +122,7 @@ def test_p2_stale_steps_equal_the_oracle(kind: Any, rule: GradientRule, recomput
     oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=rule.scale, delay=delay)
     method = StalenessMethod(rule)
     engine = one_process_engine(
-        net, partition=CHUNKS, shuffle_chunks=False, method=method, recompute=recompute
+        net, partition=CHUNKS, chunk_order="fixed", method=method, recompute=recompute
     )
     for step in range(4):
         chunked = oracle.chunked(*batch, order=(0, 1, 2)) if step else oracle.exact(*batch)

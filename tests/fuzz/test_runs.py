@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_gnnpipe.types import OrderName
 from tests.helpers.graphs import GraphCase, any_case
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
@@ -66,7 +67,7 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
     name=st.sampled_from(sorted(NETS)),
     optimizer=st.sampled_from(["sgd", "momentum"]),
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
-    shuffle=st.booleans(),
+    order=st.sampled_from(["shuffled", "mirrored", "fixed"]),
     scale=st.sampled_from([0.0, 1.0, 2.0]),
     delay=st.sampled_from([None, (1.0, 0.0), (0.5, 0.9)]),
     refresh=refreshes,
@@ -80,7 +81,7 @@ def test_any_run_equals_the_oracle(
     name: str,
     optimizer: str,
     num_stages: int,
-    shuffle: bool,
+    order: OrderName,
     scale: float,
     delay: tuple[float, float] | None,
     refresh: Refresh,
@@ -97,7 +98,7 @@ def test_any_run_equals_the_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, shuffle=shuffle),
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=1.0 if delay else scale,
@@ -115,7 +116,7 @@ def test_any_run_equals_the_oracle(
             tmp_path=Path(folder),
             trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
             strategy_kwargs={
-                "shuffle_chunks": shuffle,
+                "chunk_order": order,
                 "staleness": method(refresh, scale, delay),
                 "recompute": recompute,
                 "balance": balance,

@@ -11,13 +11,14 @@ from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
+from lightning_gnnpipe.types import OrderName
 
 
 def one_process_engine(
     module: nn.Module,
     *,
     partition: Tensor,
-    shuffle_chunks: bool = True,
+    chunk_order: OrderName = "shuffled",
     method: StalenessMethod = METHODS["constant"],
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
@@ -33,7 +34,7 @@ def one_process_engine(
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0),
         histories=HistoryOptions(method, recompute, history_dtype, history_device),
-        shuffle_chunks=shuffle_chunks,
+        chunk_order=chunk_order,
         balance="uniform",
         seed=0,
         is_fitting=True,

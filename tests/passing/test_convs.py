@@ -179,7 +179,7 @@ def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     net = ConvNet(case, batch)
     inputs, weight = list(batch.values()), torch.randn(N, D)
     oracle = StaleOracle(net, PARTITION)
-    engine = one_process_engine(net, partition=PARTITION, shuffle_chunks=False)
+    engine = one_process_engine(net, partition=PARTITION, chunk_order="fixed")
     check_support(net, num_chunks=3)
 
     expected = oracle.exact(*inputs)

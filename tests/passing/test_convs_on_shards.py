@@ -59,7 +59,7 @@ def check(case: ConvCase, rank: int) -> None:
     inputs, weight = list(batch.values()), torch.randn(N, D)
     oracle = StaleOracle(net, PARTITION)
     engine = one_process_engine(
-        net, partition=PARTITION, shuffle_chunks=False, rank=rank, num_shards=NUM_SHARDS
+        net, partition=PARTITION, chunk_order="fixed", rank=rank, num_shards=NUM_SHARDS
     )
     if case.conv in REFUSED:
         with pytest.raises(UnsupportedError, match=f"graph_parallel.*{case.conv}"):

@@ -151,7 +151,7 @@ def test_norm_on_chunks_equals_the_oracle(name: str) -> None:
     net, reference = make_stack(name), make_stack(name)
     check_support(net, num_chunks=CHUNKS)
     oracle = Oracle(reference)
-    engine = one_process_engine(net, partition=PARTITION, shuffle_chunks=False)
+    engine = one_process_engine(net, partition=PARTITION, chunk_order="fixed")
     weight = torch.randn(N, D, dtype=torch.float64)
     for epoch in range(4):
         expected = (oracle.exact if epoch == 0 else oracle.chunked)(x, edge_index)

@@ -63,7 +63,7 @@ def assert_equals_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(5, epoch=epoch, seed=SEED, shuffle=True),
+        orders=lambda epoch: chunk_order(5, epoch=epoch, seed=SEED, order="shuffled"),
         refresh=refresh or RULES[rule],
         num_epochs=NUM_EPOCHS,
         delay=Delay(0.5, 0.3) if is_delayed else None,

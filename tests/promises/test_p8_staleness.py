@@ -87,7 +87,7 @@ def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) ->
     steps = run(tmp_path, num_stages, StalenessWarmup(num_epochs=2))
     seen = set()
     for epoch, step in enumerate(steps):
-        order = chunk_order(K, epoch=epoch, seed=SEED, shuffle=True)
+        order = chunk_order(K, epoch=epoch, seed=SEED, order="shuffled")
         expected = [] if epoch < 2 else sorted(map(tuple, stale_reads(order, cut.sources)))
         share = 0.0 if epoch < 2 else stale_frac(order, counts)
         assert [step["pairs"].get(layer, []) for layer in range(3)] == [expected] * 3

@@ -42,7 +42,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from lightning_gnnpipe.types import PartitionMethod
+from lightning_gnnpipe.types import OrderName, PartitionMethod
 
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
@@ -72,7 +72,7 @@ class Cell:
     chunks: int = 8
     partition: PartitionMethod = "random"
     method: str = "delayed"
-    order: str = "shuffled"
+    order: OrderName = "shuffled"
     warmup: int = 1
     clip: float = 0.0
     epochs: int = 200
@@ -135,7 +135,7 @@ def run(cell: Cell, root: str | None) -> dict[str, Any]:
         devices=1,
         strategy=GNNPipeStrategy(
             partition=partition,
-            shuffle_chunks=cell.order == "shuffled",
+            chunk_order=cell.order,
             staleness=METHODS[cell.method],
         ),
         max_epochs=cell.epochs,
