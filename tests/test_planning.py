@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import (
+    DelayedGradients,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    SnapshotRows,
+    StalenessMethod,
+)
 from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
@@ -111,6 +117,21 @@ def test_memory_follows_how_histories_are_kept() -> None:
     assert memory(history_dtype=torch.bfloat16) == plain // 2
     assert memory(history_device="cpu") == plain
     assert memory(history_device="cpu:0") == 0
+
+
+def test_memory_follows_how_staleness_is_met() -> None:
+    """Gradients of linear layers wait in place; smoothing and kept outputs take a table each."""
+    module, data = make()
+
+    def tables(method: StalenessMethod, **options: Any) -> float:
+        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=method, **options)
+        costs = strategy.plan(module, data).layer_costs
+        return sum(cost.history_bytes for cost in costs) / (6 * NUM_NODES * WIDTH * 4)
+
+    assert tables(StalenessMethod()) == tables(StalenessMethod(DelayedGradients())) == 2
+    assert tables(StalenessMethod(DelayedGradients(momentum=0.5))) == 3
+    assert tables(StalenessMethod(DelayedGradients()), recompute=True) == 3
+    assert tables(StalenessMethod(reads=SnapshotRows())) == 3
 
 
 def test_all_layouts_of_the_devices_are_compared() -> None:

@@ -13,7 +13,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.callbacks.access import pipe_strategy
+from lightning_gnnpipe.errors import UnsupportedError
 from tests.helpers.realistic import Realistic
 from tests.helpers.trainers import datamodule, make_trainer
 
@@ -218,3 +220,19 @@ class GivenBack(L.Callback):
 def test_the_scaler_is_given_back() -> None:
     trainer = make_trainer(2, 1, GivenBack(), **precision_args("16-mixed"))
     trainer.fit(seeded(), datamodule=datamodule())
+
+
+def test_gradients_that_wait_are_refused_with_loss_scaling() -> None:
+    """By the next step the scale may be another; on one device as on several."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(num_chunks=4, staleness="delayed"),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **precision_args("16-mixed"),
+    )
+    with pytest.raises(UnsupportedError, match="DelayedGradients without loss scaling"):
+        trainer.fit(seeded(), datamodule=datamodule())

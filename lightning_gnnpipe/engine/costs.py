@@ -168,8 +168,8 @@ def _history_bytes(context: MessageContext, segment: Segment) -> int:
     assert isinstance(store, _ZeroHalo)
     if not store.is_local:
         return 0
-    kept = (*store.tables.items(), *store.grads.items())
-    return sum(table.nbytes for key, table in kept if key.segment == segment.index)
+    kept = (store.table_bytes, store.grad_bytes, store.halo_bytes)
+    return sum(n for part in kept for key, n in part.items() if key.segment == segment.index)
 
 
 def _pushed_row_bytes(context: MessageContext, segment: Segment) -> int:
@@ -200,10 +200,13 @@ class _ZeroHalo:
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = _OwnMoments()
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
+        self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
         self._options = options
         self._zeros: dict[object, Tensor] = {}
         self.tables: dict[CallKey, Tensor] = {}
-        self.grads: dict[CallKey, Tensor] = {}
+        self.table_bytes: dict[CallKey, int] = {}
+        self.grad_bytes: dict[CallKey, int] = {}
+        self.halo_bytes: dict[CallKey, int] = {}  # of gradients that wait
         self.pushed_row_bytes: dict[CallKey, int] = {}
 
     @property
@@ -214,13 +217,15 @@ class _ZeroHalo:
     def by_chunk(self) -> _ZeroHalo:
         other = copy.copy(self)
         other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
+        other._num_halo = self._num_chunks * (self._num_chunks - 1)
         return other
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
         dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
-        self.tables[key] = self._table(rows, dtype)
+        table = self.tables[key] = self._table(rows, dtype)
+        self.table_bytes[key] = table.nbytes * (1 + self._options.method.reads.keeps_rows)
         self.pushed_row_bytes[key] = rows[:1].nbytes
 
     def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,7 +247,9 @@ class _ZeroHalo:
     ) -> None: ...
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
-        self.grads[key] = self._table(grad, grad.dtype)
+        self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
+        if self._options.method.gradients.is_delayed:
+            self.halo_bytes[key] = grad[:1].nbytes * self._num_halo
 
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
@@ -252,5 +259,7 @@ class _ZeroHalo:
     def add_output_grad(
         self, key: CallKey, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        self.grads[key] = self._table(grad, self._options.linear_dtype(grad))
-        return self.grads[key], None
+        table = self._table(grad, self._options.linear_dtype(grad))
+        rule, recomputes = self._options.method.gradients, self._options.recomputes
+        self.grad_bytes[key] = table.nbytes * rule.num_tables(recomputes=recomputes)
+        return table, None

@@ -70,6 +70,9 @@ class DelayedGradients(GradientRule):
     def is_delayed(self) -> bool:
         return True
 
+    def num_tables(self, *, recomputes: bool) -> int:
+        return 1 + (self.momentum > 0) + recomputes
+
     def make_buffer(self) -> GradientBuffer:
         return _WaitingBuffer(self)
 

@@ -94,6 +94,10 @@ class GradientRule(ABC):
         """Whether gradients of one step are used in the next."""
         return False
 
+    def num_tables(self, *, recomputes: bool) -> int:
+        """Return how many tables of the size of a linear layer's outputs its buffer is made of."""
+        return 1
+
     @abstractmethod
     def make_buffer(self) -> GradientBuffer:
         """Return an empty buffer."""

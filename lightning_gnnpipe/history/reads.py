@@ -41,6 +41,11 @@ class Rows:
 class ReadRule:
     """What a read of a stale row returns."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a second table of rows is kept."""
+        return False
+
     def renews(self, step: int) -> bool:
         """Whether all rows are recomputed before step number `step`, by an exact pass."""
         return False
@@ -82,6 +87,10 @@ class SnapshotRows(ReadRule):
 
     def __post_init__(self) -> None:
         check_steps(self.every_n_steps)
+
+    @property
+    def keeps_rows(self) -> bool:
+        return True
 
     def before(self, rows: Rows, *, is_exact: bool) -> None:
         if not is_exact and rows.kept is not None:
@@ -128,6 +137,10 @@ class ExtrapolatedRows(ReadRule):
                 )
             )
 
+    @property
+    def keeps_rows(self) -> bool:
+        return True
+
     def before(self, rows: Rows, *, is_exact: bool) -> None:
         before = rows.kept
         if is_exact or before is None or not rows.now.is_floating_point():
@@ -172,6 +185,10 @@ class SmoothedRows(ReadRule):
                     remedy="0 returns the last value; PipeGCN's is 0.95.",
                 )
             )
+
+    @property
+    def keeps_rows(self) -> bool:
+        return True
 
     def before(self, rows: Rows, *, is_exact: bool) -> None:
         if rows.kept is None or not rows.now.is_floating_point():
