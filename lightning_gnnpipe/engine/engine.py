@@ -1,8 +1,7 @@
 """The pipeline engine: what the pipelined module's forward does under the strategy.
 
-forward, with gradients  ->  training pass: exact or pipelined schedule, histories written,
-                             backward to follow
-forward, without         ->  exact pass, histories untouched
+forward, with gradients  ->  training pass: exact or pipelined, histories written, then backward
+forward, without         ->  exact pass, histories untouched, or renewed if that is due
 """
 
 from __future__ import annotations
@@ -157,8 +156,8 @@ class PipelineEngine:
         if self._saved is not None:
             self._take_histories(self._saved, graph, mode)
         is_exact = self.controls.is_exact or mode.reads not in graph.filled
-        reads = self.options.histories.method.reads
-        if not is_exact and (self.controls.refreshes or reads.renews(self.num_training_passes)):
+        is_due = self.controls.refreshes or graph.is_refresh_due(self.num_training_passes)
+        if is_due and not is_exact:
             self._refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
@@ -171,6 +170,7 @@ class PipelineEngine:
         running = TrainingPass(parts, graph, self.model, order, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         outputs = running.forward(self.controls, self.num_training_passes)
+        graph.is_renewed = False
         if is_exact:
             graph.filled.add(mode.reads)
         self._has_pending = True
@@ -189,14 +189,24 @@ class PipelineEngine:
     def _infer(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
         mode = self._mode(call, inputs, graph)
-        parts = self._parts(mode, graph, is_exact=True, is_training=False)
+        is_due = graph.is_refresh_due(self.num_training_passes)
+        renews = is_due and mode.reads in graph.filled and self._can_renew(graph)
+        parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         if self._has_pending:  # the training pass still needs its own
             parts = replace(parts, inputs=PlannedInputs(graph.plan))
         parts.inputs.load(call, inputs)
         with self.transport.meter.paused():
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
+        if renews:
+            graph.renew()
         return mode.layers.rebuild_output(outputs)
+
+    def _can_renew(self, graph: PlannedGraph) -> bool:
+        """Whether a pass without gradients over `graph` does what `_refresh` would."""
+        is_eval = self.options.is_fitting and not self.model.module.training
+        is_own = graph is self.graphs.trained and not self._has_pending
+        return is_eval and is_own and not self.model.intercepted.norms
 
     def _take_histories(self, saved: SavedRun, graph: PlannedGraph, mode: Mode) -> None:
         """Give the graph the saved histories, if they are its own and those of these layers."""
@@ -217,7 +227,6 @@ class PipelineEngine:
 
     def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""
-        graph.store.recorder = None
         norms = self.model.intercepted.norms.values()
         with switched(self.model.module, False, but=norms), torch.no_grad():
             mode = self._mode(call, inputs, graph)
@@ -226,7 +235,7 @@ class PipelineEngine:
             parts.context.is_refresh = True
             run_exact(parts, self.model)
             parts.context.is_refresh = False
-        graph.store.on_renewed()
+        graph.renew()
 
     def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         def measure(layers: Layers) -> list[float]:

@@ -39,10 +39,21 @@ class PlannedGraph:
         self._transport = transport
         self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
+        self.is_renewed = False  # rows are of the present weights, without dropout
         self._make_histories(histories)
+
+    def is_refresh_due(self, step: int) -> bool:
+        """Whether all rows are to be recomputed before training pass number `step`."""
+        return self.store.options.method.reads.renews(step) and not self.is_renewed
+
+    def renew(self) -> None:
+        """Take note that an exact pass without dropout has just written all rows."""
+        self.store.on_renewed()
+        self.is_renewed = True
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
+        self.is_renewed = False
         if isinstance(self.writing.store, SharedStore):
             self.writing.store.drain()
         self._make_histories(self.store.options)

@@ -129,7 +129,7 @@ class TrainingPass:
 
     def record(self) -> PassRecord:
         """Return what there is to tell of the finished pass."""
-        recorder = self._graph.store.recorder
+        recorder, self._graph.store.recorder = self._graph.store.recorder, None
         return PassRecord(
             self.is_exact,
             self._parts.plan.num_chunks,

@@ -206,7 +206,9 @@ class DropoutFreeRows(ReadRule):
     """Stale reads return rows of an exact forward pass with dropout off, before every n-th step.
 
     With n = 1 such a row differs from the fresh one by dropout alone. It costs a forward pass
-    without overlap.
+    without overlap, unless validation has just made one over the same graph: then that has written
+    the rows, of the weights that it ran with. (Not with norms over all nodes, which in validation
+    may not look at them.)
 
     Args:
         every_n_steps: Steps between such passes.

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_gnnpipe import (
     DelayedGradients,
+    DropoutFreeRows,
     DroppedGradients,
     ExtrapolatedRows,
     SmoothedRows,
@@ -124,3 +125,40 @@ def test_stages_and_shards_equal_oracle(
 @pytest.mark.parametrize("reads", READS)
 def test_renewed_rows_are_returned_as_they_are(reads: str, tmp_path: Path) -> None:
     assert_equals_oracle(tmp_path, "gcn", reads, extra=[Renews()], refresh=EVERY_THIRD)
+
+
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_validation_saves_the_pass_that_renews_rows(
+    every_n_steps: int, num_stages: int, num_shards: int, tmp_path: Path
+) -> None:
+    """The steps are the same with validation and without; with it, no other pass is made."""
+    from lightning_gnnpipe.engine import PipelineEngine
+
+    passes: list[bool] = []
+    refresh = PipelineEngine._refresh
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PipelineEngine, "_refresh", lambda *args: (passes.append(True), refresh(*args))
+        )
+        for batches in (0, 1.0):
+            passes.clear()
+            fit = run_fit(
+                ReferenceModule("gcnii", **OPTIMIZER),
+                communities(5).data,
+                num_stages=num_stages,
+                num_shards=num_shards,
+                num_chunks=5,
+                partition=communities(5).partition,
+                max_epochs=NUM_EPOCHS,
+                tmp_path=tmp_path,
+                trainer_kwargs={"limit_val_batches": batches},
+                strategy_kwargs={
+                    "staleness": StalenessMethod(reads=DropoutFreeRows(every_n_steps))
+                },
+            )
+            steps.append(fit.steps)
+            if num_stages * num_shards == 1:  # otherwise they are made in other processes
+                assert len(passes) == (0 if batches else (NUM_EPOCHS - 1) // every_n_steps)
+    assert_steps_equal(steps[1], steps[0])
