@@ -34,7 +34,8 @@ class DelayedGradients(GradientRule):
     Statistics of norms stay constants.
 
     Source: the stale gradients of PipeGCN (arXiv 2203.10428) and their smoothing, between chunks
-    instead of partitions.
+    instead of partitions; also the backward compensation of LMC (arXiv 2302.00924) with beta = 0,
+    that is by historical values alone. A beta above 0 needs every layer computed on the halo too.
 
     Args:
         decay: Factor on what waited, from 0 to 1. What comes over m stale edges is m steps old, and
