@@ -91,36 +91,31 @@ class _WaitingBuffer(GradientBuffer):
         self._waits = self._is_open = False  # whether there is a v; whether they are written to
         self._old: Tensor | None = None  # v within a step
 
-    def add(
-        self, chunk: ChunkView, positions: Tensor, grad: Tensor, dtype: torch.dtype, like: Tensor
-    ) -> None:
-        total = self._sum_halos(grad.dtype, like)
-        own = grad.to(total)
-        total.index_add_(0, positions, own)
+    def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
+        own = grad.to(like.device)
+        total = self._sum_halos(own.dtype, like)
+        total.index_add_(0, positions, own.to(total.dtype))
         if chunk.index not in self._halos:
-            self._halos[chunk.index] = positions, own.to(dtype, copy=True)
+            self._halos[chunk.index] = positions, own.clone()
             return
         before, v = self._halos[chunk.index]
-        total.index_add_(0, before, v.to(total), alpha=-self._rule.decay)
-        v.lerp_(own.to(v), 1 - self._rule.momentum)
+        total.index_add_(0, before, v.to(total.dtype), alpha=-self._rule.decay)
+        v.lerp_(own.to(v.dtype), 1 - self._rule.momentum)
 
     def take(self, rows: Where, like: Tensor) -> Tensor | None:
         if not self._halos and not self._has_total:
             return None
-        return self._sum_halos(None, like)[rows]
+        known = next((v.dtype for _, v in self._halos.values()), torch.float32)
+        return self._sum_halos(known, like)[rows]
 
-    def _sum_halos(self, dtype: torch.dtype | None, like: Tensor) -> Tensor:
+    def _sum_halos(self, dtype: torch.dtype, like: Tensor) -> Tensor:
         """Return the sum of what readers have, `[num_rows, *]`: decay v until they come."""
         if self._has_total:
             assert self._total is not None
             return self._total
-        waiting = list(self._halos.values())
-        kinds = ([] if dtype is None else [dtype]) + [v.dtype for _, v in waiting[:1]]
-        wide = torch.float32  # differences of halves would be too coarse
-        for kind in kinds:
-            wide = torch.promote_types(wide, kind)
+        wide = torch.promote_types(dtype, torch.float32)  # differences of halves are too coarse
         self._total = sized(self._total, wide, like).zero_()
-        for positions, v in waiting:
+        for positions, v in self._halos.values():
             self._total.index_add_(0, positions, v.to(wide), alpha=self._rule.decay)
         self._has_total = True
         return self._total
@@ -158,5 +153,6 @@ class _WaitingBuffer(GradientBuffer):
         return SavedGradients(outputs, self._halos) if self._waits or self._halos else None
 
     def load(self, saved: SavedGradients) -> None:
-        self._halos = dict(saved.halos)
-        self._outputs, self._waits = saved.outputs, saved.outputs is not None
+        self._halos = {chunk: (where, v.clone()) for chunk, (where, v) in saved.halos.items()}
+        self._outputs = None if saved.outputs is None else saved.outputs.clone()
+        self._waits = saved.outputs is not None

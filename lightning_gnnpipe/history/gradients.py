@@ -30,16 +30,13 @@ class GradientBuffer(ABC):
         self._kept: Tensor | None = None  # outputs
 
     @abstractmethod
-    def add(
-        self, chunk: ChunkView, positions: Tensor, grad: Tensor, dtype: torch.dtype, like: Tensor
-    ) -> None:
+    def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         """Add what `chunk` has for its halo.
 
         Args:
             chunk: The reader.
             positions: `[num_halo]` of its halo.
             grad: `[num_halo, *]`.
-            dtype: Of what is kept for the next step.
             like: The history, `[num_rows, *]`.
         """
 
@@ -149,9 +146,7 @@ class _ClearedBuffer(GradientBuffer):
         self._keeps_outputs = False
         self._done: list[int] = []  # chunks whose outputs' gradients are there
 
-    def add(
-        self, chunk: ChunkView, positions: Tensor, grad: Tensor, dtype: torch.dtype, like: Tensor
-    ) -> None:
+    def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         total = self._sized(grad.dtype, like)
         total.index_add_(0, positions, grad.to(total.device))
 

@@ -197,8 +197,7 @@ class HistoryStore:
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         entry = self._entries[key]
-        dtype = self.options.linear_dtype(grad)
-        entry.grads.add(chunk, self._halo(chunk), grad, dtype, entry.rows.now)
+        entry.grads.add(chunk, self._halo(chunk), grad, entry.rows.now)
 
     def ghost_grad(self, key: Hashable, chunk: ChunkView, positions: Tensor) -> Tensor | None:
         """Return what others have for rows of other shards in the chunk; None if nothing."""
