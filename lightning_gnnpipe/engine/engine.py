@@ -170,7 +170,6 @@ class PipelineEngine:
         running = TrainingPass(parts, graph, self.model, order, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         outputs = running.forward(self.controls, self.num_training_passes)
-        graph.is_renewed = False
         if is_exact:
             graph.filled.add(mode.reads)
         self._has_pending = True
@@ -189,8 +188,7 @@ class PipelineEngine:
     def _infer(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
         mode = self._mode(call, inputs, graph)
-        is_due = graph.is_refresh_due(self.num_training_passes)
-        renews = is_due and mode.reads in graph.filled and self._can_renew(graph)
+        renews = mode.reads in graph.filled and self._can_renew(graph)
         parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         if self._has_pending:  # the training pass still needs its own
             parts = replace(parts, inputs=PlannedInputs(graph.plan))
@@ -203,10 +201,10 @@ class PipelineEngine:
         return mode.layers.rebuild_output(outputs)
 
     def _can_renew(self, graph: PlannedGraph) -> bool:
-        """Whether a pass without gradients over `graph` does what `_refresh` would."""
+        """Whether a pass without gradients over `graph` can be the refresh that is due."""
+        is_due = graph is self.graphs.trained and graph.is_refresh_due(self.num_training_passes)
         is_eval = self.options.is_fitting and not self.model.module.training
-        is_own = graph is self.graphs.trained and not self._has_pending
-        return is_eval and is_own and not self.model.intercepted.norms
+        return is_due and is_eval and not self._has_pending and not self.model.intercepted.norms
 
     def _take_histories(self, saved: SavedRun, graph: PlannedGraph, mode: Mode) -> None:
         """Give the graph the saved histories, if they are its own and those of these layers."""

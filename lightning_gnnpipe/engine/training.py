@@ -90,6 +90,7 @@ class TrainingPass:
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
         store.after_forward(is_exact=self.is_exact)
+        self._graph.is_renewed = False
         return outputs
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
