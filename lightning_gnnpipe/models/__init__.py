@@ -1,12 +1,29 @@
-"""Reference deep stacks in plain PyG, and the LightningModule that trains them.
+"""Reference stacks in plain PyG, and the LightningModules that train them.
 
-The stacks know nothing of pipelines: each is written for one device and one whole graph.
+The stacks know nothing of pipelines: each is written for one device and for one whole graph, or for
+mini-batches of graphs.
 """
 
 from lightning_gnnpipe.models.classifier import NodeClassifier
+from lightning_gnnpipe.models.gat import GAT
 from lightning_gnnpipe.models.gcn import GCN
 from lightning_gnnpipe.models.gcnii import GCNII
+from lightning_gnnpipe.models.gin import GIN
+from lightning_gnnpipe.models.graph_classifier import GraphClassifier
 from lightning_gnnpipe.models.graphsage import GraphSAGE
+from lightning_gnnpipe.models.pixelvig import PixelViG
 from lightning_gnnpipe.models.resgcnplus import ResGCNPlus
+from lightning_gnnpipe.models.vig import ViG
 
-__all__ = ["GCN", "GCNII", "GraphSAGE", "NodeClassifier", "ResGCNPlus"]
+__all__ = [
+    "GAT",
+    "GCN",
+    "GCNII",
+    "GIN",
+    "GraphClassifier",
+    "GraphSAGE",
+    "NodeClassifier",
+    "PixelViG",
+    "ResGCNPlus",
+    "ViG",
+]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, ResGCNPlus
+from lightning_gnnpipe.models import GAT, GCN, GCNII, GraphSAGE, ResGCNPlus
 
-STACKS = [GCN, GraphSAGE, GCNII, ResGCNPlus, partial(ResGCNPlus, norm="batch")]
+STACKS = [GAT, GCN, GraphSAGE, GCNII, ResGCNPlus, partial(ResGCNPlus, norm="batch")]
 NUM_NODES = 6
 
 
@@ -94,6 +94,33 @@ def test_dropout_acts_in_training_only(stack, graph):
     assert not torch.equal(net(*graph), net(*graph))
     net.eval()
     assert torch.equal(net(*graph), net(*graph))
+
+
+def test_gat_is_the_formula_of_the_paper(graph):
+    """Two heads of attention written out node by node, then one head for the classes."""
+    x, edge_index = graph
+    net = build(GAT, num_layers=2, heads=2).eval()
+    sources = [[n, *edge_index[0, edge_index[1] == n].tolist()] for n in range(NUM_NODES)]
+
+    def attend(conv, x, heads, channels):
+        h = (x @ conv.lin.weight.t()).view(NUM_NODES, heads, channels)
+        of_source, of_target = ((h * a).sum(-1) for a in (conv.att_src, conv.att_dst))
+        rows = []
+        for n, others in enumerate(sources):
+            score = nn.functional.leaky_relu(of_source[others] + of_target[n], 0.2)
+            rows.append((score.softmax(0)[..., None] * h[others]).sum(0))
+        return torch.stack(rows)
+
+    first, last = net.convs
+    h = nn.functional.elu(attend(first, x, 2, 8).flatten(1) + first.bias)
+    out = attend(last, h, 1, 2).mean(dim=1) + last.bias
+    torch.testing.assert_close(net(x, edge_index), out, rtol=1e-12, atol=1e-12)
+
+
+def test_gat_has_the_size_of_the_paper_for_cora():
+    """1433 x 64 weights, 64 x 7, a vector of each head for sources, targets and biases."""
+    expected = 1433 * 64 + 3 * 64 + 64 * 7 + 3 * 7
+    assert sum(p.numel() for p in GAT(1433, 8, 7).parameters()) == expected
 
 
 def test_gcnii_layer_is_the_formula_of_the_paper(graph):

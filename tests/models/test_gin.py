@@ -1,0 +1,189 @@
+"""GIN: the formula on a small molecule, each graph by itself, traceable by this library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnnpipe.models import GIN
+from tests.models.batches import EXACT, draw_graphs, join, trace_net
+
+ATOM_VALUES, BOND_VALUES = (5, 3), (4, 2)
+OPTIONS = [
+    {},
+    {"edge_channels": BOND_VALUES},
+    {"edge_channels": BOND_VALUES, "virtual_node": True},
+    {"virtual_node": True, "jk": "cat", "pool": "sum"},
+    {"edge_channels": BOND_VALUES, "jk": "max", "pool": "max"},
+]
+
+
+def build(num_layers: int = 3, **options) -> GIN:
+    torch.manual_seed(0)
+    net = GIN(ATOM_VALUES, 8, 2, num_layers, **({"dropout": 0.0} | options)).double()
+    if net.virtual is not None:
+        torch.nn.init.normal_(net.virtual)
+    for layer in net.layers:
+        torch.nn.init.normal_(layer.conv.eps)
+    return net
+
+
+def draw_molecules(*bonds: list[tuple[int, int]], sizes: list[int], seed: int = 0) -> list[Data]:
+    """Return a molecule of each size with these bonds, both ways, its atoms and bonds random."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def columns(number: int, values: tuple[int, ...]) -> Tensor:
+        drawn = [torch.randint(top, (number,), generator=draw) for top in values]
+        return torch.stack(drawn, dim=1)
+
+    molecules = []
+    for pairs, size in zip(bonds, sizes, strict=True):
+        one_way = torch.tensor(pairs, dtype=torch.long).view(-1, 2).t()
+        edge_attr = columns(len(pairs), BOND_VALUES)
+        molecules.append(
+            Data(
+                x=columns(size, ATOM_VALUES),
+                edge_index=torch.cat([one_way, one_way.flip(0)], dim=1),
+                edge_attr=torch.cat([edge_attr, edge_attr]),
+            )
+        )
+    return molecules
+
+
+@pytest.fixture
+def molecules() -> list[Data]:
+    """A ring 0-1-2-0 with a tail 2-3; one atom alone; two bonds in a row, atom 3 apart."""
+    bonds = [(0, 1), (1, 2), (2, 0), (2, 3)], [], [(0, 1), (1, 2)]
+    return draw_molecules(*bonds, sizes=[4, 1, 4])
+
+
+def call(net: GIN, graphs: list[Data]) -> Tensor:
+    return net(*arguments(net, join(graphs)))
+
+
+def arguments(net: GIN, batch: Data) -> tuple[Tensor, ...]:
+    has_edges = net.layers[0].edge_encoder is not None
+    return batch.x, batch.edge_index, batch.batch, *([batch.edge_attr] if has_edges else [])
+
+
+def compute_gin(net: GIN, graph: Data, jk: str | None, pool: str) -> Tensor:
+    """Return the logits of one graph, its atoms and bonds one by one."""
+
+    def encode(tables, row):
+        return sum(table.weight[value] for table, value in zip(tables, row, strict=True))
+
+    rows = [encode(net.encoder.tables, atom) for atom in graph.x]
+    virtual = net.virtual[0] if net.virtual is not None else None
+    outputs = []
+    for number, layer in enumerate(net.layers):
+        if virtual is not None:
+            rows = [row + virtual for row in rows]
+        sums = [(1 + layer.conv.eps) * row for row in rows]
+        for edge, (source, target) in enumerate(graph.edge_index.t().tolist()):
+            message = rows[source]
+            if layer.edge_encoder is not None:
+                bond = encode(layer.edge_encoder.tables, graph.edge_attr[edge])
+                message = (message + bond).clamp(min=0)
+            sums[target] = sums[target] + message
+        first, norm, _, second = layer.conv.nn
+        hidden = [norm(first(row)).clamp(min=0) for row in sums]
+        out = [layer.after[0](second(row).view(1, -1))[0] for row in hidden]
+        if number < len(net.layers) - 1:
+            out = [row.clamp(min=0) for row in out]
+            if virtual is not None:
+                virtual = net.updates[number].mlp(virtual + sum(rows))
+        rows = out
+        outputs.append(torch.stack(rows))
+    nodes = {"cat": lambda: torch.cat(outputs, dim=1), "max": lambda: torch.stack(outputs).amax(0)}
+    last = nodes[jk]() if jk else outputs[-1]
+    pooled = {"mean": last.mean(0), "sum": last.sum(0), "max": last.amax(0)}[pool]
+    return net.head.lin(pooled)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gin_is_its_formula(options, molecules):
+    net = build(**options)
+    jk, pool = options.get("jk"), options.get("pool", "mean")
+    expected = torch.stack([compute_gin(net, molecule, jk, pool) for molecule in molecules])
+    torch.testing.assert_close(call(net, molecules), expected, **EXACT)
+
+
+def test_plain_features_go_through_linear_maps():
+    torch.manual_seed(0)
+    net = GIN(3, 8, 2, 1, 0.0, edge_channels=2).double()
+    [graph] = draw_graphs([4], 3)
+    edge_attr = torch.randn(8, 2).double()
+    layer, h = net.layers[0], net.encoder(graph.x)
+    out = (1 + layer.conv.eps) * h
+    for (source, target), bond in zip(graph.edge_index.t().tolist(), edge_attr, strict=True):
+        change = torch.zeros_like(out)
+        change[target] = (h[source] + layer.edge_encoder(bond)).relu()
+        out = out + change
+    expected = net.head.lin(layer.after(layer.conv.nn(out)).mean(dim=0))
+    logits = net(graph.x, graph.edge_index, torch.zeros(4).long(), edge_attr)
+    torch.testing.assert_close(logits[0], expected, **EXACT)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_logits_and_gradients_do_not_depend_on_the_other_graphs(options, molecules):
+    net = build(**options)
+
+    def run(graphs):
+        net.zero_grad()
+        logits = call(net, graphs)
+        logits.square().sum().backward()
+        zeros = torch.zeros(())
+        return logits.detach(), [zeros if p.grad is None else p.grad for p in net.parameters()]
+
+    logits, gradients = run(molecules)
+    apart = [run([molecule]) for molecule in molecules]
+    torch.testing.assert_close(logits, torch.cat([one for one, _ in apart]), **EXACT)
+    for whole, *parts in zip(gradients, *(parts for _, parts in apart), strict=True):
+        torch.testing.assert_close(whole, sum(parts), **EXACT)
+
+
+def test_graphs_without_nodes_have_logits_of_their_own(molecules):
+    net = build(virtual_node=True)
+    batch = join(molecules)
+    skipping = batch.batch + (batch.batch > 0)  # none of graph 1
+    logits = net(batch.x, batch.edge_index, skipping)
+    torch.testing.assert_close(logits[[0, 2, 3]], call(net, molecules), **EXACT)
+    torch.testing.assert_close(logits[1], net.head.lin.bias, **EXACT)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gin_traced_for_one_batch_computes_another(options, molecules):
+    net = build(**options)
+    first, other = join(molecules[:2]), join(molecules[::-1])
+    traced = trace_net(net, *arguments(net, first))
+    for batch in (first, other):
+        assert torch.equal(traced(*arguments(net, batch)), net(*arguments(net, batch)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_every_parameter_gets_a_gradient(options, norm, molecules):
+    net = build(norm=norm, **options)
+    assert len([m for m in net.modules() if isinstance(m, MessagePassing)]) == 3
+    call(net, molecules).square().sum().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+
+
+def test_edge_features_are_wanted_where_they_are_encoded_and_only_there(molecules):
+    batch = join(molecules)
+    args = batch.x, batch.edge_index, batch.batch
+    with pytest.raises(ValueError, match=r"Expected 'edge_attr' where.*\(got none\)"):
+        build(edge_channels=BOND_VALUES)(*args)
+    with pytest.raises(ValueError, match=r"Expected 'edge_attr' where.*\(got features\)"):
+        build()(*args, batch.edge_attr)
+
+
+def test_values_that_no_table_has_are_refused(molecules):
+    batch = join(molecules)
+    batch.x[0, 1] = ATOM_VALUES[1]
+    with pytest.raises(IndexError):
+        build()(batch.x, batch.edge_index, batch.batch)
