@@ -49,6 +49,12 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
+def keep_samplers(trainer: Trainer) -> None:
+    """Let the Trainer leave the samplers of loaders as they are: there is one replica of data."""
+    connector: Any = trainer._accelerator_connector
+    connector.use_distributed_sampler = False
+
+
 class LightningStrategy(ParallelStrategy):
     """`ParallelStrategy` with public names for what a strategy must override or read."""
 
@@ -171,6 +177,7 @@ __all__ = [
     "handle_signals",
     "init_dist_connection",
     "interrupt",
+    "keep_samplers",
     "last_saved_step",
     "load_file",
     "optimizers_to_device",

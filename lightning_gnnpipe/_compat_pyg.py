@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch_geometric.nn as gnn
+from torch import Tensor
+from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
 
 MESH_CNN_CONV: tuple[type, ...] = tuple(
@@ -26,6 +28,18 @@ SOURCE_ROWS = "_construct_src_node_feat"
 """HGTConv's method that copies keys and values of the source nodes."""
 
 _HOOKS = ("_propagate_", "_message_", "_aggregate_")
+
+
+def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
+    """Return how the attribute `name` of a batch of graphs was put together from theirs.
+
+    Returns:
+        `[num_graphs + 1]` where the rows of each graph begin, and `[num_graphs, *]` what was added
+        to its numbers, if anything was. None if the attribute is not of the graphs, or no tensor.
+    """
+    slices = getattr(batch, "_slice_dict", {}).get(name)
+    increments = getattr(batch, "_inc_dict", {}).get(name)
+    return (slices, increments) if isinstance(slices, Tensor) and slices.dim() == 1 else None
 
 
 def arguments_of_propagate(conv: MessagePassing) -> tuple[str, ...]:

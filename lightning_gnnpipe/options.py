@@ -57,6 +57,7 @@ class StrategyOptions:
     halo_momentum: float = 0.0
     link_gbit_per_s: float | None = None
     memory_gib: float | None = None
+    batch_norm: Literal["deferred"] | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -87,6 +88,8 @@ class StrategyOptions:
         self._check_shards(self.graph_parallel)
         _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
         _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
+        if self.batch_norm is not None:
+            _check_choice("batch_norm", self.batch_norm, ("deferred",))
         if not 0 <= self.halo_momentum < 1:
             _refuse(
                 "'halo_momentum' to be from 0 to below 1",
@@ -129,6 +132,7 @@ class StrategyOptions:
             self.self_check,
             self.messages,
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
+            self.batch_norm == "deferred",
         )
 
     @property
@@ -202,9 +206,8 @@ class StrategyOptions:
             num_stages: Stages, or devices where it is not known how many of them are stages: K must
                 not depend on a choice that is measured.
         """
-        if isinstance(self.partition, Tensor):
-            return int(self.partition.max()) + 1 if self.partition.numel() else 1
-        return CHUNKS_PER_STAGE * num_stages if self.num_chunks == "auto" else self.num_chunks
+        auto_chunks = CHUNKS_PER_STAGE * num_stages
+        return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
 
     def _check_shards(self, num_shards: int | Literal["auto"]) -> None:
         if self.history_device is not None and num_shards not in ("auto", 1):

@@ -89,6 +89,15 @@ def plan_pipeline(
     args, kwargs = _capture(module, pipelined, batch)
     call = take_apart(pipelined, args, kwargs)
     inputs = classify(call)
+    if inputs.graphs is not None:
+        raise ConfigError(
+            explain(
+                expected="one graph to plan for",
+                found=f"a batch of {inputs.graphs.num_graphs} graphs",
+                remedy="Batches of graphs are cut anew in each step; choose num_chunks by timing a "
+                "few, see strategy.collect_stats().",
+            )
+        )
     num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)

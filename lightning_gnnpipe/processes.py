@@ -12,13 +12,16 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import (
@@ -78,8 +81,15 @@ class PipeProcesses(_compat.LightningStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank reads the whole graph: for samplers there is one replica."""
+        """Every rank reads the same batches: for samplers there is one replica."""
         return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give worker processes of loaders random numbers that are the same on all ranks."""
+        is_seeded = int(os.environ.get("PL_SEED_WORKERS", 0)) == 1
+        if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return dataloader
 
     @property
     def _pipe(self) -> Transport:

@@ -22,6 +22,7 @@ from lightning_gnnpipe.engine import (
     PipelinePlan,
     PipelineStats,
     drop_foreign_states,
+    graph_of_node,
 )
 from lightning_gnnpipe.history import Staleness, StalenessMethod
 from lightning_gnnpipe.loops import PipeLoops
@@ -42,7 +43,7 @@ from lightning_gnnpipe.types import (
 class GNNPipeStrategy(PipeLoops):
     """Trains a GNN on the whole graph, its layers in stages on several devices.
 
-    Chunks of the graph are in flight between the stages.
+    Chunks of the graph are in flight between the stages; of a batch of many graphs, micro-batches.
 
     Source: GNNPipe (arXiv 2308.10087).
 
@@ -53,7 +54,9 @@ class GNNPipeStrategy(PipeLoops):
             "auto" for as many as there are devices for; where `num_stages` is "auto" as well, the
             fastest layout of the devices is chosen at the first step, by measuring.
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage, or a
-            device where the layout is chosen. With 1 nothing overlaps, and no row is stale.
+            device where the layout is chosen. With 1 nothing overlaps, and no row is stale. Of a
+            batch of many graphs: micro-batches, or as many as it has graphs with nodes, if these
+            are fewer.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
@@ -74,6 +77,9 @@ class GNNPipeStrategy(PipeLoops):
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
         halo_momentum: Share of the old in them, from 0 to below 1 (PipeGCN: 0.95).
+        batch_norm: In batches of many graphs. None: BatchNorm is refused with more than one
+            micro-batch. "deferred": each micro-batch is normalised by its own statistics, and the
+            running ones are updated once a step, from those of all (torchgpipe).
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -119,6 +125,7 @@ class GNNPipeStrategy(PipeLoops):
         cut_codec: CodecName = "fp32",
         async_halo: bool = False,
         halo_momentum: float = 0.0,
+        batch_norm: Literal["deferred"] | None = None,
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -157,6 +164,7 @@ class GNNPipeStrategy(PipeLoops):
             halo_momentum,
             link_gbit_per_s,
             memory_gib,
+            batch_norm,
         )
         super().__init__(
             options,
@@ -188,6 +196,7 @@ class GNNPipeStrategy(PipeLoops):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        _compat.keep_samplers(trainer)
         # Logged values are equal on all ranks by construction, so this advice would be wrong.
         warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.model)
@@ -230,6 +239,7 @@ class GNNPipeStrategy(PipeLoops):
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        self.engine.progress.graph_of_node = graph_of_node(batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

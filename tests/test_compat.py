@@ -36,6 +36,7 @@ NAMES = [
     f"{LAUNCHERS}:_SubprocessScriptLauncher",
     "lightning.pytorch.trainer.call:_interrupt",
     "lightning.pytorch:LightningModule._trainer",
+    "lightning.pytorch:Trainer._accelerator_connector",
     "lightning.pytorch:Trainer._signal_connector",
     "lightning.pytorch:Trainer._teardown",
     "lightning.pytorch:Trainer.fit_loop._skip_backward",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress
+from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
@@ -46,6 +46,7 @@ __all__ = [
     "drop_foreign_states",
     "forecast",
     "full_state_dict",
+    "graph_of_node",
     "merge_optimizer_states",
     "own_optimizer_state",
     "own_state_dict",

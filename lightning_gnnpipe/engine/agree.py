@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch_geometric.data import Batch
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
@@ -25,12 +26,14 @@ class Progress:
     Attributes:
         step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
         batch_fingerprint: Of everything in the batch.
+        graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
         signals: Bits that this rank wants all to know.
     """
 
     step_index: int = 0
     batch_fingerprint: int = 0
+    graph_of_node: Tensor | None = None
     loss: float = 0.0
     signals: int = 0
 
@@ -55,6 +58,15 @@ class BatchFingerprints:
             total = (total * 1_000_003 + number) & _MASK
         self._known = known
         return total
+
+
+def graph_of_node(batch: Any) -> Tensor | None:
+    """Return the batch vector of a PyG `Batch`, or of the first one in a tuple or list."""
+    if isinstance(batch, list | tuple):
+        found = (graph_of_node(item) for item in batch)
+        return next((one for one in found if one is not None), None)
+    vector = batch.batch if isinstance(batch, Batch) else None
+    return vector if isinstance(vector, Tensor) and vector.numel() else None
 
 
 def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> int:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.passing import MessageContext, NativeContext
 from lightning_gnnpipe.stages import Segment
-from lightning_gnnpipe.types import ChunkView
 
 _MASK = (1 << 64) - 1
 
@@ -22,9 +22,9 @@ SeedOf = Callable[[int, int], int]
 
 def run_segments(
     segments: Sequence[Segment],
-    values: dict[str, Tensor],
-    chunk: ChunkView,
-    context: MessageContext,
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
     seed_of: SeedOf | None = None,
     keep: Collection[str] | None = None,
 ) -> None:
@@ -33,7 +33,7 @@ def run_segments(
     Args:
         segments: Consecutive layers.
         values: The chunk's leaves and what crossed the cut before the first segment, by name.
-        chunk: The chunk.
+        chunk: The chunk, or micro-batch.
         context: Serves the layers' message passing; the layers must be intercepted with it.
         seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the
             stream alone.
@@ -44,7 +44,7 @@ def run_segments(
     for segment in segments:
         inputs = [values[name] for name in segment.inputs]
         if segment.has_inplace:
-            inputs = [t.clone() if t.is_floating_point() else t for t in inputs]
+            inputs = [t.clone() if _is_real(t) else t for t in inputs]
         if seed_of is not None:
             _seed(seed_of(segment.index, chunk.index), inputs)
         named = zip(segment.inputs, inputs, strict=True)
@@ -80,9 +80,13 @@ def own_random_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _seed(seed: int, inputs: Sequence[Tensor]) -> None:
+def _is_real(value: Tensor | int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
     torch.default_generator.manual_seed(seed)
-    if inputs and inputs[0].is_cuda:
+    if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
         torch.cuda.manual_seed(seed)
 
 

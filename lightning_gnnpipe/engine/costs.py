@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.chunk_run import run_segments
-from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.engine.inputs import PassInputs, PlannedInputs
+from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
 from lightning_gnnpipe.history import HistoryOptions, Moments
-from lightning_gnnpipe.passing import CallKey, MessageContext, find_layers, intercept
+from lightning_gnnpipe.passing import (
+    CallKey,
+    MessageContext,
+    NativeContext,
+    find_layers,
+    intercept,
+)
 from lightning_gnnpipe.stages import Layers, Segment, undisturbed
 from lightning_gnnpipe.types import ChunkView
 
@@ -59,36 +67,65 @@ def measure_layers(
     histories: HistoryOptions,
 ) -> list[LayerCost]:
     """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
-    ranked = sorted(plan.chunks, key=work_of)
-    num_timed = min(_MAX_TIMED, max(1, plan.num_chunks // 4))
-    first = (len(ranked) - num_timed) // 2
-    timed = ranked[first : first + num_timed]
-    total = sum(work_of(chunk) for chunk in plan.chunks)
     context = MessageContext(_ZeroHalo(plan, histories), plan)
     context.leaves = inputs
+    timed = _time(module, layers, [(c, work_of(c)) for c in plan.chunks], inputs, context)
+    return [
+        LayerCost(
+            timed[i].forward_s,
+            timed[i].backward_s,
+            round(timed[i].saved_bytes),
+            _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
+            _pushed_row_bytes(context, segment),
+        )
+        for i, segment in enumerate(layers.segments)
+    ]
+
+
+def measure_batch(
+    module: nn.Module, layers: Layers, plan: BatchPlan, inputs: BatchInputs
+) -> list[float]:
+    """Return the seconds of all layers, forward and backward, over a mini-batch of graphs."""
+    pieces = [(chunk, chunk.work) for chunk in plan.chunks]
+    context = NativeContext(1)  # BatchNorm runs as it is
+    timed = _time(module, layers, pieces, inputs, context)
+    return [one.forward_s + one.backward_s for one in timed]
+
+
+def _time(
+    module: nn.Module,
+    layers: Layers,
+    pieces: Sequence[tuple[Any, int]],
+    inputs: PassInputs,
+    context: MessageContext | NativeContext,
+) -> list[_Timed]:
+    """Time each layer on a few middle-sized ones of `pieces`, scaled to all of them by work."""
+    ranked = sorted(pieces, key=lambda piece: piece[1])
+    num_timed = min(_MAX_TIMED, max(1, len(pieces) // 4))
+    first = (len(ranked) - num_timed) // 2
+    chosen = ranked[first : first + num_timed]
+    total = sum(work for _, work in pieces)
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for chunk in timed:  # what is computed once for a chunk is no cost of a layer
+        for chunk, _ in chosen:  # what is computed once for a chunk is no cost of a layer
             _run(layers, chunk, inputs, context)
-        runs = [_run(layers, chunk, inputs, context) for chunk in timed]
-    scales = [total / max(work_of(chunk), 1) for chunk in timed]
+        runs = [_run(layers, chunk, inputs, context) for chunk, _ in chosen]
+    scales = [total / max(work, 1) for _, work in chosen]
 
     def over_chunks(values: list[float]) -> float:
         return median(value * scale for value, scale in zip(values, scales, strict=True))
 
     return [
-        LayerCost(
+        _Timed(
             over_chunks([run[i].forward_s for run in runs]),
             over_chunks([run[i].backward_s for run in runs]),
-            round(over_chunks([run[i].saved_bytes for run in runs])),
-            _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
-            _pushed_row_bytes(context, segment),
+            over_chunks([run[i].saved_bytes for run in runs]),
         )
-        for i, segment in enumerate(layers.segments)
+        for i in range(len(layers.segments))
     ]
 
 
@@ -100,18 +137,19 @@ class _Timed:
 
 
 def _run(
-    layers: Layers, chunk: Chunk, inputs: PlannedInputs, context: MessageContext
+    layers: Layers, chunk: Any, inputs: PassInputs, context: MessageContext | NativeContext
 ) -> list[_Timed]:
     """Run all layers over `chunk`, forward and backward, each cut off from its neighbours."""
     leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
     timed, graphs = [_Timed() for _ in layers.segments], []
     parameters = (p for segment in layers.segments for p in segment.module.parameters())
-    given = {t.untyped_storage().data_ptr() for t in (*known.values(), *parameters)}
+    tensors = [t for t in (*known.values(), *parameters) if isinstance(t, Tensor)]
+    given = {t.untyped_storage().data_ptr() for t in tensors}
     for segment, one in zip(layers.segments, timed, strict=True):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
-        sources = [t for t in values.values() if t.requires_grad]
-        with _counted(one, given), _clocked(context, one, "forward_s"):
+        sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
+        with _counted(one, given), _clocked(tensors, one, "forward_s"):
             run_segments((segment,), values, chunk, context)
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
@@ -123,20 +161,20 @@ def _run(
         if not roots or not wanted:
             continue
         grads = [torch.ones_like(root) for root in roots]
-        with _clocked(context, one, "backward_s"):
+        with _clocked(tensors, one, "backward_s"):
             torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     return timed
 
 
 @contextmanager
-def _clocked(context: MessageContext, one: _Timed, attribute: str) -> Iterator[None]:
-    is_cuda = torch.cuda.is_available() and context.perm.is_cuda
-    if is_cuda:
-        torch.cuda.synchronize(context.perm.device)
+def _clocked(tensors: Sequence[Tensor], one: _Timed, attribute: str) -> Iterator[None]:
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is not None:
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     yield
-    if is_cuda:
-        torch.cuda.synchronize(context.perm.device)
+    if device is not None:
+        torch.cuda.synchronize(device)
     setattr(one, attribute, time.perf_counter() - start)
 
 
@@ -156,7 +194,7 @@ def _counted(one: _Timed, given: set[int]) -> Iterator[None]:
         yield
 
 
-def _cut_off(tensor: Tensor, name: str, layers: Layers) -> Tensor:
+def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
     known = layers.values.get(name)
     is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
     return tensor.detach().requires_grad_() if is_crossing else tensor

@@ -2,11 +2,12 @@
 
 forward, with gradients  ->  training pass: exact or pipelined, histories written, then backward
 forward, without         ->  exact pass, histories untouched, or renewed if that is due
+
+A batch of many graphs runs in micro-batches of whole graphs, both times exactly: see `batches`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import MessageOptions, Transport, get_codec
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
+from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.choice import LayoutChoice
-from lightning_gnnpipe.engine.chunk_run import make_seeds
-from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
@@ -29,17 +30,21 @@ from lightning_gnnpipe.engine.last_step import LastStep
 from lightning_gnnpipe.engine.model import Mode, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
-from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_ranks, save_rank
-from lightning_gnnpipe.engine.shared import SharedStore
-from lightning_gnnpipe.engine.step import StepParts
-from lightning_gnnpipe.engine.switch import switched
+from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
+from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.passing import guard_losses
-from lightning_gnnpipe.stages import Call, Inputs, Layers, classify, is_listed, take_apart
-
-log = logging.getLogger(__name__)
+from lightning_gnnpipe.passing import check_support, guard_losses
+from lightning_gnnpipe.stages import (
+    Call,
+    Inputs,
+    KnownKinds,
+    Layers,
+    find_graphs,
+    is_listed,
+    take_apart,
+)
 
 
 class PipelineEngine:
@@ -60,10 +65,16 @@ class PipelineEngine:
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()
+        self._seeds = PassSeeds(options.seed, transport, self.progress, module)
+        self._passes = GraphPasses(
+            self.model, self.graphs, transport, options, controls, self._seeds
+        )
+        self._batches = BatchPasses(self.model, transport, options, self._seeds)
+        self._known_kinds: KnownKinds = {}
+        self._checked: set[bool] = set()
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._has_pending = False
-        self._num_inferences = 0
         self._identity = GraphIdentity()
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
@@ -97,14 +108,27 @@ class PipelineEngine:
                 )
             )
         call = take_apart(self.model.module, args, kwargs)
-        inputs = classify(call)
-        graph = self._identity.of(inputs)
-        signals = agree(self.transport, self.progress, is_training, graph)
+        call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
+        has_graphs = inputs.graphs is not None
+        number = (self._batches.identify if has_graphs else self._identity.of)(inputs)
+        signals = agree(self.transport, self.progress, is_training, number)
         if signals:
             self.on_signals(signals)
-        if not self.transport.is_settled:
-            self.choice.settle(call, inputs, graph)
-        return (self._train if is_training else self._infer)(call, inputs)
+        self._check_support(has_graphs)
+        if not self.transport.is_settled and has_graphs:
+            self.transport.settle((self.transport.world.size, 1))
+        elif not self.transport.is_settled:
+            self.choice.settle(call, inputs, number)
+        if not is_training:
+            return self._infer(call, inputs)
+        return (self._train_on_graphs if has_graphs else self._train)(call, inputs)
+
+    def _graph_of_node(self) -> Tensor | None:
+        """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
+        vector = self.progress.graph_of_node
+        if vector is None or (True not in self._checked and int(vector[-1]) == 0):
+            return None
+        return vector
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
@@ -115,9 +139,9 @@ class PipelineEngine:
         if self._saved is not None:  # resumed, and no step since
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
-            return replace(state, num_inferences=self._num_inferences)
+            return replace(state, num_inferences=self._seeds.num_inferences)
         graph = self.graphs.trained
-        counts = self.num_training_passes, self._num_inferences
+        counts = self.num_training_passes, self._seeds.num_inferences
         is_split = self.model.is_split
         layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
@@ -142,7 +166,7 @@ class PipelineEngine:
         if self.graphs.trained is not None:
             self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
-        self._num_inferences = saved.state.num_inferences
+        self._seeds.num_inferences = saved.state.num_inferences
         self.prefer(saved.state)
 
     def prefer(self, state: RunState) -> None:
@@ -152,26 +176,43 @@ class PipelineEngine:
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
-        mode = self._mode(call, inputs, graph)
+        mode = self._passes.mode(call, inputs, graph)
         if self._saved is not None:
-            self._take_histories(self._saved, graph, mode)
+            saved, self._saved = self._saved, None
+            fingerprint = self.graphs.trained_fingerprint
+            take_histories(saved, graph, fingerprint, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or mode.reads not in graph.filled
         is_due = self.controls.refreshes or graph.is_refresh_due(self.num_training_passes)
         if is_due and not is_exact:
-            self._refresh(call, inputs, graph)
+            self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
-        parts = self._parts(mode, graph, is_exact=is_exact, is_training=True)
+        parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
         order = chunk_order(
             parts.plan.num_chunks,
             epoch=self.progress.step_index,
             seed=self.options.seed,
             order=self.options.chunk_order,
         )
-        running = TrainingPass(parts, graph, self.model, order, is_exact=is_exact)
+        running = TrainingPass(parts, graph.store, self.model, order, is_exact=is_exact)
         graph.inputs.load(call, inputs)
-        outputs = running.forward(self.controls, self.num_training_passes)
+        output = self._run(running, call, mode)
+        graph.is_renewed = False
         if is_exact:
             graph.filled.add(mode.reads)
+        return output
+
+    def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
+        self._saved = None  # there are no histories to take
+        mode = self._batches.mode(call, inputs)
+        codec = self._passes.messages(self.controls.is_exact).cut_codec
+        parts = self._batches.parts(mode, call, inputs, is_training=True, codec=codec)
+        order, is_exact = range(parts.plan.num_chunks), codec == "fp32"
+        running = TrainingPass(parts, None, self.model, order, is_exact=is_exact)
+        return self._run(running, call, mode)
+
+    def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
+        """Run the forward phase, and let the backward phase follow the user's."""
+        outputs = running.forward(self.controls, self.num_training_passes)
         self._has_pending = True
         self.num_training_passes += 1
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
@@ -186,13 +227,20 @@ class PipelineEngine:
         return mode.layers.rebuild_output(joined)
 
     def _infer(self, call: Call, inputs: Inputs) -> Any:
-        graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
-        mode = self._mode(call, inputs, graph)
-        renews = mode.reads in graph.filled and self._can_renew(graph)
-        parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=renews)
-        if self._has_pending:  # the training pass still needs its own
-            parts = replace(parts, inputs=PlannedInputs(graph.plan))
-        parts.inputs.load(call, inputs)
+        renews = False
+        if inputs.graphs is not None:
+            mode = self._batches.mode(call, inputs)
+            parts = self._batches.parts(mode, call, inputs, is_training=False, codec="fp32")
+        else:
+            graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
+            mode = self._passes.mode(call, inputs, graph)
+            renews = self._can_renew(graph, mode)
+            planned = graph.inputs
+            if self._has_pending:  # the training pass still needs its own
+                planned = PlannedInputs(graph.plan)
+            planned.load(call, inputs)
+            parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
+            parts = replace(parts, inputs=planned)
         with self.transport.meter.paused():
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
@@ -200,101 +248,31 @@ class PipelineEngine:
             graph.renew()
         return mode.layers.rebuild_output(outputs)
 
-    def _can_renew(self, graph: PlannedGraph) -> bool:
+    def _can_renew(self, graph: PlannedGraph, mode: Mode) -> bool:
         """Whether a pass without gradients over `graph` can be the refresh that is due."""
         is_due = graph is self.graphs.trained and graph.is_refresh_due(self.num_training_passes)
         is_eval = self.options.is_fitting and not self.model.module.training
-        return is_due and is_eval and not self._has_pending and not self.model.intercepted.norms
+        is_alike = mode.reads in graph.filled and not self.model.intercepted.norms
+        return is_due and is_eval and is_alike and not self._has_pending
 
-    def _take_histories(self, saved: SavedRun, graph: PlannedGraph, mode: Mode) -> None:
-        """Give the graph the saved histories, if they are its own and those of these layers."""
-        self._saved = None
-        state = saved.state
-        is_same = state.graph == self.graphs.trained_fingerprint and saved.stages
-        if is_same and sum(state.stage_layers) == sum(self.model.stage_layers):
-            stage = mode.stages[self.transport.mesh.stage]
-            if load_ranks(graph, saved.stages, {segment.index for segment in stage.segments}):
-                graph.filled.update(state.filled)
-                return
-        has_trained = state.num_training_passes > 0
-        if has_trained and graph.plan.num_chunks > 1 and self.transport.world.is_root:
-            log.warning(
-                "The checkpoint has no histories of this graph, these chunks and layers: from "
-                "resuming a pipelined run to an exact first step, which fills them."
-            )
-
-    def _refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
-        """Recompute all histories by an exact pass with dropout off."""
-        norms = self.model.intercepted.norms.values()
-        with switched(self.model.module, False, but=norms), torch.no_grad():
-            mode = self._mode(call, inputs, graph)
-            graph.inputs.load(call, inputs)
-            parts = self._parts(mode, graph, is_exact=True, is_training=False, writes=True)
-            parts.context.is_refresh = True
-            run_exact(parts, self.model)
-            parts.context.is_refresh = False
-        graph.renew()
-
-    def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
-        def measure(layers: Layers) -> list[float]:
-            plan = self.graphs.plan_to_measure(graph, inputs)
-            planned = PlannedInputs(plan)
-            planned.load(call, inputs)
-            histories = self.graphs.histories
-            costs = measure_layers(self.model.module, layers, plan, planned, histories)
-            return [cost.forward_s + cost.backward_s for cost in costs]
-
-        return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)
-
-    def _parts(
-        self,
-        mode: Mode,
-        graph: PlannedGraph,
-        *,
-        is_exact: bool,
-        is_training: bool,
-        writes: bool = False,
-    ) -> StepParts:
-        shard = self.transport.mesh.shard
-        if is_training:
-            seeds = make_seeds(self.options.seed, self.progress.step_index, shard)
+    def _check_support(self, has_graphs: bool) -> None:
+        """Refuse, once, layers that are not right on chunks, or options for one graph alone."""
+        if has_graphs in self._checked:
+            return
+        transport = self.transport
+        is_settled = transport.is_settled
+        num_shards = transport.mesh.num_shards if is_settled else transport.world.size
+        if has_graphs:
+            self._batches.check()
         else:
-            self._num_inferences += self.model.module.training  # dropout is on
-            seeds = make_seeds(~self.options.seed, self._num_inferences, shard)
-        messages = self._messages(is_exact)
-        # Otherwise histories would never be read.
-        is_shared = self.options.histories.recomputes and graph.plan.shard is not None
-        has_stale = graph.plan.num_chunks > 1 or self.options.messages.is_async or is_shared
-        context = graph.writing if (is_training or writes) and has_stale else graph.reading
-        if isinstance(context.store, SharedStore):
-            is_synchronous = is_exact or self.controls.is_synchronous
-            context.store.begin_pass(messages, is_synchronous=is_synchronous)
-        if is_training:
-            self.transport.begin_step(seeds(self.transport.world.rank, -1))
-        return StepParts(
-            stage=mode.stages[self.transport.mesh.stage],
-            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
-            plan=graph.plan.whole if is_exact else graph.plan,
-            inputs=graph.inputs,
-            context=context,
-            transport=self.transport,
-            seed_of=seeds if is_training or self.model.module.training else None,
-            is_training=is_training,
-            recompute=self.options.histories.recomputes,
-            codec=get_codec(messages.cut_codec),
-        )
-
-    def _messages(self, is_exact: bool) -> MessageOptions:
-        """Return how messages of a pass are sent."""
-        messages = self.options.messages
-        if is_exact:
-            return replace(messages, halo_codec="fp32", cut_codec="fp32")
-        if self.controls.halo_codec is not None:
-            return replace(messages, halo_codec=self.controls.halo_codec)
-        return messages
+            check_support(self.model.module, self.options.chunks.expected, num_shards)
+        self._checked.add(has_graphs)
 
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
+        trains = self.options.is_fitting and (self.model.module.training or torch.is_grad_enabled())
+        if inputs.graphs is not None:
+            self._batches.check_layers(layers, call, inputs, trains=trains)
+            return
         module, is_cut = self.model.module, self.graphs.is_cut(inputs)
         if self.options.self_check and (is_cut or is_listed(module)):
-            trains = self.options.is_fitting and (module.training or torch.is_grad_enabled())
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)

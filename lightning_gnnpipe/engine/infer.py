@@ -1,4 +1,4 @@
-"""Exact passes without gradients: the whole graph as one chunk, one stage after the other."""
+"""Exact passes without gradients: the whole graph as one chunk, or graphs in micro-batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lightning_gnnpipe.schedule import add_transfers, fill_drain
 
 
 def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
-    """Return the outputs, each `[num_nodes, *]`, on every rank.
+    """Return the outputs, each `[num_rows, *]`, on every rank.
 
     Args:
-        parts: Of the one-chunk plan. A context with a store writes the histories, one without does
-            not.
+        parts: Of the one-chunk plan, or of micro-batches. A context with a store writes the
+            histories, one without does not.
         model: The pipelined model.
     """
     mesh, device = parts.transport.mesh, parts.transport.world.device
-    schedule = add_transfers(fill_drain(mesh.num_stages, (0,), backward=False))
+    order = tuple(range(parts.plan.num_chunks))
+    schedule = add_transfers(fill_drain(mesh.num_stages, order, backward=False))
     with (
         intercept(model.intercepted, parts.context),
         own_random_stream(device),

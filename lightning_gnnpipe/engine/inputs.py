@@ -8,13 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.stages import Call, Inputs, Kind
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Value
+
+
+class PassInputs(Protocol):
+    """What a pass takes of the batch, piece by piece: chunks of a graph, or micro-batches."""
+
+    def slice(self, chunk: Any, names: Iterable[str]) -> dict[str, Any]:
+        """Return the chunk's part of each leaf in `names`."""
+
+    def num_rows(self, chunk: Any, value: Value) -> int:
+        """Return the rows that a tensor like `value` has in `chunk`."""
+
+    def num_places(self, value: Value) -> int:
+        """Return the rows that a tensor like `value` has in all."""
+
+    def places(self, chunk: Any, value: Value) -> Tensor:
+        """Return where the rows of `chunk` belong, `[num_rows]`, in the user's order."""
+
+    def add_grads(self, chunk: Any, leaves: dict[str, Any]) -> None:
+        """Add the gradients of a chunk's leaves to those of the whole leaves."""
+
+    def take_grad(self, slot: int) -> Tensor:
+        """Return the gradient of leaf number `slot`; zeros where this stage does not read it."""
+
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
+        """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
+
+    def release(self) -> None:
+        """Forget the call."""
 
 
 @dataclass(slots=True)
@@ -72,6 +101,21 @@ class PlannedInputs:
         """Return the first slot, and that behind the last, of a set's edges that end in `chunk`."""
         part = self._edges(chunk, edge_set)[1]
         return part.edge_start, part.edge_end
+
+    def num_rows(self, chunk: Chunk, value: Value) -> int:
+        """Return the rows that a tensor like `value` has in `chunk`."""
+        if value.kind is not Kind.EDGE:
+            return chunk.num_nodes
+        first, end = self.edge_bounds(chunk, value.edge_set)
+        return end - first
+
+    def num_places(self, value: Value) -> int:
+        """Return the rows that an output has, over all shards."""
+        return self._plan.globe.num_nodes
+
+    def places(self, chunk: Chunk, value: Value) -> Tensor:
+        """Return the nodes of `chunk`, `[num_rows]`: outputs have one row a node."""
+        return self._plan.perm[chunk.start : chunk.end]
 
     def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
         """Add the gradients of a chunk's leaves to those of the whole leaves."""

@@ -40,6 +40,7 @@ from lightning_gnnpipe.stages import (
 )
 
 _NUM_MODES = 8
+_OF_GRAPHS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)  # what outputs may have rows of
 
 Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
@@ -209,11 +210,12 @@ class PipelinedModel:
         options = tuple(traced_options(self.module))
         frozen = tuple(p.requires_grad for p in self.module.parameters())
         leaves = tuple(
-            (leaf.requires_grad, leaf.dtype, () if kind is Kind.EDGE_INDEX else leaf.shape[1:])
-            for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
+            (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
+            for slot, leaf in enumerate(call.leaves)
         )
+        form = None if inputs.graphs is None else inputs.graphs.form
         is_autocast = torch.is_autocast_enabled(self._transport.world.device.type)
-        signature = (call.signature, inputs.edge_sets)
+        signature = (call.signature, inputs.edge_sets, form)
         return flags, options, frozen, leaves, signature, is_autocast
 
     def _reads(self, call: Call) -> Hashable:
@@ -233,7 +235,9 @@ class PipelinedModel:
         ):
             graph = trace(self.module, call)
             sample = draw_sample(self.module, call, inputs)
-            layers = cut_layers(graph, self.module, learn_values(graph, self.module, sample))
+            kinds = (Kind.NODE,) if inputs.graphs is None else _OF_GRAPHS
+            values = learn_values(graph, self.module, sample)
+            layers = cut_layers(graph, self.module, values, kinds)
             self._check(layers, call, inputs)
         self._modes[key] = Mode(layers, (), self._reads(call))
 
@@ -252,7 +256,8 @@ class PipelinedModel:
             for name, stages in find_users(mode.stages, self.module).items():
                 users.setdefault(name, set()).update(stages)
         self._users = {name: users[name] for name in sorted(users)}
-        check_norms(self.intercepted.norms, self._users)
+        found = self.intercepted
+        check_norms(found.norms | found.batch_norms, self._users)
         if is_first_time and self.on_split is not None:
             self.on_split(next(iter(self._modes.values())).stages, self._users, self.costs)
         while len(self._modes) > _NUM_MODES:
@@ -279,3 +284,14 @@ class PipelinedModel:
         if self._users:
             for weights in (self._weights, *self._copies):
                 weights.fill(self._users)
+
+
+def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
+    """Return the shape of a leaf but for the dimension of its rows, as far as a trace sees it."""
+    if inputs.graphs is None:
+        return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
+    shape = list(leaf.shape)
+    how = inputs.graphs.leaves[slot]
+    if how.kind is not Kind.WHOLE:
+        shape[how.dim] = -1
+    return tuple(shape)

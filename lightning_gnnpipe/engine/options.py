@@ -43,6 +43,7 @@ class EngineOptions:
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
         search: How the layout is chosen, if it is left open.
+        defers_batch_norm: Whether BatchNorm may normalise each micro-batch of graphs by itself.
     """
 
     chunks: ChunkOptions
@@ -54,3 +55,4 @@ class EngineOptions:
     self_check: bool = True
     messages: MessageOptions = _EXACT
     search: LayoutSearch = _NOTHING
+    defers_batch_norm: bool = False

@@ -34,6 +34,13 @@ class ChunkOptions:
     seed: int
     auto_chunks: int = CHUNKS_PER_STAGE
 
+    @property
+    def expected(self) -> int:
+        """K as far as it is known before the graph is."""
+        if isinstance(self.partition, Tensor):
+            return int(self.partition.max()) + 1 if self.partition.numel() else 1
+        return self.auto_chunks if self.num_chunks == "auto" else self.num_chunks
+
 
 class Partitioner:
     """Cuts graphs into chunks, and chunks into shards.

@@ -48,7 +48,7 @@ def check_layers(
             raised.
     """
     sample = draw_sample(module, call, inputs)
-    small = Call(_in_full(sample.leaves, module), call.names, call.template, None)
+    small = Call(in_full(sample.leaves, module), call.names, call.template, None)
     kinds = replace(
         inputs,
         num_nodes=sample.num_nodes,
@@ -75,12 +75,12 @@ def _check_values(
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     args, kwargs = call.rebuild(call.leaves)
     expected = module.forward(*args, **kwargs)
-    _check_buffers(module, before)
+    check_buffers(module, before)
     trial = Trial(module, layers, call, kinds)
     names = {name: trial.names.of(segment) for name, segment in trial.layer_of_value.items()}
     reference = trial.forward(trial.plan.whole.chunks)
     found = [reference[name] for name in layers.outputs]
-    _check_structure(layers.rebuild_output(found), expected)
+    check_structure(layers.rebuild_output(found), expected)
     picked = layers.pick_outputs(flatten(expected))
     for name, ours, theirs in zip(layers.outputs, found, picked, strict=True):
         _compare(names[name], ours, theirs)
@@ -91,7 +91,7 @@ def _check_values(
         _compare(layer, chunked[name], reference[name])
 
 
-def _in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
+def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
     """Return what autocast has made half precision in full, if the weights are: nothing is cast."""
     has_full = any(p.dtype == torch.float32 for p in module.parameters())
     return tuple(
@@ -102,20 +102,34 @@ def _in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
     )
 
 
-def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
+def compare(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results are the same, up to rounding."""
     tolerance = _TOLERANCE.get(theirs.dtype)
     ours, theirs = ours.double(), theirs.double()
     if tolerance is not None:
-        is_same = torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
-    else:  # half precision: of many layers, rounding adds up to more in single numbers
-        finite = theirs.isfinite()
-        is_same = bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
-    if not is_same:
-        raise refuse_difference("values", layer, float((ours - theirs).abs().nan_to_num().max()))
+        return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    finite = theirs.isfinite()  # half precision: rounding of many layers adds up in single numbers
+    return bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
 
 
-def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    norms = find_layers(module).norms.values()
+def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
+    if not compare(ours, theirs):
+        size = float((ours.double() - theirs.double()).abs().nan_to_num().max())
+        raise refuse_difference("values", layer, size)
+
+
+def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
+    """Refuse a module whose forward changed other buffers than norms', and restore all of them.
+
+    Args:
+        module: The module.
+        before: Its buffers before its forward.
+
+    Raises:
+        UnsupportedError: With the buffers that changed.
+    """
+    found = find_layers(module)
+    norms = (*found.norms.values(), *found.batch_norms.values())
     known = {id(buffer) for norm in norms for buffer in norm.buffers()}
     changed = [
         n for n, b in module.named_buffers() if id(b) not in known and not torch.equal(b, before[n])
@@ -132,7 +146,12 @@ def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
         )
 
 
-def _check_structure(ours: Any, theirs: Any) -> None:
+def check_structure(ours: Any, theirs: Any) -> None:
+    """Refuse layers whose output has another structure than forward's.
+
+    Raises:
+        UnsupportedError: If it has.
+    """
     found, expected = _structure(ours), _structure(theirs)
     if found != expected:
         raise UnsupportedError(

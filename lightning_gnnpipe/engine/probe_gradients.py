@@ -111,13 +111,13 @@ class _GradientCheck:
         args, kwargs = call.rebuild(call.leaves)
         outputs = self.layers.pick_outputs(flatten(self.module.forward(*args, **kwargs)))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
-        expected = self._grads(outputs, [*parameters, *own], [_cotangent(t) for t in outputs])
+        expected = self._grads(outputs, [*parameters, *own], [some_gradient(t) for t in outputs])
         leaves = self.trial.slice_leaves(segments, chunk)
         values = dict(leaves)
         with self.trial.running():
             self.trial.run(segments, chunk, values)
             roots = [values[name] for name in self.layers.outputs]
-            cotangents = [_cotangent(root)[self.trial.plan.perm] for root in roots]
+            cotangents = [some_gradient(root)[self.trial.plan.perm] for root in roots]
             found = self._grads(roots, [*parameters, *leaves.values()], cotangents)
         for leaf, grad in zip(leaves.values(), found[len(parameters) :], strict=True):
             leaf.grad = grad
@@ -172,7 +172,7 @@ class _GradientCheck:
         inputs: dict[str, Tensor] = {}
         for chunk, roots, sources in reversed(runs):
             cotangents = [
-                self._rows(_cotangent(values[name]), name, chunk) for name in segment.outputs
+                self._rows(some_gradient(values[name]), name, chunk) for name in segment.outputs
             ]
             grads = self._grads(roots, [*parameters, *sources.values()], cotangents)
             for i, grad in enumerate(grads[: len(parameters)]):
@@ -245,7 +245,7 @@ def _trained(segment: Segment) -> list[nn.Parameter]:
     return [p for p in segment.module.parameters() if p.requires_grad]
 
 
-def _cotangent(tensor: Tensor) -> Tensor:
+def some_gradient(tensor: Tensor) -> Tensor:
     """Return some gradient for `tensor`, the same in each run."""
     numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     return numbers.cos().to(tensor.dtype).view(tensor.shape)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
-from lightning_gnnpipe.passing import MessageContext, Tape
+from lightning_gnnpipe.passing import MessageContext, NativeContext, Tape
 from lightning_gnnpipe.stages import Segment
-from lightning_gnnpipe.types import ChunkView
 
 
 def run_recomputed(
     segments: Sequence[Segment],
-    values: dict[str, Tensor],
-    chunk: ChunkView,
-    context: MessageContext,
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
     seed_of: SeedOf | None,
     keep: Collection[str],
 ) -> None:
@@ -42,9 +42,9 @@ def run_recomputed(
 
 def _run_group(
     group: Sequence[Segment],
-    values: dict[str, Tensor],
-    chunk: ChunkView,
-    context: MessageContext,
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
     seed_of: SeedOf | None,
     needed: Collection[str],
 ) -> None:
@@ -53,7 +53,7 @@ def _run_group(
     outputs = sorted(own & set(needed))
     tape = Tape()
 
-    def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def compute(*tensors: Any) -> tuple[Tensor, ...]:
         local = dict(zip(inputs, tensors, strict=True))
         with context.taped(tape), _kept_buffers(group if tape.is_replay else ()):
             run_segments(group, local, chunk, context, seed_of, outputs)

@@ -7,6 +7,7 @@ what its layers need, row by row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.model import Mode
 from lightning_gnnpipe.errors import CheckpointError, explain
 from lightning_gnnpipe.history import Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
+
+log = logging.getLogger(__name__)
 
 _VERSION = 3
 
@@ -108,6 +113,38 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
     ]
     ends = [chunk.end for chunk in graph.plan.chunks]
     return {"perm": graph.plan.perm, "ends": ends, "histories": histories, "moments": moments}
+
+
+def take_histories(
+    saved: SavedRun,
+    graph: PlannedGraph,
+    fingerprint: int | None,
+    mode: Mode,
+    mesh: Mesh,
+) -> None:
+    """Give the graph the saved histories, if they are its own and those of these layers.
+
+    Args:
+        saved: The run that goes on.
+        graph: The graph that is trained on.
+        fingerprint: Of the graph.
+        mode: The layers.
+        mesh: The ranks.
+    """
+    state = saved.state
+    num_layers = sum(len(stage.segments) for stage in mode.stages)
+    is_same = state.graph == fingerprint and saved.stages
+    if is_same and sum(state.stage_layers) == num_layers:
+        segments = {segment.index for segment in mode.stages[mesh.stage].segments}
+        if load_ranks(graph, saved.stages, segments):
+            graph.filled.update(state.filled)
+            return
+    has_trained = state.num_training_passes > 0
+    if has_trained and graph.plan.num_chunks > 1 and mesh.rank == 0:
+        log.warning(
+            "The checkpoint has no histories of this graph, these chunks and layers: from "
+            "resuming a pipelined run to an exact first step, which fills them."
+        )
 
 
 def load_ranks(

@@ -1,4 +1,6 @@
-"""One pass over the graph: what the actions of a schedule work on, and the dispatch over them.
+"""One pass over the batch: what the actions of a schedule work on, and the dispatch over them.
+
+The batch is one graph in chunks, or many graphs in micro-batches, which are chunks as well here.
 
 stage s-1                 stage s                                   stage s+1
 sent      --forward-->    received, leaves -> segments -> sent     --forward-->   received
@@ -15,14 +17,17 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Codec, Transport
 from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
-from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.inputs import PassInputs
 from lightning_gnnpipe.engine.recompute import run_recomputed
 from lightning_gnnpipe.engine.trace import Recorder
-from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
+from lightning_gnnpipe.passing import MessageContext, NativeContext
 from lightning_gnnpipe.schedule import Action, Op
-from lightning_gnnpipe.stages import Kind, Stage, Value
+from lightning_gnnpipe.stages import Stage, Value
 from lightning_gnnpipe.types import TrafficKind
+
+Piece = Chunk | MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class StepParts:
     Attributes:
         stage: This rank's layers.
         outputs: What is known of the model's outputs, on every rank.
-        plan: The chunks; the one-chunk plan in exact passes.
+        plan: The chunks; the one-chunk plan in exact passes over one graph.
         inputs: The batch, loaded.
         context: Serves message passing.
         transport: The other ranks.
@@ -44,9 +49,9 @@ class StepParts:
 
     stage: Stage
     outputs: tuple[Value, ...]
-    plan: ChunkPlan
-    inputs: PlannedInputs
-    context: MessageContext
+    plan: ChunkPlan | BatchPlan
+    inputs: PassInputs
+    context: MessageContext | NativeContext
     transport: Transport
     seed_of: SeedOf | None
     is_training: bool
@@ -76,10 +81,11 @@ class Step:
         self._output_grads: Sequence[Tensor] = ()
         self._previous = self._mesh.rank_of(self._mesh.stage - 1)
         self._next = self._mesh.rank_of(self._mesh.stage + 1)
+        self._sent_values = [parts.stage.values[name] for name in parts.stage.sent]
         self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
         self._outputs = [
             torch.empty(
-                (parts.plan.globe.num_nodes, *value.row_shape),
+                (parts.inputs.num_places(value), *value.row_shape),
                 dtype=value.dtype,
                 device=self._device,
             )
@@ -89,7 +95,7 @@ class Step:
     def forward(self, actions: Sequence[Action]) -> list[Tensor]:
         """Run the forward phase; return the outputs on every rank.
 
-        Each is `[num_nodes, *]`, in the user's node order.
+        Each is `[num_rows, *]`, in the user's order of nodes, or of graphs.
         """
         self._run(actions)
         outputs, self._outputs = self._outputs, []
@@ -98,7 +104,7 @@ class Step:
         return outputs
 
     def _share(self, output: Tensor) -> None:
-        """Give all ranks the rows of `output`, `[num_nodes, *]`, that the last stage's have."""
+        """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
         transport, last = self._parts.transport, self._mesh.num_stages - 1
         shard = self._parts.plan.shard
         if shard is None:
@@ -120,7 +126,7 @@ class Step:
 
         Args:
             actions: This rank's.
-            output_grads: The gradients of the outputs, in the user's node order.
+            output_grads: The gradients of the outputs, in the user's order.
             on_last: Called before the last chunk.
         """
         self._output_grads = output_grads
@@ -136,7 +142,7 @@ class Step:
         if is_end:
             self._parts.transport.flush()
 
-    def _forward(self, chunk: Chunk) -> None:
+    def _forward(self, chunk: Piece) -> None:
         """Compute one chunk on this stage.
 
         Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
@@ -160,14 +166,15 @@ class Step:
             if not parts.is_training:
                 received = []
             self._chunks[chunk.index] = _ChunkState(received, leaves, sent)
+            for value, part in zip(self._sent_values, sent, strict=True):
+                self._check_rows(chunk, value, part)
             if self._mesh.is_last:
-                rows = parts.plan.perm[chunk.start : chunk.end]
-                for output, part in zip(self._outputs, sent, strict=True):
-                    output[rows] = part.detach()
+                for output, value, part in zip(self._outputs, parts.outputs, sent, strict=True):
+                    output[parts.inputs.places(chunk, value)] = part.detach()
                 if not parts.is_training:
                     del self._chunks[chunk.index]
 
-    def _backward(self, chunk: Chunk) -> None:
+    def _backward(self, chunk: Piece) -> None:
         """Take the gradients of one chunk back through this stage.
 
         Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
@@ -184,24 +191,23 @@ class Step:
         if self._mesh.is_first:
             del self._chunks[chunk.index]
 
-    def _receive_forward(self, chunk: Chunk) -> None:
+    def _receive_forward(self, chunk: Piece) -> None:
         stage = self._parts.stage
         buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
         self._post(self._previous, "forward", chunk, buffers)
 
-    def _send_forward(self, chunk: Chunk) -> None:
+    def _send_forward(self, chunk: Piece) -> None:
         sent = self._chunks[chunk.index].sent
         self._send(self._next, "forward", chunk, sent)
         if not self._parts.is_training:
             del self._chunks[chunk.index]
 
-    def _receive_backward(self, chunk: Chunk) -> None:
-        stage = self._parts.stage
-        known = [stage.values[name] for name in stage.sent]
+    def _receive_backward(self, chunk: Piece) -> None:
+        known = self._sent_values
         buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
         self._post(self._next, "backward", chunk, buffers)
 
-    def _send_backward(self, chunk: Chunk) -> None:
+    def _send_backward(self, chunk: Piece) -> None:
         state = self._chunks.pop(chunk.index)
         grads = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -210,15 +216,15 @@ class Step:
         ]
         self._send(self._previous, "backward", chunk, grads)
 
-    def _post(self, rank: int, kind: TrafficKind, chunk: Chunk, buffers: Sequence[Tensor]) -> None:
+    def _post(self, rank: int, kind: TrafficKind, chunk: Piece, buffers: Sequence[Tensor]) -> None:
         parts = self._parts
         parts.transport.post_receive(rank, kind, chunk.index, buffers, parts.codec)
 
-    def _send(self, rank: int, kind: TrafficKind, chunk: Chunk, tensors: Sequence[Tensor]) -> None:
+    def _send(self, rank: int, kind: TrafficKind, chunk: Piece, tensors: Sequence[Tensor]) -> None:
         parts = self._parts
         parts.transport.send(rank, kind, chunk.index, tensors, parts.codec)
 
-    def _wait_forward(self, chunk: Chunk) -> list[Tensor]:
+    def _wait_forward(self, chunk: Piece) -> list[Tensor]:
         parts = self._parts
         if self._mesh.is_first:
             return []
@@ -227,25 +233,39 @@ class Step:
             tensor.requires_grad_(parts.is_training and parts.stage.values[name].requires_grad)
         return received
 
-    def _wait_backward(self, chunk: Chunk) -> list[Tensor]:
+    def _wait_backward(self, chunk: Piece) -> list[Tensor]:
         """Return one gradient for each sent value; an empty one where no gradient flows."""
         parts = self._parts
         if self._mesh.is_last:
-            rows = parts.plan.perm[chunk.start : chunk.end]
-            return [grad[rows] for grad in self._output_grads]
+            return [
+                grad[parts.inputs.places(chunk, value)]
+                for grad, value in zip(self._output_grads, parts.outputs, strict=True)
+            ]
         received = iter(parts.transport.wait_receive("backward", chunk.index))
-        known = (parts.stage.values[name] for name in parts.stage.sent)
+        known = self._sent_values
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
-    def _buffer(self, chunk: Chunk, value: Value) -> Tensor:
-        rows = chunk.num_nodes
-        if value.kind is Kind.EDGE:
-            first, end = self._parts.inputs.edge_bounds(chunk, value.edge_set)
-            rows = end - first
-        return torch.empty((rows, *value.row_shape), dtype=value.dtype, device=self._device)
+    def _buffer(self, chunk: Piece, value: Value) -> Tensor:
+        shape = (self._parts.inputs.num_rows(chunk, value), *value.row_shape)
+        return torch.empty(shape, dtype=value.dtype, device=self._device)
+
+    def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
+        """Refuse rows of another number than the next stage, and the user, are told."""
+        shape = (self._parts.inputs.num_rows(chunk, value), *value.row_shape)
+        if part.shape != shape:
+            raise UnsupportedError(
+                explain(
+                    expected=f"a tensor with one row a {value.kind.value} to have shape "
+                    f"{list(shape)} in chunk {chunk.index}",
+                    found=str(list(part.shape)),
+                    remedy="Shapes of rows must be the same in every batch, and rows of nodes, "
+                    "edges or graphs as many as there are: give pooling their number "
+                    "(size=data.num_graphs).",
+                )
+            )
 
 
-_METHODS: dict[Op, Callable[[Step, Chunk], None]] = {
+_METHODS: dict[Op, Callable[[Step, Piece], None]] = {
     Op.F: Step._forward,
     Op.B: Step._backward,
     Op.SEND_F: Step._send_forward,

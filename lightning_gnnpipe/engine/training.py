@@ -15,13 +15,12 @@ from torch import Tensor
 
 from lightning_gnnpipe.controls import Controls, OnChunk
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
-from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.step import Step, StepParts
 from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.history import Staleness, StalenessRecorder
+from lightning_gnnpipe.history import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
 from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
 
@@ -46,7 +45,7 @@ class TrainingPass:
 
     Args:
         parts: What the pass is made of.
-        graph: The graph and its histories.
+        store: The histories of the graph; None for graphs in micro-batches, which have none.
         model: The pipelined model.
         order: Chunks in the order of the forward phase.
         is_exact: Whether nothing stale is read, and nothing rounded.
@@ -55,13 +54,13 @@ class TrainingPass:
     def __init__(
         self,
         parts: StepParts,
-        graph: PlannedGraph,
+        store: HistoryStore | None,
         model: PipelinedModel,
         order: Sequence[int],
         *,
         is_exact: bool,
     ) -> None:
-        self._parts, self._graph, self._model = parts, graph, model
+        self._parts, self._store, self._model = parts, store, model
         self._stage = parts.transport.mesh.stage
         self._schedule: Schedule = add_transfers(
             fill_drain(parts.transport.mesh.num_stages, tuple(order))
@@ -77,21 +76,27 @@ class TrainingPass:
             controls: The switches.
             number: How many training passes the run has made; ages of rows are counted in them.
         """
-        store = self._graph.store
         self._watch(controls.on_chunk)
         self._parts.transport.meter.reset()
-        store.begin_step(number)
-        store.recorder = StalenessRecorder() if controls.records_staleness else None
-        store.before_forward(is_exact=self.is_exact)
+        self._begin(controls, number)
         with (
             intercept(self._model.intercepted, self._parts.context),
             own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._stage))
-        store.after_forward(is_exact=self.is_exact)
-        self._graph.is_renewed = False
+        if self._store is not None:
+            self._store.after_forward(is_exact=self.is_exact)
         return outputs
+
+    def _begin(self, controls: Controls, number: int) -> None:
+        """Make the histories ready for a forward phase."""
+        store = self._store
+        if store is None:
+            return
+        store.begin_step(number)
+        store.recorder = StalenessRecorder() if controls.records_staleness else None
+        store.before_forward(is_exact=self.is_exact)
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
@@ -119,7 +124,8 @@ class TrainingPass:
 
             self._step.backward(actions, grads, on_last)
         sums.finish()
-        self._graph.store.end_step(is_exact=self.is_exact)
+        if self._store is not None:
+            self._store.end_step(is_exact=self.is_exact)
         leaf_grads: list[Tensor | None] = []
         for slot in slots:
             grad = self._parts.inputs.take_grad(slot)
@@ -130,7 +136,9 @@ class TrainingPass:
 
     def record(self) -> PassRecord:
         """Return what there is to tell of the finished pass."""
-        recorder, self._graph.store.recorder = self._graph.store.recorder, None
+        recorder = None
+        if self._store is not None:
+            recorder, self._store.recorder = self._store.recorder, None
         return PassRecord(
             self.is_exact,
             self._parts.plan.num_chunks,

@@ -10,6 +10,7 @@ from lightning_gnnpipe.graph.cut import (
     replicas_per_node,
 )
 from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
+from lightning_gnnpipe.graph.micro_batches import BatchPlan, MicroBatch, plan_micro_batches
 from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.plan import (
@@ -23,8 +24,10 @@ from lightning_gnnpipe.graph.split import split_chunks
 from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
 
 __all__ = [
+    "BatchPlan",
     "Chunk",
     "ChunkPlan",
+    "MicroBatch",
     "Peer",
     "SplitSizes",
     "build_chunk_plan",
@@ -36,6 +39,7 @@ __all__ = [
     "measure_split",
     "partition_nodes",
     "plan_from_assignment",
+    "plan_micro_batches",
     "replicas_per_node",
     "shard_plan",
     "split_chunks",

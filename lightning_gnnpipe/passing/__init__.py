@@ -11,7 +11,8 @@ from lightning_gnnpipe.passing.intercept import (
 )
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
 from lightning_gnnpipe.passing.memory import guard_losses, without_memory
-from lightning_gnnpipe.passing.support import check_support
+from lightning_gnnpipe.passing.native import NativeContext, uses_batch_statistics
+from lightning_gnnpipe.passing.support import check_graph_batches, check_norms, check_support
 from lightning_gnnpipe.passing.tape import Tape
 
 __all__ = [
@@ -19,11 +20,15 @@ __all__ = [
     "HaloStore",
     "Intercepted",
     "MessageContext",
+    "NativeContext",
     "Tape",
+    "check_graph_batches",
+    "check_norms",
     "check_support",
     "find_convs",
     "find_layers",
     "guard_losses",
     "intercept",
+    "uses_batch_statistics",
     "without_memory",
 ]

@@ -28,6 +28,7 @@ from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRul
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import direct, replace_attributes
 from lightning_gnnpipe.passing.memory import without_memory
+from lightning_gnnpipe.passing.native import NativeContext, deferred, find_batch_norms
 from lightning_gnnpipe.passing.normalize import localized
 from lightning_gnnpipe.passing.order import check_order
 from lightning_gnnpipe.passing.relations import passes_wide_rows, related
@@ -46,12 +47,14 @@ class Intercepted:
     Attributes:
         convs: The message-passing layers, by name.
         norms: The norms with statistics over all nodes, by name.
+        batch_norms: The layers with BatchNorm's statistics, by name; some are norms as well.
         blocks: PyG's blocks that would run layers again in backward, outside of a pass, and the
             attributes that switch this off.
     """
 
     convs: dict[str, MessagePassing]
     norms: dict[str, nn.Module]
+    batch_norms: dict[str, nn.Module]
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
 
@@ -63,18 +66,22 @@ def find_layers(module: nn.Module) -> Intercepted:
             blocks.append((m, {"disable": True}))
         elif isinstance(m, DeepGCNLayer):
             blocks.append((m, {"ckpt_grad": False}))
-    return Intercepted(find_convs(module), find_norms(module), blocks)
+    return Intercepted(find_convs(module), find_norms(module), find_batch_norms(module), blocks)
 
 
 @contextmanager
-def intercept(layers: Intercepted, context: MessageContext) -> Iterator[None]:
+def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> Iterator[None]:
     """Let `layers` run on the chunk that `context` says is running, within the block."""
     convs = layers.convs
     with ExitStack() as stack:
-        stack.enter_context(whole_statistics(layers.norms, context))
         for block, attributes in layers.blocks:
             stack.callback(replace_attributes(block, attributes))
         stack.enter_context(without_memory(convs))
+        if isinstance(context, NativeContext):
+            stack.enter_context(deferred(layers.batch_norms, context))
+            yield
+            return
+        stack.enter_context(whole_statistics(layers.norms, context))
         stack.enter_context(localized(convs, context))
         stack.enter_context(related(convs, context))
         for name, conv in convs.items():

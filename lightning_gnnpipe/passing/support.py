@@ -8,7 +8,7 @@ mix rows outside of message passing are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch_geometric.nn as gnn
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_gnnpipe._compat_torch import (
 )
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
+from lightning_gnnpipe.passing.native import uses_batch_statistics
 from lightning_gnnpipe.passing.statistics import has_statistics
 
 # Modules that look at all rows at once. PyG's norms take part in the names that errors show.
@@ -43,6 +44,14 @@ _REMEDY_NORM = (
 )
 
 
+_REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm), or num_chunks=1."
+_REMEDY_BATCH = (
+    'Use GNNPipeStrategy(batch_norm="deferred"), which normalises each micro-batch by its own '
+    "statistics and updates the running ones once, a norm with a batch vector "
+    "(torch_geometric.nn.GraphNorm), torch.nn.LayerNorm, or num_chunks=1."
+)
+
+
 def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
     """Refuse what is not known to be exact on `num_chunks` chunks, split over `num_shards`.
 
@@ -55,6 +64,70 @@ def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> No
         problems = [problem.replace("num_chunks=1", alone) for problem in problems]
     if problems:
         raise UnsupportedError("\n".join(problems))
+
+
+def check_graph_batches(num_shards: int) -> None:
+    """Refuse to split batches of graphs over shards.
+
+    Raises:
+        UnsupportedError: If there are several.
+    """
+    if num_shards > 1:
+        raise UnsupportedError(
+            explain(
+                expected="one large graph where graph_parallel is more than 1",
+                found="a batch of several graphs",
+                remedy="Use graph_parallel=1: the graphs of a batch are dealt out to micro-batches "
+                "instead.",
+            )
+        )
+
+
+def check_norms(module: nn.Module, without_batch: Collection[str], *, defers: bool) -> None:
+    """Refuse norms that would take the statistics of a micro-batch for those of the mini-batch.
+
+    Args:
+        module: The pipelined module, in the mode that it runs in.
+        without_batch: Names of the norms that are called without a batch vector.
+        defers: Whether BatchNorm is meant to normalise each micro-batch by itself.
+
+    Raises:
+        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
+    """
+    problems = list(_refused_norms(module, without_batch, defers))
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+def _refused_norms(
+    module: nn.Module, without_batch: Collection[str], defers: bool
+) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        is_batch_norm = isinstance(layer, BATCH_NORM) and uses_batch_statistics(layer)
+        is_hetero = isinstance(layer, gnn.HeteroBatchNorm) and layer.training
+        if is_hetero or (is_batch_norm and not defers):
+            remedy = _REMEDY_HETERO if is_hetero else _REMEDY_BATCH
+            yield _refuse(name, layer, "its statistics are taken over all graphs", remedy)
+        elif isinstance(layer, gnn.InstanceNorm) and layer.training and layer.track_running_stats:
+            remedy = "Use track_running_stats=False, or num_chunks=1."
+            yield _refuse(
+                name, layer, "its running statistics would be updated once a micro-batch", remedy
+            )
+        elif has_spectral_norm(layer) and layer.training:
+            remedy = "Remove the spectral norm, or train with num_chunks=1."
+            yield _refuse(
+                name,
+                layer,
+                "the power iteration of its spectral norm would run once a micro-batch",
+                remedy,
+            )
+        elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
+            continue
+        elif name in without_batch and has_statistics(layer):
+            remedy = "Call it as norm(x, batch), or train with num_chunks=1."
+            yield _refuse(
+                name, layer, "it is called without a batch vector, so over all graphs", remedy
+            )
 
 
 def _refused(module: nn.Module, num_parts: int) -> Iterator[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from lightning_gnnpipe.stages.balance import check_counts, check_num_stages, solve_balance
 from lightning_gnnpipe.stages.call import Call, take_apart
 from lightning_gnnpipe.stages.find import find_pipelined
+from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
+from lightning_gnnpipe.stages.graph_rows import GraphRows
+from lightning_gnnpipe.stages.graphs import KnownKinds, classify, find_graphs
 from lightning_gnnpipe.stages.husk import Shape, fill_husks, make_husks
-from lightning_gnnpipe.stages.kinds import Inputs, Kind, classify
+from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.layers import Layers, Segment, cut_layers
 from lightning_gnnpipe.stages.listed import is_listed
 from lightning_gnnpipe.stages.split import Stage, find_users, split_layers
-from lightning_gnnpipe.stages.trace import trace, traced_options
+from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace, traced_options
 from lightning_gnnpipe.stages.values import (
     Sample,
     Value,
@@ -21,9 +24,13 @@ from lightning_gnnpipe.stages.values import (
 )
 
 __all__ = [
+    "NUM_GRAPHS",
     "Call",
+    "GraphBatch",
+    "GraphRows",
     "Inputs",
     "Kind",
+    "KnownKinds",
     "Layers",
     "Sample",
     "Segment",
@@ -36,6 +43,7 @@ __all__ = [
     "cut_layers",
     "draw_sample",
     "fill_husks",
+    "find_graphs",
     "find_pipelined",
     "find_users",
     "is_listed",
@@ -44,6 +52,7 @@ __all__ = [
     "restore_buffers",
     "solve_balance",
     "split_layers",
+    "strip_root",
     "take_apart",
     "trace",
     "traced_options",

@@ -4,21 +4,22 @@
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
 
 Whatever is not a tensor stays in the template as it is, so that tracing sees real values for
-options.
+options. The number of graphs is no option: it is another in each micro-batch of whole graphs.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 
+from lightning_gnnpipe._compat_pyg import slices_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
 
@@ -35,6 +36,31 @@ class _Record:
 
     attributes: dict[str, Any]
 
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Stands for a number that may be the number of graphs."""
+
+    value: int = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slices:
+    """How a tensor of a PyG `Batch` was put together from those of its graphs.
+
+    Attributes:
+        starts: `[num_graphs + 1]` where the rows of each graph begin.
+        dim: The dimension that they are rows in.
+        raised: `[num_graphs]` what was added to each graph's numbers; None for nothing.
+    """
+
+    starts: Tensor
+    dim: int
+    raised: Tensor | None
+
+
+COUNTS = ("num_graphs", "batch_size", "size")
+"""Names of arguments that hold the number of graphs, where there is a batch vector."""
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -53,7 +79,8 @@ class DataView:
 
     def __getattr__(self, name: str) -> Any:
         if name == "num_nodes":
-            return self.x.size(0)
+            rows = self.batch if self.x is None else self.x
+            return rows.size(0)
         if name == "num_edges":
             return self.edge_index.size(1)
         if name in ("num_features", "num_node_features"):
@@ -71,22 +98,54 @@ class DataView:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: its tensors, their names, and a template for everything else."""
+    """One call: its tensors, their names, and a template for everything else.
+
+    Attributes:
+        num_nodes: As a PyG `Data` among the arguments says.
+        counts: By name, what is the number of graphs where there is a batch vector.
+        slices: By leaf, how it was put together from the graphs of a PyG `Batch`.
+    """
 
     leaves: tuple[Tensor, ...]
     names: tuple[str, ...]
     template: Any
     num_nodes: int | None
+    counts: tuple[tuple[str, int], ...] = ()
+    slices: Mapping[int, Slices] = field(default_factory=dict)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a batch vector: the graph of each node."""
+        return any(
+            is_batch_name(name) and leaf.dim() == 1 and not leaf.is_floating_point()
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+        )
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What must be equal for a traced graph to be used again: names and values of options."""
-        return self.names, repr(self.template)
+        return self.names, repr(self.template), () if self.has_graphs else self.counts
 
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return `(args, kwargs)` with `leaves` in the tensors' places."""
-        args, kwargs = _fill(self.template, leaves)
+    def rebuild(
+        self, leaves: Sequence[Any], num_graphs: Any = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return `(args, kwargs)` with `leaves` in the tensors' places, `num_graphs` in theirs."""
+        args, kwargs = _fill(self.template, leaves, num_graphs)
         return list(args), kwargs
+
+
+def with_batch_vector(call: Call, graph_of_node: Tensor) -> Call:
+    """Return the call as if `graph_of_node`, `[num_nodes]`, were an argument that forward ignores.
+
+    Forward need not know of graphs to be run on one after the other.
+    """
+    names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
+    return replace(call, names=names, leaves=leaves)
+
+
+def is_batch_name(name: str) -> bool:
+    """Whether a tensor of this name is a batch vector."""
+    return _last(name) == "batch"
 
 
 def take_apart(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -104,6 +163,8 @@ def take_apart(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         tuple(collector.names),
         (filled_args, filled_kwargs),
         collector.num_nodes,
+        tuple(collector.counts),
+        collector.slices,
     )
 
 
@@ -112,6 +173,8 @@ class _Collector:
         self.leaves: list[Tensor] = []
         self.names: list[str] = []
         self.num_nodes: int | None = None
+        self.counts: list[tuple[str, int]] = []
+        self.slices: dict[int, Slices] = {}
 
     def visit(self, name: str, value: Any) -> Any:
         """Return `value` with slots for its tensors."""
@@ -125,6 +188,8 @@ class _Collector:
             return _Slot(len(self.leaves) - 1)
         if isinstance(value, HeteroData) or type(value).__name__ == "SparseTensor":
             raise _not_supported(name, f"a {type(value).__name__}")
+        if isinstance(value, Batch):
+            return self._visit_batch(name, value)
         if isinstance(value, Data):
             self.num_nodes = value.num_nodes
             usable = {key: item for key, item in value if _is_usable(item)}
@@ -136,7 +201,41 @@ class _Collector:
             return type(value)(items) if not hasattr(value, "_fields") else type(value)(*items)
         if not isinstance(value, _PLAIN):
             raise _not_supported(name, f"a {type(value).__name__}")
+        if isinstance(value, int) and type(value) is not bool and _last(name) in COUNTS:
+            self.counts.append((name, value))
+            return _Count(value)
         return value
+
+    def _visit_batch(self, name: str, batch: Any) -> _Record:
+        """Return the record of several graphs; what is kept in lists, such as names, is left out.
+
+        So are the batch vectors of single attributes (`follow_batch`).
+        """
+        self.num_nodes = batch.num_nodes
+        attributes: dict[str, Any] = {}
+        for key, item in batch:
+            is_followed = key.endswith(("_batch", "_ptr")) and slices_of(batch, key) is None
+            if key == "num_nodes" or isinstance(item, list) or is_followed or not _is_usable(item):
+                continue
+            attributes[key] = self.visit(f"{name}.{key}", item)
+            found = slices_of(batch, key)
+            if found is not None and isinstance(attributes[key], _Slot):
+                dim = batch.__cat_dim__(key, item)
+                self.slices[attributes[key].index] = Slices(found[0], dim or 0, _offsets(found[1]))
+        for key in COUNTS[:2]:
+            attributes[key] = self.visit(f"{name}.{key}", int(batch.num_graphs))
+        return _Record(attributes)
+
+
+def _offsets(increments: Tensor | None) -> Tensor | None:
+    """Return what was added to the numbers of each graph; None if nothing was."""
+    if increments is None or not increments.any():
+        return None
+    return increments
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def _is_usable(value: Any) -> bool:
@@ -149,15 +248,17 @@ def _is_usable(value: Any) -> bool:
     return is_dense or isinstance(value, (*_PLAIN, EdgeIndex))
 
 
-def _fill(template: Any, leaves: Sequence[Any]) -> Any:
+def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     if isinstance(template, _Slot):
         return leaves[template.index]
+    if isinstance(template, _Count):
+        return template.value if num_graphs is None else num_graphs
     if isinstance(template, _Record):
-        return DataView({key: _fill(item, leaves) for key, item in template.attributes.items()})
+        return DataView(_fill(template.attributes, leaves, num_graphs))
     if isinstance(template, dict):
-        return {key: _fill(item, leaves) for key, item in template.items()}
+        return {key: _fill(item, leaves, num_graphs) for key, item in template.items()}
     if isinstance(template, list | tuple):
-        items = [_fill(item, leaves) for item in template]
+        items = [_fill(item, leaves, num_graphs) for item in template]
         return type(template)(items) if not hasattr(template, "_fields") else type(template)(*items)
     return template
 

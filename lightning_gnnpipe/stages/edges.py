@@ -68,10 +68,14 @@ class EdgeSets:
             return torch.cat(edges, dim=1)
 
 
-def find_edge_sets(call: Call) -> EdgeSets:
+def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
     """Return the edge sets among the leaves of `call`.
 
     They are those with "edge_index" in their names; without any, the one with the shape of edges.
+
+    Args:
+        call: The call.
+        needs_edges: Whether there must be any.
 
     Raises:
         GraphError: If there are no edges, or one of several edge sets is malformed.
@@ -80,7 +84,7 @@ def find_edge_sets(call: Call) -> EdgeSets:
     named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
     shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
     found = named or shaped
-    if not found:
+    if not found and needs_edges:
         raise GraphError(
             explain(
                 expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "

@@ -6,22 +6,13 @@ They are cut by chunk; the others are passed whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from torch import Tensor
 
 from lightning_gnnpipe.errors import GraphError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets
-
-
-class Kind(Enum):
-    """What the first dimension of a tensor counts."""
-
-    NODE = "node"
-    EDGE = "edge"
-    EDGE_INDEX = "edge_index"
-    WHOLE = "whole"
+from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +25,7 @@ class Inputs:
         edge_index: `[2, num_edges]` the edges; of several edge sets one after the other.
         edge_sizes: `[num_edge_sets]` edges in each edge set.
         edge_sets: For each leaf the edge set that it holds or belongs to; 0 for other leaves.
+        graphs: The graphs, if it is a batch of them; the other attributes then tell no more.
     """
 
     kinds: tuple[Kind, ...]
@@ -41,10 +33,11 @@ class Inputs:
     edge_index: Tensor
     edge_sizes: tuple[int, ...]
     edge_sets: tuple[int, ...]
+    graphs: GraphBatch | None = None
 
 
-def classify(call: Call) -> Inputs:
-    """Say of each tensor of `call` what its first dimension counts.
+def classify_graph(call: Call) -> Inputs:
+    """Say of each tensor of `call`, which holds one graph, what its first dimension counts.
 
     Raises:
         GraphError: If there is no `edge_index`, or no tensor with one row a node.

@@ -11,7 +11,7 @@ border of two stages.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,11 +20,12 @@ from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.stages.kinds import Kind
+from lightning_gnnpipe.stages.graph_batch import Kind
 from lightning_gnnpipe.stages.trace import contains_passing, root_of
 from lightning_gnnpipe.stages.values import Value
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
+_CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)
 _RANDOM_WORDS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial")
 
 
@@ -79,17 +80,29 @@ class Layers:
         return [by_name[name] for name in self.outputs]
 
 
-def cut_layers(graph: fx.Graph, module: nn.Module, values: dict[str, Value]) -> Layers:
+def cut_layers(
+    graph: fx.Graph,
+    module: nn.Module,
+    values: dict[str, Value],
+    output_kinds: Collection[Kind] = (Kind.NODE,),
+) -> Layers:
     """Cut `graph` into as many segments as it has message-passing calls.
 
     Calls between which no cut is possible share a segment.
 
+    Args:
+        graph: The traced module.
+        module: The module.
+        values: What is known of each tensor.
+        output_kinds: What the rows of outputs may be: of nodes, or in a batch of graphs, which is
+            cut by graph, of whatever there is.
+
     Raises:
-        UnsupportedError: If there is no message passing, or an output does not have one row a node.
+        UnsupportedError: If there is no message passing, or an output has other rows.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    outputs = _check_outputs(output, values)
+    outputs = _check_outputs(output, values, output_kinds)
     cutter = _Cutter(nodes, output, values, _find_repeatable(nodes, values))
     starts = cutter.starts(_find_calls(nodes, module))
     crossing = tuple(cutter.alive(start) for start in starts)
@@ -119,17 +132,20 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     return calls
 
 
-def _check_outputs(output: fx.Node, values: dict[str, Value]) -> tuple[str, ...]:
+def _check_outputs(
+    output: fx.Node, values: dict[str, Value], kinds: Collection[Kind]
+) -> tuple[str, ...]:
     found: dict[str, None] = {}
     fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name))
+    rows = "a node" if Kind.GRAPH not in kinds else "a node, an edge or a graph of the batch"
     for name in found:
-        if name not in values or values[name].kind is not Kind.NODE:
+        if name not in values or values[name].kind not in kinds:
             raise UnsupportedError(
                 explain(
-                    expected="every output of the pipelined module to have one row a node",
+                    expected=f"every output of the pipelined module to have one row {rows}",
                     found=f"'{name}'" + (f" with rows of {values[name]}" if name in values else ""),
-                    remedy="Pool, or compute edge-level and graph-level results, in training_step, "
-                    "or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
+                    remedy="Compute other results in training_step (of a single graph, pool there "
+                    "as well), or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
                 )
             )
     if not found:
@@ -206,7 +222,7 @@ class _Cutter:
         total = 0
         for name in self.alive(start):
             value = self.values.get(name)
-            if value is None or value.kind not in (Kind.NODE, Kind.EDGE):
+            if value is None or value.kind not in _CROSSING:
                 return None
             total += value.row_bytes
         return total

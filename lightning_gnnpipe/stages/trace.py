@@ -7,30 +7,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch_geometric.nn.conv.gcn_conv
+import torch_geometric.nn.pool.glob
 import torch_geometric.utils
 from torch import fx, nn
-from torch_geometric.nn import DeepGCNLayer, HANConv, HGTConv, MessagePassing
+from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
+from lightning_gnnpipe.stages.traceable import traceable
 
 _ROOT = "module"
+NUM_GRAPHS = "leaf_num_graphs"
+"""Placeholder for the number of graphs, in a batch of graphs."""
+
+_POOLS = (
+    torch_geometric.nn.global_add_pool,
+    torch_geometric.nn.global_max_pool,
+    torch_geometric.nn.global_mean_pool,
+)
+_POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
 _PLAIN = bool | int | float | str
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 
 def trace(module: nn.Module, call: Call) -> fx.Graph:
     """Return the graph of `module.forward` for the tensors of `call`.
 
-    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves; modules are named below `module`.
+    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves, `leaf_num_graphs` for the number of
+    graphs; modules are named below `module`.
     What depends on `self.training` or on options that are not tensors is baked in.
 
     Raises:
@@ -62,7 +72,7 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
 def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
     before = _kept_tensors(module)
     try:
-        with _traceable_factories(), _without_progress(module), _without_checkpoints(module):
+        with traceable(module):
             graph = _Tracer(module).trace(_Caller(module, call))
     except UnsupportedError:
         raise
@@ -117,74 +127,6 @@ def _restore(module: nn.Module, before: dict[tuple[nn.Module, str], object]) -> 
     return changed
 
 
-@contextmanager
-def _without_progress(module: nn.Module) -> Iterator[None]:
-    """Refuse a LightningModule that reads its progress in forward: a trace would freeze it."""
-    kind = type(module)
-    if not hasattr(kind, "current_epoch"):
-        yield
-        return
-
-    def refuse(_: nn.Module) -> int:
-        raise UnsupportedError(
-            explain(
-                expected="forward to depend on its arguments and on plain attributes",
-                found="self.current_epoch or self.global_step",
-                remedy="Set an attribute in on_train_epoch_start, and read that in forward.",
-            )
-        )
-
-    guards = {name: property(refuse) for name in ("current_epoch", "global_step")}
-    module.__class__ = type(kind.__name__, (kind,), {**guards, "__module__": kind.__module__})
-    try:
-        yield
-    finally:
-        module.__class__ = kind
-
-
-@contextmanager
-def _without_checkpoints(module: nn.Module) -> Iterator[None]:
-    """Trace DeepGCNLayer without its activation checkpoints: it asks inputs for `requires_grad`."""
-    before = [(m, m.ckpt_grad) for m in module.modules() if isinstance(m, DeepGCNLayer)]
-    for layer, _ in before:
-        layer.ckpt_grad = False
-    try:
-        yield
-    finally:
-        for layer, value in before:
-            layer.ckpt_grad = value
-
-
-@contextmanager
-def _traceable_factories() -> Iterator[None]:
-    """Let `torch.zeros(x.size(0), ...)` and the like take traced sizes, which torch's do not."""
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, _traceable(original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
-
-
-def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-
-        def keep(value: Any) -> Any:
-            if isinstance(value, fx.Proxy):
-                found.append(value)
-            return value
-
-        fx.node.map_aggregate((args, kwargs), keep)
-        if not found:
-            return original(*args, **kwargs)
-        return found[0].tracer.create_proxy("call_function", original, args, kwargs)
-
-    return create
-
-
 def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield what a trace bakes in: plain attributes, and which tensors are attributes."""
     listed = listed_parts(module)
@@ -237,7 +179,8 @@ class _Caller(nn.Module):
         self._call = call
 
     def forward(self, *leaves: Any) -> Any:
-        args, kwargs = self._call.rebuild(leaves)
+        count = leaves[-1] if self._call.has_graphs else None
+        args, kwargs = self._call.rebuild(leaves, count)
         module = getattr(self, _ROOT)
         if is_listed(module):
             return run_listed(module, args, kwargs)
@@ -256,9 +199,10 @@ class _Tracer(fx.Tracer):
             if callable(function := getattr(torch_geometric.utils, name))
         )
         self._listed = listed_parts(module)
-        super().__init__(autowrap_functions=(*functions, torch_geometric.nn.conv.gcn_conv.gcn_norm))
+        norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
+        super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
         passing = [m for m in module.modules() if contains_passing(m)]
-        search_in(self, {sys.modules[type(m).__module__] for m in passing})
+        search_in(self, {*_POOL_MODULES, *(sys.modules[type(m).__module__] for m in passing)})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._listed or not _is_traced_through(m)
@@ -279,6 +223,8 @@ class _Tracer(fx.Tracer):
         leaves = [
             self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
         ]
+        if call.has_graphs:
+            leaves.append(self.create_proxy("placeholder", NUM_GRAPHS, (), {}))
         return type(self.root).forward, [self.root, *leaves]
 
 

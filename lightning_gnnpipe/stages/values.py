@@ -2,7 +2,7 @@
 
 It is learned by running it once on a small sample of the user's graph. The sample has fewer nodes
 than edges or the other way round, never as many, so that the first dimension of every value tells
-whether it has one row a node or one row an edge.
+whether it has one row a node or one row an edge, or, in a batch of graphs, one row a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.kinds import Inputs, Kind
+from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
+from lightning_gnnpipe.stages.graph_sample import draw_graphs
+from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.trace import root_of
 
 _REMEDY = (
@@ -56,21 +58,47 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small graph cut out of the user's: its leaves, in the order of the call, and its sizes."""
+    """A small part of the user's batch: its leaves, in the order of the call, and its sizes."""
 
     leaves: tuple[Tensor, ...]
     num_nodes: int
     edge_index: Tensor
     edge_sizes: tuple[int, ...]
+    graphs: GraphBatch | None = None
+
+    @property
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """What a traced graph is run on."""
+        return self.leaves if self.graphs is None else (*self.leaves, self.graphs.num_graphs)
+
+    @property
+    def row_kinds(self) -> dict[int, tuple[Kind, int]]:
+        """What has so many rows, and of which set; nothing where it could be several."""
+        counted = [(self.num_nodes, Kind.NODE, 0)]
+        counted += [(size, Kind.EDGE, number) for number, size in enumerate(self.edge_sizes)]
+        if self.graphs is not None:
+            counted += [(size, kind, 0) for size, kind in self.graphs.row_counts]
+        sizes = [size for size, _, _ in counted]
+        return {size: (kind, n) for size, kind, n in counted if sizes.count(size) == 1}
 
 
 def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
-    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
-
-    A layer that reads edges in groups finds them in whole groups.
+    """Return a small part of the batch: a few of its graphs, or else see `_draw_edges`.
 
     Its sizes differ from each other and from the widths of `module`'s parameters, so that they tell
     what a dimension counts.
+    """
+    if inputs.graphs is None:
+        return _draw_edges(module, call, inputs)
+    leaves, graphs = draw_graphs(module, call, inputs)
+    sizes = tuple(len(rows) for rows in graphs.row_sets)
+    return Sample(leaves, len(graphs.graph_of_node), inputs.edge_index, sizes, graphs)
+
+
+def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
+    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
+
+    A layer that reads edges in groups finds them in whole groups.
     """
     widths = {size for p in module.parameters() for size in p.shape}
     group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
@@ -127,7 +155,7 @@ def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str
     runner = Recorder(fx.GraphModule(root_of(module), graph))
     try:
         with undisturbed(module), torch.enable_grad():
-            runner.run(*sample.leaves)
+            runner.run(*sample.arguments)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise UnsupportedError(
             explain(
@@ -163,16 +191,12 @@ def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 def _describe(tensor: Tensor, node: fx.Node, sample: Sample) -> Value:
     rows = tensor.size(0) if tensor.dim() else -1
-    found = [number for number, size in enumerate(sample.edge_sizes) if size == rows]
+    kind, number = sample.row_kinds.get(rows, (Kind.WHOLE, 0))
     if node.op == "get_attr":
-        kind = Kind.WHOLE
-    elif len(found) == 1:
-        kind = Kind.EDGE
-    else:  # Of one of two edge sets with as many edges: it cannot cross a cut.
-        kind = Kind.NODE if rows == sample.num_nodes else Kind.WHOLE
+        kind, number = Kind.WHOLE, 0
     return Value(
         kind,
-        found[0] if kind is Kind.EDGE else 0,
+        number,
         tuple(tensor.shape[1:]),
         tensor.dtype,
         tensor.requires_grad,

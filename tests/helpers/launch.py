@@ -113,6 +113,66 @@ def run_plain(
     return _result(trainer, module, folder, 1)
 
 
+def fit_batches(
+    module: L.LightningModule,
+    batches: Iterable[Any],
+    *,
+    tmp_path: Path,
+    num_stages: int = 0,
+    num_chunks: int = 1,
+    max_epochs: int = 1,
+    seed: int = SEED,
+    callbacks: Sequence[L.Callback] = (),
+    trainer_kwargs: dict[str, Any] | None = None,
+    strategy_kwargs: dict[str, Any] | None = None,
+    val_batches: Iterable[Any] | None = None,
+    ckpt_path: Path | None = None,
+    seeds_workers: bool = False,
+) -> FitResult:
+    """Train on batches of graphs, in forked processes; 0 stages are plain Lightning.
+
+    Args:
+        batches: A loader, or a list.
+        val_batches: Another, to validate on.
+    """
+    from lightning_gnnpipe import GNNPipeStrategy
+
+    strategy: Any = "auto"
+    if num_stages:
+        strategy = GNNPipeStrategy(
+            num_chunks=num_chunks, start_method="fork", **(strategy_kwargs or {})
+        )
+    folder = _empty_folder(tmp_path, f"batches_{num_stages}")
+    with _one_thread():
+        L.seed_everything(seed, workers=seeds_workers, verbose=False)
+        trainer = L.Trainer(
+            devices=max(num_stages, 1),
+            strategy=strategy,
+            callbacks=[*callbacks, StepRecorder(folder)],
+            **_quiet(tmp_path, {"max_epochs": max_epochs, **(trainer_kwargs or {})}),
+        )
+        trainer.fit(
+            module,
+            BatchList(batches) if isinstance(batches, list) else batches,
+            BatchList(val_batches) if isinstance(val_batches, list) else val_batches,
+            ckpt_path=ckpt_path,
+        )
+    return _result(trainer, module, folder, max(num_stages, 1))
+
+
+class BatchList(Iterable[Any]):
+    """Yield batches in order; for Lightning a list would be several loaders."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 class RepeatedGraph(Iterable[Data]):
     """Yield the same graph some times an epoch."""
 
@@ -158,7 +218,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _result(trainer: L.Trainer, module: ReferenceModule, folder: Path, num_ranks: int) -> FitResult:
+def _result(
+    trainer: L.Trainer, module: L.LightningModule, folder: Path, num_ranks: int
+) -> FitResult:
     ranks = load_ranks(folder, num_ranks)
     return FitResult(
         steps=merge_ranks(ranks),

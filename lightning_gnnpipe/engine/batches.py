@@ -1,0 +1,120 @@
+"""Passes over a mini-batch of graphs: micro-batches of whole graphs, without histories.
+
+    the user's batch -> graphs, by work -> micro-batches -> the schedule of a pass -> rows put back
+
+Every batch is another one, so nothing of it is kept, and nothing is looked up by its content.
+"""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.comm import Transport, get_codec
+from lightning_gnnpipe.engine.batch_inputs import BatchInputs
+from lightning_gnnpipe.engine.batch_probe import check_graphs, norms_without_batch
+from lightning_gnnpipe.engine.costs import measure_batch
+from lightning_gnnpipe.engine.model import Mode, PipelinedModel
+from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.seeds import PassSeeds
+from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
+from lightning_gnnpipe.passing import NativeContext, check_graph_batches, check_norms
+from lightning_gnnpipe.stages import Call, Inputs, Layers
+
+
+class BatchPasses:
+    """Prepares passes over batches of graphs.
+
+    Args:
+        model: The pipelined model.
+        transport: The ranks.
+        options: See `EngineOptions`.
+        seeds: Of the passes.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        transport: Transport,
+        options: EngineOptions,
+        seeds: PassSeeds,
+    ) -> None:
+        self._model, self._transport, self._options = model, transport, options
+        self._seeds = seeds
+
+    def identify(self, inputs: Inputs) -> int:
+        """Return a number that is the same on ranks with the same sizes of graphs."""
+        assert inputs.graphs is not None
+        sizes = (inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes)
+        return hash(sizes) & ((1 << 62) - 1)
+
+    def check(self) -> None:
+        """Refuse what cannot be done with batches of graphs.
+
+        Raises:
+            UnsupportedError: If the graph is to be split over shards.
+            ConfigError: If the chunk of each node is given.
+        """
+        if self._transport.is_settled:  # otherwise there will be stages only
+            check_graph_batches(self._transport.mesh.num_shards)
+        if not isinstance(self._options.chunks.partition, str):
+            raise ConfigError(
+                explain(
+                    expected="'partition' to be left out for batches of graphs",
+                    found="the chunk of each node",
+                    remedy="Graphs are dealt out to micro-batches as wholes; choose num_chunks.",
+                )
+            )
+
+    def check_layers(self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool) -> None:
+        """Refuse a module that is not right in micro-batches.
+
+        Raises:
+            UnsupportedError: With what is wrong and a remedy.
+        """
+        module, options = self._model.module, self._options
+        in_parts = options.chunks.expected > 1
+        if in_parts:
+            without_batch = norms_without_batch(layers)
+            check_norms(module, without_batch, defers=options.defers_batch_norm)
+        if options.self_check:
+            check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
+
+    def plan(self, inputs: Inputs) -> BatchPlan:
+        """Return the micro-batches, as many as are asked for, or as there are graphs."""
+        assert inputs.graphs is not None
+        num_chunks = self._options.chunks.expected
+        return plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+
+    def mode(self, call: Call, inputs: Inputs) -> Mode:
+        """Return the stages for these arguments."""
+
+        def measure(layers: Layers) -> list[float]:
+            plan = self.plan(inputs)
+            planned = BatchInputs(call, inputs, plan)
+            return measure_batch(self._model.module, layers, plan, planned)
+
+        return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
+
+    def parts(
+        self,
+        mode: Mode,
+        call: Call,
+        inputs: Inputs,
+        *,
+        is_training: bool,
+        codec: str,
+    ) -> StepParts:
+        """Return what a pass over the batch is made of."""
+        plan = self.plan(inputs)
+        return StepParts(
+            stage=mode.stages[self._transport.mesh.stage],
+            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
+            plan=plan,
+            inputs=BatchInputs(call, inputs, plan),
+            context=NativeContext(plan.num_chunks),
+            transport=self._transport,
+            seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
+            is_training=is_training,
+            recompute=self._options.histories.recomputes,
+            codec=get_codec(codec),
+        )

@@ -1,0 +1,44 @@
+"""Seeds of passes: a pass draws the same random numbers whatever the number of stages."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.agree import Progress
+from lightning_gnnpipe.engine.chunk_run import SeedOf, make_seeds
+
+
+class PassSeeds:
+    """The seeds of a run.
+
+    Args:
+        seed: Of the run.
+        transport: The ranks.
+        progress: Where the run is.
+        module: The pipelined module.
+
+    Attributes:
+        num_inferences: Passes without gradients that drew random numbers.
+    """
+
+    def __init__(
+        self, seed: int, transport: Transport, progress: Progress, module: nn.Module
+    ) -> None:
+        self._seed, self._transport, self._progress = seed, transport, progress
+        self._module = module
+        self.num_inferences = 0
+
+    def of_training(self) -> SeedOf:
+        """Begin a training pass and return its seeds."""
+        transport = self._transport
+        seeds = make_seeds(self._seed, self._progress.step_index, transport.mesh.shard)
+        transport.begin_step(seeds(transport.world.rank, -1))
+        return seeds
+
+    def of_inference(self) -> SeedOf | None:
+        """Begin a pass without gradients and return its seeds; None if dropout is off."""
+        if not self._module.training:
+            return None
+        self.num_inferences += 1
+        return make_seeds(~self._seed, self.num_inferences, self._transport.mesh.shard)

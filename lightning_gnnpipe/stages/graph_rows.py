@@ -1,0 +1,113 @@
+"""Some of the graphs of a batch, in any order: where their rows are, and their part of a tensor.
+
+    graphs taken    2 0 | 1          two groups, of two graphs and of one
+    rows of nodes   5 6 0 1 2 | 3 4  of graphs with nodes 0 1 2, 3 4 and 5 6
+
+A group is numbered as if it were all there is: its nodes, and its graphs, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind, LeafRows
+
+Span = tuple[int, int]
+
+
+class GraphRows:
+    """The rows of graphs that are taken from a batch.
+
+    Args:
+        graphs: The batch.
+        taken: The graphs, in order; one may be taken several times.
+    """
+
+    def __init__(self, graphs: GraphBatch, taken: Sequence[int]) -> None:
+        self._graphs, self._device = graphs, graphs.graph_of_node.device
+        self._taken = torch.tensor(taken, dtype=torch.int64)
+        self._is_all = list(taken) == list(range(graphs.num_graphs))
+        self._counts: dict[tuple[Kind, int], Tensor] = {}
+        self._ends: dict[tuple[Kind, int], list[int]] = {}
+        self._places: dict[tuple[Kind, int], Tensor] = {}
+
+    def counts(self, kind: Kind, number: int = 0) -> Tensor:
+        """Return the rows of each graph that is taken, `[num_taken]`, on the CPU."""
+        if (kind, number) not in self._counts:
+            self._counts[kind, number] = self._per_graph(kind, number)[self._taken]
+        return self._counts[kind, number]
+
+    def span(self, kind: Kind, number: int, group: Span) -> Span:
+        """Return the first place, and that behind the last, of a group's rows.
+
+        Args:
+            kind: What the rows are.
+            number: Of which row set.
+            group: First graph of the group, in the order that they are taken in, and the one behind
+                the last.
+        """
+        key = kind, number
+        if key not in self._ends:
+            self._ends[key] = [0, *self.counts(kind, number).cumsum(0).tolist()]
+        return self._ends[key][group[0]], self._ends[key][group[1]]
+
+    def places(self, kind: Kind, number: int) -> Tensor:
+        """Return `[num_rows]` the row of the batch at each place."""
+        key = kind, number
+        if key not in self._places:
+            per_graph = self._per_graph(kind, number)
+            starts = (per_graph.cumsum(0) - per_graph)[self._taken]
+            counts = per_graph[self._taken]
+            shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+            rows = (shift + torch.arange(len(shift))).to(self._device)
+            if kind is Kind.EDGE:
+                order = _order(self._graphs.row_sets[number])
+                rows = rows if order is None else order[rows]
+            self._places[key] = rows
+        return self._places[key]
+
+    def take(self, leaf: Tensor, how: LeafRows, group: Span) -> Tensor:
+        """Return a group's part of `leaf`, with numbers of its own."""
+        if how.kind is Kind.WHOLE:
+            return leaf
+        if how.kind is Kind.PTR:
+            sizes = self.counts(Kind.NODE, 0)[group[0] : group[1]]
+            ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+            return ptr.to(leaf.device, leaf.dtype)
+        if self._is_all and group == (0, self._graphs.num_graphs):
+            order = _order(self._graphs.row_sets[how.number]) if how.kind is Kind.EDGE else None
+            if order is None:
+                return leaf
+        first, end = self.span(how.kind, how.number, group)
+        part = leaf.index_select(how.dim, self.places(how.kind, how.number)[first:end])
+        if how.raised is None or how.counts is None:
+            return part
+        taken = self._taken[group[0] : group[1]].to(leaf.device)
+        counts = how.counts[taken]
+        shift = counts.cumsum(0) - counts - how.raised[taken]
+        rows = self.counts(how.kind, how.number)[group[0] : group[1]].to(leaf.device)
+        shape = [1] * part.dim()
+        shape[how.dim] = -1
+        return part + shift.repeat_interleave(rows).view(shape).to(part.dtype)
+
+    def _per_graph(self, kind: Kind, number: int) -> Tensor:
+        """Return the rows of each graph of the batch, `[num_graphs]`."""
+        graphs = self._graphs
+        if kind is Kind.NODE:
+            return torch.tensor(graphs.sizes, dtype=torch.int64)
+        if kind is Kind.EDGE:
+            return torch.bincount(graphs.row_sets[number], minlength=graphs.num_graphs).cpu()
+        rows = torch.ones(graphs.num_graphs, dtype=torch.int64)
+        if kind is Kind.FILLED:
+            rows[graphs.num_filled :] = 0
+        return rows
+
+
+def _order(graphs: Tensor) -> Tensor | None:
+    """Return the order in which rows are sorted by graph; None if they are."""
+    if bool((graphs[1:] >= graphs[:-1]).all()):
+        return None
+    return graphs.argsort(stable=True)

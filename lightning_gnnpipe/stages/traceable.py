@@ -1,0 +1,111 @@
+"""What a module may do in its forward that torch.fx does not trace by itself, made traceable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch_geometric.nn import Aggregation, DeepGCNLayer
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+@contextmanager
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Let `module` be traced within the block.
+
+    Raises:
+        UnsupportedError: If its forward reads the progress of the training.
+    """
+    with (
+        _traceable_factories(),
+        _traceable_aggregations(),
+        _without_progress(module),
+        _without_checkpoints(module),
+    ):
+        yield
+
+
+@contextmanager
+def _without_progress(module: nn.Module) -> Iterator[None]:
+    """Refuse a LightningModule that reads its progress in forward: a trace would freeze it."""
+    kind = type(module)
+    if not hasattr(kind, "current_epoch"):
+        yield
+        return
+
+    def refuse(_: nn.Module) -> int:
+        raise UnsupportedError(
+            explain(
+                expected="forward to depend on its arguments and on plain attributes",
+                found="self.current_epoch or self.global_step",
+                remedy="Set an attribute in on_train_epoch_start, and read that in forward.",
+            )
+        )
+
+    guards = {name: property(refuse) for name in ("current_epoch", "global_step")}
+    module.__class__ = type(kind.__name__, (kind,), {**guards, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
+@contextmanager
+def _without_checkpoints(module: nn.Module) -> Iterator[None]:
+    """Trace DeepGCNLayer without its activation checkpoints: it asks inputs for `requires_grad`."""
+    before = [(m, m.ckpt_grad) for m in module.modules() if isinstance(m, DeepGCNLayer)]
+    for layer, _ in before:
+        layer.ckpt_grad = False
+    try:
+        yield
+    finally:
+        for layer, value in before:
+            layer.ckpt_grad = value
+
+
+@contextmanager
+def _traceable_aggregations() -> Iterator[None]:
+    """Let aggregations be called as other modules are: their own `__call__` looks at values."""
+    kind = Aggregation
+    original = kind.__call__
+    kind.__call__ = lambda self, *args, **kwargs: nn.Module.__call__(self, *args, **kwargs)
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+@contextmanager
+def _traceable_factories() -> Iterator[None]:
+    """Let `torch.zeros(x.size(0), ...)` and the like take traced sizes, which torch's do not."""
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, _traceable(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def _traceable(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+
+        def keep(value: Any) -> Any:
+            if isinstance(value, fx.Proxy):
+                found.append(value)
+            return value
+
+        fx.node.map_aggregate((args, kwargs), keep)
+        if not found:
+            return original(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", original, args, kwargs)
+
+    return create
