@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset
 from torch_geometric.loader import DataLoader
 
-from lightning_gnnpipe import GNNPipeStrategy, HistoryRefresh, StalenessWarmup
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from tests.helpers.batches import (
     NETS,
     NUM_TARGETS,
@@ -117,9 +117,15 @@ def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
         (2, {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}),
         (2, {"strategy_kwargs": {"recompute": True}}),
         (1, {"strategy_kwargs": {"balance": "uniform"}, "trainer_kwargs": {"max_epochs": 3}}),
-        (2, {"callbacks": [StalenessWarmup(num_epochs=1), HistoryRefresh(every_n_epochs=1)]}),
+        (
+            2,
+            {
+                "callbacks": [StalenessWarmup(num_epochs=1)],
+                "strategy_kwargs": {"staleness": "gnnpipe"},
+            },
+        ),
     ],
-    ids=["clip and accumulate", "recompute", "several epochs", "callbacks for one graph"],
+    ids=["clip and accumulate", "recompute", "several epochs", "settings for one graph"],
 )
 def test_options_leave_it_equal(num_stages: int, options: dict[str, Any], tmp_path: Path) -> None:
     shared = {"trainer_kwargs": options.get("trainer_kwargs")}
