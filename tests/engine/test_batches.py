@@ -35,7 +35,7 @@ def make_engine(module: nn.Module, num_chunks: int | str = 3, **options: Any) ->
     transport = Transport(World(0, 1, torch.device("cpu"), timedelta(seconds=60)), Meter())
     transport.settle((1, 1))
     partition = options.pop("partition", "metis")
-    settings = {"shuffle_chunks": True, "balance": "uniform", "seed": 0, "is_fitting": True}
+    settings = {"chunk_order": "shuffled", "balance": "uniform", "seed": 0, "is_fitting": True}
     engine = PipelineEngine(
         module.double(),
         transport,
