@@ -36,6 +36,7 @@ class PlanningTrainer(pl.Trainer):
         model: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
         link_gbit: float | None = None,
+        message_us: float | None = None,
         memory_gib: float | None = None,
         num_devices: int | None = None,
     ) -> None:
@@ -48,6 +49,8 @@ class PlanningTrainer(pl.Trainer):
             datamodule: Its data.
             link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, the
                 strategy's `link_gbit_per_s`, or else 10.
+            message_us: Microseconds of a message between devices, whatever its size; if not given,
+                those of gloo where all cores compute.
             memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, the
                 strategy's.
             num_devices: Plan the best layout of so many devices, whatever the Trainer has.
@@ -89,6 +92,7 @@ class PlanningTrainer(pl.Trainer):
             num_shards=num_shards,
             num_devices=num_devices,
             link_gbit_per_s=link_gbit,
+            message_us=message_us,
             memory_gib=memory_gib,
         )
         print_plan(plan, Console())

@@ -57,7 +57,8 @@ def _graph_table(plan: PipelinePlan) -> Table:
 def _step_table(plan: PipelinePlan) -> Table:
     """Make one row a layout: that of the plan is bold, the best has a star."""
     table = Table(
-        title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s",
+        title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s and {plan.message_us:g} "
+        "us a message",
         caption=f"* best for {math.prod(plan.layout)} devices",
     )
     for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):

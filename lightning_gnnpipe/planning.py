@@ -52,6 +52,7 @@ def plan_pipeline(
     num_shards: int | None = None,
     num_devices: int | None = None,
     link_gbit_per_s: float | None = None,
+    message_us: float | None = None,
     memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut and what a training step would take.
@@ -70,6 +71,8 @@ def plan_pipeline(
             strategy's `num_chunks` is then best given ("auto" takes 4 a device).
         link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for what the
             strategy says, or else 10.
+        message_us: Microseconds of a message between devices, whatever its size; None for those of
+            gloo where all cores compute.
         memory_gib: Memory of a device, in GiB, that layouts should fit into; None for what the
             strategy says, or else any.
 
@@ -81,6 +84,10 @@ def plan_pipeline(
     link_gbit_per_s = next(one for one in given if one is not None)
     memory_gib = options.memory_gib if memory_gib is None else memory_gib
     _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
+    link = Link.of(link_gbit_per_s)
+    if message_us is not None:
+        _check_positive("message_us", message_us, "Leave it out if it is not known.")
+        link = Link.of(link_gbit_per_s, message_us / 1e6)
     if memory_gib is not None:
         _check_positive("memory_gib", memory_gib, "Leave it out if memory is no matter.")
     num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
@@ -116,7 +123,7 @@ def plan_pipeline(
                     options.balance,
                     options.histories,
                     options.messages,
-                    Link.of(link_gbit_per_s),
+                    link,
                     memory_gib,
                 ),
             ),

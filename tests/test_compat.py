@@ -62,6 +62,8 @@ NAMES = [
     "torch.nn.utils.parametrizations:_SpectralNorm",
     "torch.nn.utils.spectral_norm:SpectralNorm",
     "torch.serialization:_get_layout",
+    "torch_geometric.data:Batch._inc_dict",
+    "torch_geometric.data:Batch._slice_dict",
     f"{PYG}:APPNP._cached_adj_t",
     f"{PYG}:APPNP._cached_edge_index",
     f"{PYG}:HGTConv._construct_src_node_feat",
@@ -108,6 +110,10 @@ def instance_of(kind: type) -> Any:
         from lightning.pytorch.strategies import DDPStrategy
 
         return DDPStrategy()
+    if kind.__name__ == "Batch":
+        from torch_geometric.data import Data
+
+        return kind.from_data_list([Data(x=torch.zeros(1, 1))])
     if kind.__name__ == "Trainer":
         return kind(logger=False, enable_checkpointing=False, accelerator="cpu")
     return kind(*INSTANCES.get(kind.__name__, ()))
@@ -162,7 +168,18 @@ def is_of_super(node: ast.Attribute) -> bool:
 
 
 # Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
-HARMLESS = {"_edge_index", "_mask", "_acc", "_loss", "_i", "_j", "_fields", "_shard_"}
+HARMLESS = {
+    "_batch",
+    "_ptr",
+    "_edge_index",
+    "_mask",
+    "_acc",
+    "_loss",
+    "_i",
+    "_j",
+    "_fields",
+    "_shard_",
+}
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,14 @@ def test_counts_are_those_of_a_run(num_stages: int, num_shards: int, tmp_path: P
 def test_times_add_up() -> None:
     module, data = make()
     before = {name: p.clone() for name, p in module.state_dict().items()}
-    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e9)
+    free = {"link_gbit_per_s": 1e9, "message_us": 1e-3}
+    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, **free)
     compute_s = sum(stage.compute_s for stage in plan.stages)
     assert compute_s + plan.loss_s == pytest.approx(plan.one_device_s)
     assert 0 < plan.loss_s < plan.step_s
     assert plan.one_device_s / 3 < plan.step_s < plan.one_device_s
+    late = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, message_us=1e6)
+    assert late.step_s > 2 * 2 + 2 * 1  # two cuts forward and back, two rounds for the outputs
     slow = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e-4)
     assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
     assert any("hardly faster" in line for line in slow.advice)
@@ -289,6 +292,7 @@ def test_options_of_the_strategy_count() -> None:
         ({"edge_index": torch.tensor([[0, 99], [1, 2]])}, {}, "node 99"),
         ({}, {"link_gbit_per_s": 0.0}, "'link_gbit_per_s' to be positive"),
         ({}, {"memory_gib": -1.0}, "'memory_gib' to be positive"),
+        ({}, {"message_us": 0.0}, "'message_us' to be positive"),
         ({}, {"num_devices": 0}, "'num_devices' to be at least 1"),
         ({}, {"num_devices": 4, "num_stages": 2}, "either 'num_stages' or 'num_devices'"),
         ({}, {"num_stages": 7}, "7 stages and 6 layers"),

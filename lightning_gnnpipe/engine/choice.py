@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lightning_gnnpipe.comm import Link, Transport, measure_link
-from lightning_gnnpipe.engine.costs import measure_layers
+from lightning_gnnpipe.engine.costs import measure_copies, measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.layouts import compare_layouts, possible_layouts
@@ -129,6 +129,7 @@ class LayoutChoice:
             self._model.module,
             layers,
             costs,
+            measure_copies(inputs.num_nodes, costs, plan.perm.device),
             plan,
             edge_index,
             partial(graphs.partitioner.shards, graph, inputs),

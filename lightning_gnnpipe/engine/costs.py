@@ -33,6 +33,7 @@ from lightning_gnnpipe.stages import Layers, Segment, undisturbed
 from lightning_gnnpipe.types import ChunkView
 
 _MAX_TIMED = 3
+_MOST_ROWS = 2**17  # of a table that no cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class LayerCost:
         saved_bytes: What autograd keeps between them.
         history_bytes: Its histories and gradient buffers.
         pushed_row_bytes: Bytes of one node's row in all of its histories.
+        num_pushes: Its histories: how often it pushes the rows of a chunk.
     """
 
     forward_s: float
@@ -52,6 +54,7 @@ class LayerCost:
     saved_bytes: int
     history_bytes: int
     pushed_row_bytes: int
+    num_pushes: int
 
 
 def work_of(chunk: ChunkView) -> int:
@@ -76,7 +79,8 @@ def measure_layers(
             timed[i].backward_s,
             round(timed[i].saved_bytes),
             _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
-            _pushed_row_bytes(context, segment),
+            sum(_pushed_row_bytes(context, segment)),
+            len(_pushed_row_bytes(context, segment)),
         )
         for i, segment in enumerate(layers.segments)
     ]
@@ -129,6 +133,28 @@ def _time(
     ]
 
 
+def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.device) -> float:
+    """Return how many bytes a second of rows can be gathered, and put down where they belong.
+
+    Rows here and there in a table, as wide as those that the layers push at the most.
+    """
+    num_nodes = min(num_nodes, _MOST_ROWS)
+    widest = max((cost.pushed_row_bytes // max(cost.num_pushes, 1) for cost in costs), default=0)
+    table = torch.zeros((num_nodes, max(widest // 4, 1)), device=device)
+    positions = torch.arange(0, num_nodes, 10, device=device)
+    num_bytes = table[positions].nbytes
+    times = []
+    for _ in range(_MAX_TIMED):
+        _synchronize(device)
+        start = time.perf_counter()
+        rows = table[positions]
+        table[positions] = rows  # as rows are, and then as gradients are
+        table.index_add_(0, positions, table[positions])
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * num_bytes / min(times)
+
+
 @dataclass(slots=True)
 class _Timed:
     forward_s: float = 0.0
@@ -168,14 +194,19 @@ def _run(
 
 @contextmanager
 def _clocked(tensors: Sequence[Tensor], one: _Timed, attribute: str) -> Iterator[None]:
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is not None:
-        torch.cuda.synchronize(device)
+    devices = {tensor.device for tensor in tensors}
+    for device in devices:
+        _synchronize(device)
     start = time.perf_counter()
     yield
-    if device is not None:
-        torch.cuda.synchronize(device)
+    for device in devices:
+        _synchronize(device)
     setattr(one, attribute, time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -210,10 +241,10 @@ def _history_bytes(context: MessageContext, segment: Segment) -> int:
     return sum(n for part in kept for key, n in part.items() if key.segment == segment.index)
 
 
-def _pushed_row_bytes(context: MessageContext, segment: Segment) -> int:
+def _pushed_row_bytes(context: MessageContext, segment: Segment) -> list[int]:
     store = context.store
     assert isinstance(store, _ZeroHalo)
-    return sum(n for key, n in store.pushed_row_bytes.items() if key.segment == segment.index)
+    return [n for key, n in store.pushed_row_bytes.items() if key.segment == segment.index]
 
 
 class _OwnMoments:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gnnpipe.engine.costs import measure_layers
+from lightning_gnnpipe.engine.costs import measure_copies, measure_layers
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.layouts import compare_layouts, possible_layouts
 from lightning_gnnpipe.engine.measured import LayoutOptions, Measured
@@ -108,10 +108,12 @@ def forecast(
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
     histories = options.layouts.histories.seen_from(plan.perm.device)
+    costs = measure_layers(module, layers, plan, planned, histories)
     measured = Measured(
         module,
         layers,
-        measure_layers(module, layers, plan, planned, histories),
+        costs,
+        measure_copies(inputs.num_nodes, costs, plan.perm.device),
         plan,
         edge_index,
         lambda num_shards: split_chunks(edge_index, assignment, num_shards),
@@ -172,6 +174,7 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
             one_device_s=measured.one_device_s,
             layouts=layouts,
             link_gbit_per_s=measured.options.link.gbit_per_s,
+            message_us=measured.options.link.message_s * 1e6,
         )
     )
 

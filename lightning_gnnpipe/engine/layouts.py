@@ -116,14 +116,18 @@ class LayoutForecaster:
                 for s, one in zip(forward_s, costs, strict=True)
             ],
             halo_row_bytes=[sum(map(self._halo_row_bytes, one)) for one in costs],
+            num_exchanges=[sum(cost.num_pushes for cost in one) for one in costs],
             cut_bytes=[self._sent(stage, False) for stage in stages[:-1]],
             cut_grad_bytes=[self._sent(stage, True) for stage in stages[:-1]],
             work_fracs=work.tolist(),
             halo_rows=swapped.tolist(),
+            halo_peers=sizes.peers.amax(1).tolist(),
             weight_bytes=[_bytes_of(weights) for weights in self._weights()],
             output_bytes=outputs * measured.chunks.num_nodes,
             loss_s=measured.loss_s,
             bytes_per_s=options.link.bytes_per_s,
+            message_s=options.link.message_s,
+            copied_bytes_per_s=measured.copied_bytes_per_s,
             waits_for_halo=not measured.messages.is_async,
         )
 

@@ -52,6 +52,7 @@ class Measured:
         module: The pipelined module.
         layers: Its layers.
         costs: What each costs.
+        copied_bytes_per_s: See `measure_copies`.
         chunks: The chunks of the graph.
         edge_index: `[2, num_edges]` on the CPU.
         find_shards: Returns `[num_nodes]` the shard of each node, given how many there are.
@@ -63,6 +64,7 @@ class Measured:
     module: nn.Module
     layers: Layers
     costs: Sequence[LayerCost]
+    copied_bytes_per_s: float
     chunks: ChunkPlan
     edge_index: Tensor
     find_shards: Callable[[int], Tensor]

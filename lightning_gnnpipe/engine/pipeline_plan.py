@@ -40,7 +40,7 @@ class LayoutForecast:
         num_stages: Stages, S.
         num_shards: Shards of the graph, G.
         step_s: Predicted seconds, without the optimizer.
-        bubble_frac: Share of all ranks' time in which they neither compute nor exchange rows.
+        bubble_frac: Share of all ranks' time, forward and back, in which they do not compute.
         step_bytes: Bytes a step sends; statistics of norms are not in it.
         memory_bytes: Of the rank that needs most: what `StageForecast` says of its shard, and the
             batch and the outputs with their gradient, which every rank has of all nodes.
@@ -75,12 +75,13 @@ class PipelinePlan:
             device a rank: ranks that share a memory's bandwidth slow each other down.
         loss_s: Its part behind the pipelined module: loss and metrics, which every device takes of
             all nodes; 0 if it cannot be timed without a Trainer.
-        bubble_frac: Share of all ranks' time in which they neither compute nor exchange rows.
+        bubble_frac: Share of all ranks' time, forward and back, in which they do not compute.
         step_bytes: Bytes a step sends.
         one_device_s: Predicted seconds of the same chunks on one device.
         layouts: The same step, on the same chunks, for all ways to deal the devices out to stages
             and shards; those with one stage are graph parallelism.
         link_gbit_per_s: The link's speed that times are for.
+        message_us: Microseconds of a message, whatever its size, that they are for.
         advice: What speaks against a pipeline here; empty if nothing does.
     """
 
@@ -101,6 +102,7 @@ class PipelinePlan:
     one_device_s: float
     layouts: tuple[LayoutForecast, ...]
     link_gbit_per_s: float
+    message_us: float
     advice: tuple[str, ...] = field(default=())
 
     @property

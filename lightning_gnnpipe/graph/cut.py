@@ -17,12 +17,15 @@ class SplitSizes:
         edges: Edges that end in it.
         sent: Rows of it that other shards read, once for each.
         received: Rows of the same chunk in other shards that its shard reads.
+        peers: Other shards that it sends rows to or gets rows of the chunk from, whichever are
+            more.
     """
 
     nodes: Tensor
     edges: Tensor
     sent: Tensor
     received: Tensor
+    peers: Tensor
 
 
 def measure_split(
@@ -43,6 +46,10 @@ def measure_split(
     pairs = torch.unique(shards[target][is_remote] * num_nodes + source[is_remote])
     reader, read = pairs // num_nodes, pairs % num_nodes
 
+    chunk, owner = assignment[read], shards[read]
+    links = torch.unique((chunk * num_shards + owner) * num_shards + reader)  # pieces and readers
+    sends, gets = links // num_shards, links // num_shards**2 * num_shards + links % num_shards
+
     def count(pieces: Tensor) -> Tensor:
         sizes = torch.bincount(pieces, minlength=num_chunks * num_shards)
         return sizes.view(num_chunks, num_shards)
@@ -51,7 +58,8 @@ def measure_split(
         nodes=count(piece),
         edges=count(piece[target]),
         sent=count(piece[read]),
-        received=count(assignment[read] * num_shards + reader),
+        received=count(chunk * num_shards + reader),
+        peers=torch.maximum(count(sends), count(gets)),
     )
 
 

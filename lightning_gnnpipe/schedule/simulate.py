@@ -10,7 +10,8 @@ The rules are those of the engine. Each rank runs its list in order; only comput
     RECV    posts a buffer, and does not hold up the rank
 
 A transfer takes place once its send was started and its receive posted. Two ranks have one link a
-direction, which carries the transfers one after another in the order of the sends.
+direction, which carries the transfers one after another in the order of the sends; each arrives
+some time, the latency, after it has left the link.
 
 No rule looks at the time: whether a schedule deadlocks depends on its lists alone, so that one run
 tells it for all costs.
@@ -35,19 +36,20 @@ Cost = Callable[[Action], float]
 _Link = tuple[int, int]  # the rank that sends, the rank that receives
 
 
-def simulate(schedule: Schedule, *, cost: Cost | None = None) -> Timeline:
+def simulate(schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0) -> Timeline:
     """Return when each action of `schedule` runs.
 
     Args:
         schedule: What to run, with or without transfers.
         cost: How long an action takes. Asked for `F` and `B`, and for sends, whose cost is that
             of the transfer. Default: 1 for `F` and `B`, 0 for a transfer.
+        latency: From when a transfer has left its link to when it has arrived.
 
     Raises:
         ScheduleError: If the schedule deadlocks, with what each rank waits for; if a cost is
             negative or not finite.
     """
-    timeline, stuck = simulate_until_stuck(schedule, cost=cost)
+    timeline, stuck = simulate_until_stuck(schedule, cost=cost, latency=latency)
     if stuck:
         raise ScheduleError(
             explain(
@@ -60,15 +62,16 @@ def simulate(schedule: Schedule, *, cost: Cost | None = None) -> Timeline:
 
 
 def simulate_until_stuck(
-    schedule: Schedule, *, cost: Cost | None = None
+    schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0
 ) -> tuple[Timeline, tuple[str, ...]]:
     """Return the timeline as far as the schedule runs, and for each stuck rank what it waits for.
 
     Args:
         schedule: What to run.
         cost: As for `simulate`.
+        latency: As for `simulate`.
     """
-    run = _Run(schedule, cost or _unit_cost)
+    run = _Run(schedule, cost or _unit_cost, latency)
     ranks = range(schedule.num_ranks)
     num_ran = -1
     while num_ran:
@@ -92,10 +95,11 @@ class _Run:
         loss_lacks: The forwards of the last stage that have not run, as an ordered set.
     """
 
-    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost, latency: float) -> None:
         self.schedule = schedule
         self.has_transfers = schedule.has_transfers
         self.cost = cost
+        self.latency = latency
         self.events: list[Event] = []
         self.now = [0.0] * schedule.num_ranks
         self.cursor = [0] * schedule.num_ranks
@@ -181,8 +185,9 @@ class _Run:
         """Carry a transfer over `link`, after the transfers before it."""
         receive = send.partner
         start = max(self.link_free[link], self.posted[send], self.posted[receive])
-        end = start + self._price(send)
-        self.link_free[link] = self.end[send] = self.end[receive] = end
+        left = start + self._price(send)
+        end = left + self.latency
+        self.link_free[link], self.end[send], self.end[receive] = left, end, end
         self.events += [
             Event(send, link[0], start, end),
             Event(receive, link[1], self.posted[receive], end),

@@ -53,3 +53,6 @@ def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
             assert sizes.edges[own] == chunk.edge_end - chunk.edge_start
             assert sizes.sent[own] == sum(peer.send.numel() for peer in chunk.peers)
             assert sizes.received[own] == sum(peer.receive.numel() for peer in chunk.peers)
+            readers = sum(peer.send.numel() > 0 for peer in chunk.peers)
+            read = sum(peer.receive.numel() > 0 for peer in chunk.peers)
+            assert sizes.peers[own] == max(readers, read)

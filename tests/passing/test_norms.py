@@ -284,10 +284,12 @@ def test_half_precision_by_autocast(name: str) -> None:
         found.float().sum().backward()
 
 
-def test_a_batch_vector_is_refused() -> None:
+def test_a_batch_vector_of_another_name_is_refused() -> None:
+    """By the name 'batch' it would make a batch of graphs of them."""
+
     class Batched(Stack):
-        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-            return self.first(self.conv(self.lin(x), edge_index), batch)
+        def forward(self, x: Tensor, edge_index: Tensor, groups: Tensor) -> Tensor:
+            return self.first(self.conv(self.lin(x), edge_index), groups)
 
     x, edge_index = make_graph()
     net = Batched(lambda: gnn.GraphNorm(D)).double()

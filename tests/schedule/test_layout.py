@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,18 @@ WORK = LayoutWork(
     forward_s=[8.0, 8.0],
     backward_s=[16.0, 16.0],
     halo_row_bytes=[0, 0],
+    num_exchanges=[1, 1],
     cut_bytes=[[0] * 4],
     cut_grad_bytes=[[0] * 4],
     work_fracs=[1 / 8] * 4,
     halo_rows=[3] * 4,
+    halo_peers=[1] * 4,
     weight_bytes=[0, 0],
     output_bytes=0,
     loss_s=0.0,
     bytes_per_s=100.0,
+    message_s=0.0,
+    copied_bytes_per_s=math.inf,
 )
 
 
@@ -32,9 +37,30 @@ def test_shards_divide_the_work_and_stages_fill_and_drain() -> None:
 def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
     slow = replace(WORK, halo_row_bytes=[100, 100])  # 3 s a chunk, forward and backward
     assert simulate_layout(slow).step_s == (4 + 1) * (1 + 3 + 2 + 3)
+    assert simulate_layout(slow).bubble_frac == pytest.approx((9 + 4 * 6) / 45)
     hidden = replace(slow, waits_for_halo=False)
     assert simulate_layout(hidden).step_s == 2 * 4 * 3  # as long as the link takes
     assert simulate_layout(replace(hidden, bytes_per_s=1e6)).step_s == (4 + 1) * (1 + 2)
+
+
+def test_rows_are_gathered_and_put_down_by_the_rank_itself() -> None:
+    copied = replace(WORK, halo_row_bytes=[100, 100], bytes_per_s=1e30, copied_bytes_per_s=150.0)
+    times = simulate_layout(copied)
+    assert times.step_s == (4 + 1) * (1 + 2 + 2 + 2)
+    assert times.bubble_frac == pytest.approx(1 / 5)
+    assert simulate_layout(replace(copied, waits_for_halo=False)).step_s == times.step_s
+
+
+def test_a_message_takes_time_whatever_its_size() -> None:
+    """Across a cut it is late once; in exchanges there is one for each other shard."""
+    alone = replace(WORK, num_exchanges=[0, 0])
+    times = simulate_layout(replace(alone, message_s=0.25))
+    assert times.pipeline_s == (4 + 1) * (1 + 2) + 2 * 0.25
+    assert (times.output_s, times.weight_s) == (2 * 2 * 0.25, 2 * 0.25)
+    several = replace(WORK, num_exchanges=[2, 2], halo_peers=[3] * 4, message_s=0.25)
+    exchange_s = 2 * 3 * 0.25
+    expected = (4 + 1) * (1 + exchange_s + 2 + exchange_s) + 2 * 0.25
+    assert simulate_layout(several).pipeline_s == expected
 
 
 def test_a_slow_cut_sets_the_pace() -> None:
