@@ -175,6 +175,7 @@ HARMLESS = {
     "_mask",
     "_acc",
     "_loss",
+    "_metric",
     "_i",
     "_j",
     "_fields",

@@ -9,18 +9,23 @@ import argparse
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import psutil
 import torch
+import torch.distributed as dist
 from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, make_edges
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 from torch_geometric.nn import GCN2Conv
@@ -31,6 +36,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.comm import Meter, Transport, World, measure_link
 from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, NodeClassifier, ResGCNPlus
 
 NUM_CLASSES = 10
@@ -58,6 +64,9 @@ class Measure(L.Callback):
 
 def main() -> None:
     options = make_parser().parse_args()
+    if options.mode == "link":
+        print(json.dumps(measure_links(options)))
+        return
     data = make_data(options)
     module = make_module(options, data)
     if options.mode == "plan":
@@ -82,11 +91,46 @@ def main() -> None:
         print(json.dumps(result))
 
 
+def measure_links(options: argparse.Namespace) -> dict[str, float]:
+    """Return what a message between this many processes of this machine costs."""
+    with tempfile.TemporaryDirectory() as folder:
+        size = options.stages * options.graph_parallel
+        context = multiprocessing.get_context("fork")
+        ranks = [
+            context.Process(target=_measure_link, args=(rank, size, Path(folder)))
+            for rank in range(size)
+        ]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        found: dict[str, float] = json.loads((Path(folder) / "link.json").read_text())
+    return found
+
+
+def _measure_link(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world = World(rank, size, torch.device("cpu"), timedelta(minutes=1))
+    link = measure_link(Transport(world, Meter()))
+    if rank == 0:
+        found = {"link_gbit": link.gbit_per_s, "message_us": link.message_s * 1e6}
+        (folder / "link.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def forecast(
     strategy: GNNPipeStrategy, module: L.LightningModule, data: Data, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return what `strategy.plan` predicts, under the keys of a measurement."""
-    plan = strategy.plan(module, data, num_stages=options.stages, link_gbit_per_s=options.link_gbit)
+    plan = strategy.plan(
+        module,
+        data,
+        num_stages=options.stages,
+        link_gbit_per_s=options.link_gbit,
+        message_us=options.message_us,
+    )
     return {
         "step_s": [plan.step_s],
         "one_device_s": plan.one_device_s,
@@ -120,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--mode", choices=["pipe", "plan", "plain", "sorted", "csr"], default="pipe")
+    add("--mode", choices=["pipe", "plan", "link", "plain", "sorted", "csr"], default="pipe")
     add("--model", choices=list(MODELS), default="gcnii")
     add("--dataset", default="synthetic")
     add("--root", default=os.environ.get("GNNPIPE_DATA"))
@@ -143,6 +187,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--undirected", type=flag, default=False, help="add each edge's reverse")
     add("--link-gbit", type=float, default=10.0)
     add("--start-method", choices=["popen", "fork"], default="popen", help="fork shares the data")
+    add("--message-us", type=float)
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
     return parser

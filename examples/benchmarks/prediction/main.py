@@ -8,20 +8,33 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from statistics import median
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import interleave, median_step_s, print_table
+from common import NUM_EDGES, NUM_NODES, interleave, median_step_s, print_table, train_once
+
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
+NUM_LINKS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16])
+    parser.add_argument("--nodes", type=int, default=NUM_NODES)
+    parser.add_argument("--edges", type=int, default=NUM_EDGES)
     options = parser.parse_args()
+    links = [train_once(mode="link", stages=2) for _ in range(NUM_LINKS)]
+    link = {name: median(one[name] for one in links) for name in links[0]}
+    print("Links of {link_gbit:.2f} Gbit/s, {message_us:.0f} us a message".format(**link))
     settings = {}
-    for stages, chunks in ((1, 16), (2, 16), (2, 32), (2, 64)):
-        size = {"stages": stages, "chunks": chunks}
-        settings[f"{stages} stages, K={chunks}, predicted"] = {"mode": "plan", **size}
-        settings[f"{stages} stages, K={chunks}"] = {"mode": "pipe", **size}
+    for stages, shards in LAYOUTS:
+        for chunks in options.chunks:
+            size = {"stages": stages, "graph_parallel": shards, "chunks": chunks}
+            size |= {"nodes": options.nodes, "edges": options.edges}
+            name = f"{stages} x {shards}, K={chunks}"
+            settings[f"{name}, predicted"] = {"mode": "plan", **size, **link}
+            settings[name] = {"mode": "pipe", **size}
     runs = interleave(settings, options.rounds)
     rows = []
     for name in settings:
@@ -30,7 +43,7 @@ def main() -> None:
         predicted, measured = median_step_s(runs[f"{name}, predicted"]), median_step_s(runs[name])
         difference = f"{100 * (predicted / measured - 1):+.0f} %"
         rows.append([name, f"{predicted:.3f}", f"{measured:.3f}", difference])
-    print_table(["", "predicted s", "measured s", "difference"], rows)
+    print_table(["stages x shards", "predicted s", "measured s", "difference"], rows)
 
 
 if __name__ == "__main__":
