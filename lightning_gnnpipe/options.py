@@ -20,6 +20,7 @@ from lightning_gnnpipe.types import (
     DtypeName,
     Partition,
     PartitionMethod,
+    RepeatOption,
     StartMethod,
 )
 
@@ -55,6 +56,7 @@ class StrategyOptions:
     halo_momentum: float = 0.0
     link_gbit_per_s: float | None = None
     memory_gib: float | None = None
+    repeat_encoder: RepeatOption = "auto"
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -100,6 +102,12 @@ class StrategyOptions:
         ):
             if value is not None and not 0 < value < float("inf"):
                 _refuse(f"'{name}' to be positive", value, "Leave it out if it is not known.")
+        if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
+            _refuse(
+                "'repeat_encoder' to be True, False or 'auto'",
+                repr(self.repeat_encoder),
+                "'auto' repeats what is cheap and spares bytes.",
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -130,6 +138,7 @@ class StrategyOptions:
             self.self_check,
             self.messages,
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
+            self.repeat_encoder,
         )
 
     @property

@@ -109,6 +109,7 @@ def plan_pipeline(
                     options.messages,
                     Link.of(link_gbit_per_s),
                     memory_gib,
+                    options.repeat_encoder,
                 ),
             ),
             partial(_time_loss, module, name, batch),

@@ -29,7 +29,7 @@ from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
-from lightning_gnnpipe.types import CodecName, DtypeName, Partition, StartMethod
+from lightning_gnnpipe.types import CodecName, DtypeName, Partition, RepeatOption, StartMethod
 
 
 class GNNPipeStrategy(PipeLoops):
@@ -63,6 +63,10 @@ class GNNPipeStrategy(PipeLoops):
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
         halo_momentum: Share of the old in them, from 0 to below 1 (PipeGCN: 0.95).
+        repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, as
+            GCNII's X_0, rather than to receive it and send its gradient back; its weights'
+            gradients are summed over stages. True: wherever that is possible. "auto": where it
+            spares bytes and uses at most 128 weights for each byte of a row.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -108,6 +112,7 @@ class GNNPipeStrategy(PipeLoops):
         cut_codec: CodecName = "fp32",
         async_halo: bool = False,
         halo_momentum: float = 0.0,
+        repeat_encoder: RepeatOption = "auto",
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -146,6 +151,7 @@ class GNNPipeStrategy(PipeLoops):
             halo_momentum,
             link_gbit_per_s,
             memory_gib,
+            repeat_encoder,
         )
         super().__init__(
             options,

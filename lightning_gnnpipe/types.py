@@ -26,6 +26,7 @@ Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
+RepeatOption = bool | Literal["auto"]
 RefreshMethod = Literal["snapshot", "exact"]
 TrafficKind = Literal[
     "forward",

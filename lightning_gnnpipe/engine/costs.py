@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -18,32 +18,14 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.step_costs import LayerCost, StepCosts
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.history import HistoryOptions, Moments
 from lightning_gnnpipe.passing import CallKey, MessageContext, find_layers, intercept
-from lightning_gnnpipe.stages import Layers, Segment, undisturbed
+from lightning_gnnpipe.stages import Layers, Segment, part_of, undisturbed
 from lightning_gnnpipe.types import ChunkView
 
 _MAX_TIMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """One layer's share of a training step over all nodes.
-
-    Attributes:
-        forward_s: Seconds, forward.
-        backward_s: Seconds, backward.
-        saved_bytes: What autograd keeps between them.
-        history_bytes: Its histories and gradient buffers.
-        pushed_row_bytes: Bytes of one node's row in all of its histories.
-    """
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    history_bytes: int
-    pushed_row_bytes: int
 
 
 def work_of(chunk: ChunkView) -> int:
@@ -57,8 +39,10 @@ def measure_layers(
     plan: ChunkPlan,
     inputs: PlannedInputs,
     histories: HistoryOptions,
-) -> list[LayerCost]:
+) -> StepCosts:
     """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
+    parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
+    segments = (*layers.segments, *parts)
     ranked = sorted(plan.chunks, key=work_of)
     num_timed = min(_MAX_TIMED, max(1, plan.num_chunks // 4))
     first = (len(ranked) - num_timed) // 2
@@ -73,23 +57,30 @@ def measure_layers(
         torch.enable_grad(),
     ):
         for chunk in timed:  # what is computed once for a chunk is no cost of a layer
-            _run(layers, chunk, inputs, context)
-        runs = [_run(layers, chunk, inputs, context) for chunk in timed]
+            _run(layers, segments, chunk, inputs, context)
+        runs = [_run(layers, segments, chunk, inputs, context) for chunk in timed]
     scales = [total / max(work_of(chunk), 1) for chunk in timed]
 
     def over_chunks(values: list[float]) -> float:
         return median(value * scale for value, scale in zip(values, scales, strict=True))
 
-    return [
-        LayerCost(
-            over_chunks([run[i].forward_s for run in runs]),
-            over_chunks([run[i].backward_s for run in runs]),
-            round(over_chunks([run[i].saved_bytes for run in runs])),
-            _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
-            _pushed_row_bytes(context, segment),
+    def cost(place: int, history_bytes: int = 0, pushed_row_bytes: int = 0) -> LayerCost:
+        return LayerCost(
+            over_chunks([run[place].forward_s for run in runs]),
+            over_chunks([run[place].backward_s for run in runs]),
+            round(over_chunks([run[place].saved_bytes for run in runs])),
+            history_bytes,
+            pushed_row_bytes,
         )
-        for i, segment in enumerate(layers.segments)
-    ]
+
+    is_cut = plan.num_chunks > 1
+    return StepCosts(
+        tuple(
+            cost(i, is_cut * _history_bytes(context, s), _pushed_row_bytes(context, s))
+            for i, s in enumerate(layers.segments)
+        ),
+        {name: cost(len(layers.segments) + i) for i, name in enumerate(layers.repeatable)},
+    )
 
 
 @dataclass(slots=True)
@@ -100,15 +91,19 @@ class _Timed:
 
 
 def _run(
-    layers: Layers, chunk: Chunk, inputs: PlannedInputs, context: MessageContext
+    layers: Layers,
+    segments: Sequence[Segment],
+    chunk: Chunk,
+    inputs: PlannedInputs,
+    context: MessageContext,
 ) -> list[_Timed]:
-    """Run all layers over `chunk`, forward and backward, each cut off from its neighbours."""
-    leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
+    """Run all segments over `chunk`, forward and backward, each cut off from its neighbours."""
+    leaves = {name for s in segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
-    timed, graphs = [_Timed() for _ in layers.segments], []
-    parameters = (p for segment in layers.segments for p in segment.module.parameters())
+    timed, graphs = [_Timed() for _ in segments], []
+    parameters = (p for segment in segments for p in segment.module.parameters())
     given = {t.untyped_storage().data_ptr() for t in (*known.values(), *parameters)}
-    for segment, one in zip(layers.segments, timed, strict=True):
+    for segment, one in zip(segments, timed, strict=True):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
         sources = [t for t in values.values() if t.requires_grad]
         with _counted(one, given), _clocked(context, one, "forward_s"):
@@ -116,9 +111,7 @@ def _run(
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
         graphs.append((roots, sources))
-    for segment, one, (roots, sources) in reversed(
-        list(zip(layers.segments, timed, graphs, strict=True))
-    ):
+    for segment, one, (roots, sources) in reversed(list(zip(segments, timed, graphs, strict=True))):
         wanted = [*(p for p in segment.module.parameters() if p.requires_grad), *sources]
         if not roots or not wanted:
             continue

@@ -27,12 +27,14 @@ from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.last_step import LastStep
-from lightning_gnnpipe.engine.model import Mode, PipelinedModel
+from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, load_ranks, save_rank
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -57,7 +59,9 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.model = PipelinedModel(module, transport, options.balance, self._check)
+        self.model = PipelinedModel(
+            module, transport, options.balance, options.repeat_encoder, self._check
+        )
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()
@@ -227,13 +231,12 @@ class PipelineEngine:
             parts.context.is_refresh = False
 
     def _mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
-        def measure(layers: Layers) -> list[float]:
+        def measure(layers: Layers) -> StepCosts:
             plan = self.graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
             planned.load(call, inputs)
             histories = self.graphs.histories
-            costs = measure_layers(self.model.module, layers, plan, planned, histories)
-            return [cost.forward_s + cost.backward_s for cost in costs]
+            return measure_layers(self.model.module, layers, plan, planned, histories)
 
         return self.model.mode(call, inputs, measure, also_train=self.options.is_fitting)
 

@@ -8,6 +8,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.history import HistoryOptions
+from lightning_gnnpipe.types import RepeatOption
 
 _EXACT = MessageOptions()
 
@@ -42,6 +43,7 @@ class EngineOptions:
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
         search: How the layout is chosen, if it is left open.
+        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
     """
 
     chunks: ChunkOptions
@@ -53,3 +55,4 @@ class EngineOptions:
     self_check: bool = True
     messages: MessageOptions = _EXACT
     search: LayoutSearch = _NOTHING
+    repeat_encoder: RepeatOption = "auto"

@@ -54,6 +54,11 @@ class Intercepted:
     norms: dict[str, nn.Module]
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
+    @property
+    def all(self) -> list[nn.Module]:
+        """All of these layers."""
+        return [*self.convs.values(), *self.norms.values(), *(block for block, _ in self.blocks)]
+
 
 def find_layers(module: nn.Module) -> Intercepted:
     """Return the layers of `module` that are to be intercepted."""

@@ -39,6 +39,7 @@ class LayoutWork:
         loss_s: Seconds between forward and backward, on every rank.
         bytes_per_s: Of the link of each rank, each way.
         waits_for_halo: Whether ranks wait for rows, rather than to use those of the last step.
+        tied_bytes: Bytes of the weights that several stages use, once for each stage but the first.
     """
 
     num_shards: int
@@ -54,6 +55,7 @@ class LayoutWork:
     loss_s: float
     bytes_per_s: float
     waits_for_halo: bool = True
+    tied_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class LayoutTimes:
     Attributes:
         pipeline_s: Chunks forward and back, with exchanges and idle time.
         output_s: Outputs on their way to all ranks.
-        weight_s: Sums of the gradients of weights over shards.
+        weight_s: Sums of the gradients of weights over shards, and of shared ones over stages.
         loss_s: Loss and metrics.
         bubble_frac: Share of the stages' time in which they neither compute nor exchange rows.
     """
@@ -102,8 +104,10 @@ def simulate_layout(work: LayoutWork) -> LayoutTimes:
         pipeline_s=max(timeline.span, on_link_s),
         # a tree, from the last stage: who has the rows passes them on
         output_s=math.ceil(math.log2(num_stages * shards)) * work.output_bytes / work.bytes_per_s,
-        # a ring: each rank sends and receives 2 (G - 1) / G of the weights
-        weight_s=2 * (shards - 1) / shards * max(work.weight_bytes) / work.bytes_per_s,
+        # over shards a ring: each rank sends and receives 2 (G - 1) / G of the weights;
+        # over stages from one to the next, and back
+        weight_s=(2 * (shards - 1) / shards * max(work.weight_bytes) + 2 * work.tied_bytes)
+        / work.bytes_per_s,
         loss_s=work.loss_s,
         bubble_frac=timeline.bubble_frac,
     )

@@ -42,6 +42,10 @@ class Inputs:
     edge_sizes: tuple[int, ...]
     edge_sets: tuple[int, ...]
 
+    def num_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        return self.num_nodes if kind is Kind.NODE else self.edge_sizes[edge_set]
+
 
 def classify(call: Call) -> Inputs:
     """Say of each tensor of `call` what its first dimension counts.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_gnnpipe.types import RepeatOption
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
@@ -55,6 +56,7 @@ def assert_equals_oracle(
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,
+    repeat_encoder: RepeatOption = "auto",
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
@@ -86,6 +88,7 @@ def assert_equals_oracle(
             "shuffle_chunks": shuffle,
             "cross_chunk_grad_scale": scale,
             "recompute": recompute,
+            "repeat_encoder": repeat_encoder,
         },
     )
     assert_steps_equal(fit.steps, expected)

@@ -1,0 +1,49 @@
+"""What a traced graph depends on, and what it was cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A traced graph, cut into layers and dealt out to stages.
+
+    Attributes:
+        layers: The layers.
+        stages: The stages, once the layers are dealt out.
+        reads: What decides which histories are read: modes with the same share them.
+        is_training: Whether the module was in training mode.
+    """
+
+    layers: Layers
+    stages: tuple[Stage, ...]
+    reads: Hashable
+    is_training: bool
+
+
+def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
+    """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""
+    flags = tuple(m.training for m in module.modules())
+    options = tuple(traced_options(module))
+    frozen = tuple(p.requires_grad for p in module.parameters())
+    leaves = tuple(
+        (leaf.requires_grad, leaf.dtype, () if kind is Kind.EDGE_INDEX else leaf.shape[1:])
+        for kind, leaf in zip(inputs.kinds, call.leaves, strict=True)
+    )
+    is_autocast = torch.is_autocast_enabled(device.type)
+    signature = (call.signature, inputs.edge_sets)
+    return flags, options, frozen, leaves, signature, is_autocast
+
+
+def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
+    """Return what changes which rows and statistics are read, other than plain options."""
+    flags = tuple(norm.training for norm in norms)
+    frozen = tuple(p.requires_grad for p in module.parameters())
+    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
