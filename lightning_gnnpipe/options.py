@@ -21,6 +21,7 @@ from lightning_gnnpipe.types import (
     OrderName,
     Partition,
     PartitionMethod,
+    RepeatOption,
     StalenessName,
     StartMethod,
 )
@@ -58,6 +59,7 @@ class StrategyOptions:
     link_gbit_per_s: float | None = None
     memory_gib: float | None = None
     batch_norm: Literal["deferred"] | None = None
+    repeat_encoder: RepeatOption = "auto"
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -102,6 +104,12 @@ class StrategyOptions:
         ):
             if value is not None and not 0 < value < float("inf"):
                 _refuse(f"'{name}' to be positive", value, "Leave it out if it is not known.")
+        if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
+            _refuse(
+                "'repeat_encoder' to be True, False or 'auto'",
+                repr(self.repeat_encoder),
+                "'auto' repeats what is cheap and spares bytes.",
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -133,6 +141,7 @@ class StrategyOptions:
             self.messages,
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
             self.batch_norm == "deferred",
+            self.repeat_encoder,
         )
 
     @property

@@ -125,6 +125,7 @@ def plan_pipeline(
                     options.messages,
                     link,
                     memory_gib,
+                    options.repeat_encoder,
                 ),
             ),
             partial(_time_loss, module, name, batch),

@@ -35,6 +35,7 @@ from lightning_gnnpipe.types import (
     DtypeName,
     OrderName,
     Partition,
+    RepeatOption,
     StalenessName,
     StartMethod,
 )
@@ -80,6 +81,11 @@ class GNNPipeStrategy(PipeLoops):
         batch_norm: In batches of many graphs. None: BatchNorm is refused with more than one
             micro-batch. "deferred": each micro-batch is normalised by its own statistics, and the
             running ones are updated once a step, from those of all (torchgpipe).
+        repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, as
+            GCNII's X_0, rather than to receive it and send its gradient back; its weights'
+            gradients are summed over stages. True: wherever that is possible. "auto": where it
+            spares bytes and uses at most 128 weights for each byte of a row. Batches of many graphs
+            repeat nothing.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -126,6 +132,7 @@ class GNNPipeStrategy(PipeLoops):
         async_halo: bool = False,
         halo_momentum: float = 0.0,
         batch_norm: Literal["deferred"] | None = None,
+        repeat_encoder: RepeatOption = "auto",
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -165,6 +172,7 @@ class GNNPipeStrategy(PipeLoops):
             link_gbit_per_s,
             memory_gib,
             batch_norm,
+            repeat_encoder,
         )
         super().__init__(
             options,

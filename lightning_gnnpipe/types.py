@@ -28,6 +28,7 @@ CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
 StalenessName = Literal["constant", "scaled", "gnnpipe", "delayed"]
+RepeatOption = bool | Literal["auto"]
 TrafficKind = Literal[
     "forward",
     "backward",

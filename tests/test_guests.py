@@ -51,6 +51,20 @@ class NormNet(nn.Module):
         return {"h": x, "both": (x, x * 2)}
 
 
+class EncoderNet(NormNet):
+    """Every layer reads what an encoder makes of the batch, so that stages share its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin_in = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
+        x = x_0 = self.lin_in(x).relu()
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x, edge_index)).relu() + x_0
+        return {"h": x, "both": (x, x * 2)}
+
+
 class Frozen(Realistic):
     """The optimizer starts with what is not frozen."""
 
@@ -100,11 +114,11 @@ def averaging(kind: str) -> L.Callback:
     return StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2)
 
 
-def seeded(has_norms: bool = False, **kwargs: Any) -> Realistic:
+def seeded(has_norms: bool = False, has_encoder: bool = False, **kwargs: Any) -> Realistic:
     L.seed_everything(1, verbose=False)
     module = Realistic(**kwargs)
     if has_norms:
-        module.net = NormNet()
+        module.net = EncoderNet() if has_encoder else NormNet()
     return module
 
 
@@ -134,16 +148,28 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("kind", "has_norms"),
-    [("ema", True), ("ema, parameters alone", False), ("swa", True), ("swa, linear", False)],
+    ("kind", "has_norms", "has_encoder", "num_stages"),
+    [
+        *(
+            (kind, has_norms, False, num_stages)
+            for num_stages in (1, 2, 3)
+            for kind, has_norms in [
+                ("ema", True),
+                ("ema, parameters alone", False),
+                ("swa", True),
+                ("swa, linear", False),
+            ]
+        ),
+        ("ema", True, True, 3),
+        ("swa", True, True, 2),
+    ],
 )
 def test_averaged_weights_equal_plain_lightning(
-    kind: str, has_norms: bool, num_stages: int, tmp_path: Path
+    kind: str, has_norms: bool, has_encoder: bool, num_stages: int, tmp_path: Path
 ) -> None:
     """In validation, in all that a checkpoint holds, and in the module at the end."""
-    plain, ours = seeded(has_norms), seeded(has_norms)
+    plain, ours = seeded(has_norms, has_encoder), seeded(has_norms, has_encoder)
     expected, plain_saved = fit(tmp_path / "0", 0, plain, averaging(kind))
     found, saved = fit(tmp_path / "1", num_stages, ours, averaging(kind))
     assert_same(ours, plain)

@@ -24,6 +24,7 @@ from lightning_gnnpipe import (
 from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.types import RepeatOption
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
 
@@ -45,12 +46,21 @@ def make() -> tuple[NodeClassifier, Data]:
     return NodeClassifier(net, NUM_CLASSES), data
 
 
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(2, 1), (1, 2), (2, 2)])
-def test_counts_are_those_of_a_run(num_stages: int, num_shards: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "num_shards", "repeat"),
+    [(2, 1, "auto"), (1, 2, "auto"), (2, 2, "auto"), (3, 1, True), (2, 1, False)],
+)
+def test_counts_are_those_of_a_run(
+    num_stages: int, num_shards: int, repeat: RepeatOption, tmp_path: Path
+) -> None:
     module, data = make()
     L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
     strategy = GNNPipeStrategy(
-        num_chunks=4, graph_parallel=num_shards, start_method="fork", balance="uniform"
+        num_chunks=4,
+        graph_parallel=num_shards,
+        start_method="fork",
+        balance="uniform",
+        repeat_encoder=repeat,
     )
     plan = strategy.plan(module, data, num_stages=num_stages)
 
@@ -59,8 +69,8 @@ def test_counts_are_those_of_a_run(num_stages: int, num_shards: int, tmp_path: P
             assert isinstance(trainer.strategy, GNNPipeStrategy)
             stats = trainer.strategy.collect_stats()
             if trainer.global_rank == 0:
-                kinds = ("forward", "backward", "output", "halo", "halo_grad")
-                total = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
+                counts = stats.bytes_by_kind
+                total = sum(counts[kind] for kind in counts.keys() - {"control"})
                 (tmp_path / "bytes.txt").write_text(str(total))
 
     trainer = L.Trainer(
@@ -75,24 +85,24 @@ def test_counts_are_those_of_a_run(num_stages: int, num_shards: int, tmp_path: P
         enable_model_summary=False,
     )
     trainer.fit(module, FullGraphDataModule(data))
-    weight_bytes = sum(p.numel() * 4 for p in module.parameters())
-    summed = 2 * (num_shards - 1) * weight_bytes  # over a ring, which no rank can count
-    assert int((tmp_path / "bytes.txt").read_text()) + summed == plan.step_bytes
+    assert int((tmp_path / "bytes.txt").read_text()) == plan.step_bytes
     assert plan.layout == (num_stages, num_shards)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
     assert sum(plan.chunk_edges) == plan.num_edges == 240
     assert sum(stage.num_layers for stage in plan.stages) == 6
-    assert sum(stage.num_parameters for stage in plan.stages) == sum(
-        p.numel() for p in module.parameters()
+    again = 0 if repeat is False else num_stages - 1  # stages compute X_0 as well
+    assert sum(stage.num_parameters for stage in plan.stages) == (
+        sum(p.numel() for p in module.parameters()) + again * (NUM_FEATURES * WIDTH + WIDTH)
     )
 
 
 def test_times_add_up() -> None:
     module, data = make()
     before = {name: p.clone() for name, p in module.state_dict().items()}
+    strategy = GNNPipeStrategy(num_chunks=4, repeat_encoder=False)
     free = {"link_gbit_per_s": 1e9, "message_us": 1e-3}
-    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, **free)
+    plan = strategy.plan(module, data, num_stages=3, **free)
     compute_s = sum(stage.compute_s for stage in plan.stages)
     assert compute_s + plan.loss_s == pytest.approx(plan.one_device_s)
     assert 0 < plan.loss_s < plan.step_s
@@ -105,6 +115,16 @@ def test_times_add_up() -> None:
     assert any("6 layers" in line for line in plan.advice)
     assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
     assert "forward" not in module.net.__dict__
+
+
+def test_stages_take_longer_that_compute_the_encoder_again() -> None:
+    module, data = make()
+    options: dict[str, Any] = {"num_chunks": 4, "balance": "uniform"}
+    plan = GNNPipeStrategy(**options).plan(module, data, num_stages=3)
+    assert sum(stage.compute_s for stage in plan.stages) + plan.loss_s > plan.one_device_s
+    assert plan.one_device_s == pytest.approx(
+        plan.loss_s + sum(one.forward_s + one.backward_s for one in plan.layer_costs)
+    )
 
 
 def test_memory_follows_how_histories_are_kept() -> None:
@@ -273,8 +293,12 @@ def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
     data.edge_attr = torch.rand(240, 2)
     module = Edges().eval()
     plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=2)
-    rows = 2 * (NUM_NODES + 240) + NUM_NODES  # forth and back, and the outputs
-    assert plan.step_bytes == rows * NUM_FEATURES * 4
+    rows = 2 * NUM_NODES + NUM_NODES  # forth and back, and the outputs
+    weights = 2 * NUM_FEATURES + NUM_FEATURES  # of the encoder, which both stages run
+    assert plan.step_bytes == (rows * NUM_FEATURES + 2 * weights) * 4
+    strategy = GNNPipeStrategy(num_chunks=4, repeat_encoder=False)
+    plan = strategy.plan(module, data, num_stages=2)
+    assert plan.step_bytes == (rows + 2 * 240) * NUM_FEATURES * 4
     assert not module.training and not module.convs[0].training
 
 

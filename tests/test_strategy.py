@@ -244,6 +244,8 @@ def test_the_strategy_is_registered() -> None:
         ({"balance": "fair"}, "'balance' to be one of"),
         ({"start_method": "thread"}, "'start_method' to be one of"),
         ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
+        ({"repeat_encoder": "always"}, "'repeat_encoder' to be True, False or 'auto'"),
+        ({"repeat_encoder": 1}, "'repeat_encoder' to be True, False or 'auto'"),
         ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
         ({"history_device": "meta"}, "'history_device' to be a device with memory"),
         ({"chunk_order": True}, "'chunk_order' to be one of shuffled, mirrored, fixed"),

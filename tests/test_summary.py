@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_summary import summarize
 
-from lightning_gnnpipe.models import NodeClassifier
+from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.report import StageRow, format_stages
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, make_data, make_module, make_trainer
 
@@ -132,6 +132,17 @@ def test_the_stages_are_shown_once_with_the_summary(
     assert ends == (one if num_stages == 1 else two)
 
 
+def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    module = NodeClassifier(GCNII(NUM_FEATURES, 8, NUM_CLASSES, num_layers=3), NUM_CLASSES)
+    trainer = make_trainer(2, 4, enable_model_summary=True)
+    trainer.fit(module, make_data())
+    rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "convs." in line]
+    assert [row[2].strip() for row in rows] == ["convs.0", "lin_in again, convs.1 .. convs.2 (2)"]
+    assert sum(int(row[3].replace(",", "")) for row in rows) == sum(
+        p.numel() for p in module.parameters()
+    )
+
+
 def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
     make_trainer(2, 4).fit(make_module(), make_data())
     assert "Pipeline:" not in capfd.readouterr().out
@@ -139,7 +150,7 @@ def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixtu
 
 ROWS = (
     StageRow(0, ("a", "b"), 1200, 0.0123),
-    StageRow(1, ("c",), 300, 0.5),
+    StageRow(1, ("c",), 300, 0.5, ("lin",)),
     StageRow(None, (), 7, None),
 )
 
@@ -157,6 +168,6 @@ def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> Non
         "Pipeline: 3 layers in 2 stages",
         "stage  layers                           parameters  cost [ms]",
         "    0  a .. b (2)                            1,200       12.3",
-        "    1  c                                       300      500.0",
+        "    1  lin again, c                            300      500.0",
         "  all  outside of the pipelined module           7           ",
     ]

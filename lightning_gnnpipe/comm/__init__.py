@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
+from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
 from lightning_gnnpipe.comm.codec import get_codec
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.link import Link, measure_link
@@ -34,4 +35,5 @@ __all__ = [
     "save_shards",
     "set_group_timeout",
     "share_tensors",
+    "sum_along_pipe",
 ]

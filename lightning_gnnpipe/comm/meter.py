@@ -28,6 +28,11 @@ class Meter:
         """Add to `kind`."""
         self._bytes[kind] += num_bytes
 
+    def recount(self, kind: TrafficKind, other: TrafficKind, num_bytes: int) -> None:
+        """Count `num_bytes` of what was counted as `kind` as `other`."""
+        self._bytes[kind] -= num_bytes
+        self._bytes[other] += num_bytes
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing within the block."""

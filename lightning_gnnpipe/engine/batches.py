@@ -11,10 +11,12 @@ from lightning_gnnpipe.comm import Transport, get_codec
 from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.batch_probe import check_graphs, norms_without_batch
 from lightning_gnnpipe.engine.costs import measure_batch
-from lightning_gnnpipe.engine.model import Mode, PipelinedModel
+from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import NativeContext, check_graph_batches, check_norms
@@ -88,7 +90,7 @@ class BatchPasses:
     def mode(self, call: Call, inputs: Inputs) -> Mode:
         """Return the stages for these arguments."""
 
-        def measure(layers: Layers) -> list[float]:
+        def measure(layers: Layers) -> StepCosts:
             plan = self.plan(inputs)
             planned = BatchInputs(call, inputs, plan)
             return measure_batch(self._model.module, layers, plan, planned)

@@ -124,12 +124,12 @@ class LayoutChoice:
         planned.load(call, inputs)
         costs = measure_layers(self._model.module, layers, plan, planned, graphs.histories)
         if options.balance == "measured":
-            self._model.costs = [cost.forward_s + cost.backward_s for cost in costs]
+            self._model.costs = costs
         return Measured(
             self._model.module,
             layers,
             costs,
-            measure_copies(inputs.num_nodes, costs, plan.perm.device),
+            measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
             plan,
             edge_index,
             partial(graphs.partitioner.shards, graph, inputs),
@@ -141,12 +141,13 @@ class LayoutChoice:
                 options.messages,
                 link,
                 options.search.memory_gib,
+                options.repeat_encoder,
             ),
         )
 
     def _compare(self, measured: Measured, possible: Sequence[Layout]) -> tuple[Layout, str]:
         """Return the best layout, and a text that says why; on rank 0."""
-        usable = [one for one in possible if self._has_own_norms(measured, one[0])]
+        usable = [one for one in possible if self._has_own_norms(measured, one)]
         made = compare_layouts(measured, usable or possible)
         layouts = [forecaster.forecast() for forecaster in made.values()]
         best = choose_layout(layouts)
@@ -161,9 +162,9 @@ class LayoutChoice:
             why += f" None fits into {memory_gib:g} GiB: this one needs least."
         return (best.num_stages, best.num_shards), why
 
-    def _has_own_norms(self, measured: Measured, num_stages: int) -> bool:
+    def _has_own_norms(self, measured: Measured, layout: Layout) -> bool:
         """Whether each norm with running statistics would be called by one stage."""
-        users = find_users(measured.cut(num_stages), measured.module)
+        users = find_users(measured.cut(*layout), measured.module)
         return not stages_of_norms(self._model.intercepted.norms, users)
 
 

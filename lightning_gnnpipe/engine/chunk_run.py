@@ -31,7 +31,7 @@ def run_segments(
     """Run `segments` on `values` over `chunk`; what they compute is added to `values`.
 
     Args:
-        segments: Consecutive layers.
+        segments: Layers, or parts of them, in order.
         values: The chunk's leaves and what crossed the cut before the first segment, by name.
         chunk: The chunk, or micro-batch.
         context: Serves the layers' message passing; the layers must be intercepted with it.

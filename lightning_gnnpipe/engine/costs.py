@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PassInputs, PlannedInputs
+from lightning_gnnpipe.engine.step_costs import LayerCost, StepCosts
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
 from lightning_gnnpipe.history import HistoryOptions, Moments
 from lightning_gnnpipe.passing import (
@@ -29,32 +30,11 @@ from lightning_gnnpipe.passing import (
     find_layers,
     intercept,
 )
-from lightning_gnnpipe.stages import Layers, Segment, undisturbed
+from lightning_gnnpipe.stages import Layers, Segment, part_of, undisturbed
 from lightning_gnnpipe.types import ChunkView
 
 _MAX_TIMED = 3
 _MOST_ROWS = 2**17  # of a table that no cache holds
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """One layer's share of a training step over all nodes.
-
-    Attributes:
-        forward_s: Seconds, forward.
-        backward_s: Seconds, backward.
-        saved_bytes: What autograd keeps between them.
-        history_bytes: Its histories and gradient buffers.
-        pushed_row_bytes: Bytes of one node's row in all of its histories.
-        num_pushes: Its histories: how often it pushes the rows of a chunk.
-    """
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    history_bytes: int
-    pushed_row_bytes: int
-    num_pushes: int
 
 
 def work_of(chunk: ChunkView) -> int:
@@ -68,32 +48,29 @@ def measure_layers(
     plan: ChunkPlan,
     inputs: PlannedInputs,
     histories: HistoryOptions,
-) -> list[LayerCost]:
+) -> StepCosts:
     """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
     context = MessageContext(_ZeroHalo(plan, histories), plan)
     context.leaves = inputs
-    timed = _time(module, layers, [(c, work_of(c)) for c in plan.chunks], inputs, context)
-    return [
-        LayerCost(
-            timed[i].forward_s,
-            timed[i].backward_s,
-            round(timed[i].saved_bytes),
-            _history_bytes(context, segment) if plan.num_chunks > 1 else 0,
-            sum(_pushed_row_bytes(context, segment)),
-            len(_pushed_row_bytes(context, segment)),
-        )
-        for i, segment in enumerate(layers.segments)
+    pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
+    timed, again = _time(module, layers, pieces, inputs, context)
+    is_cut = plan.num_chunks > 1
+    costs = [
+        one.cost(is_cut * _history_bytes(context, segment), _pushed_row_bytes(context, segment))
+        for one, segment in zip(timed, layers.segments, strict=True)
     ]
+    return StepCosts(tuple(costs), {name: one.cost() for name, one in again.items()})
 
 
 def measure_batch(
     module: nn.Module, layers: Layers, plan: BatchPlan, inputs: BatchInputs
-) -> list[float]:
-    """Return the seconds of all layers, forward and backward, over a mini-batch of graphs."""
+) -> StepCosts:
+    """Return the costs of all layers over a mini-batch of graphs; there are no histories."""
     pieces = [(chunk, chunk.work) for chunk in plan.chunks]
     context = NativeContext(1)  # BatchNorm runs as it is
-    timed = _time(module, layers, pieces, inputs, context)
-    return [one.forward_s + one.backward_s for one in timed]
+    timed, again = _time(module, layers, pieces, inputs, context)
+    costs = tuple(one.cost() for one in timed)
+    return StepCosts(costs, {name: one.cost() for name, one in again.items()})
 
 
 def _time(
@@ -102,8 +79,13 @@ def _time(
     pieces: Sequence[tuple[Any, int]],
     inputs: PassInputs,
     context: MessageContext | NativeContext,
-) -> list[_Timed]:
-    """Time each layer on a few middle-sized ones of `pieces`, scaled to all of them by work."""
+) -> tuple[list[_Timed], dict[str, _Timed]]:
+    """Time each layer, and each value that can be computed again, by its name.
+
+    They are run on a few middle-sized ones of `pieces`, and scaled to all of them by work.
+    """
+    parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
+    segments = (*layers.segments, *parts)
     ranked = sorted(pieces, key=lambda piece: piece[1])
     num_timed = min(_MAX_TIMED, max(1, len(pieces) // 4))
     first = (len(ranked) - num_timed) // 2
@@ -116,21 +98,23 @@ def _time(
         torch.enable_grad(),
     ):
         for chunk, _ in chosen:  # what is computed once for a chunk is no cost of a layer
-            _run(layers, chunk, inputs, context)
-        runs = [_run(layers, chunk, inputs, context) for chunk, _ in chosen]
+            _run(layers, segments, chunk, inputs, context)
+        runs = [_run(layers, segments, chunk, inputs, context) for chunk, _ in chosen]
     scales = [total / max(work, 1) for _, work in chosen]
 
     def over_chunks(values: list[float]) -> float:
         return median(value * scale for value, scale in zip(values, scales, strict=True))
 
-    return [
+    timed = [
         _Timed(
             over_chunks([run[i].forward_s for run in runs]),
             over_chunks([run[i].backward_s for run in runs]),
             over_chunks([run[i].saved_bytes for run in runs]),
         )
-        for i in range(len(layers.segments))
+        for i in range(len(segments))
     ]
+    num_layers = len(layers.segments)
+    return timed[:num_layers], dict(zip(layers.repeatable, timed[num_layers:], strict=True))
 
 
 def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.device) -> float:
@@ -161,18 +145,33 @@ class _Timed:
     backward_s: float = 0.0
     saved_bytes: float = 0.0
 
+    def cost(self, history_bytes: int = 0, pushed_row_bytes: Sequence[int] = ()) -> LayerCost:
+        """Return the cost of a layer with these histories."""
+        return LayerCost(
+            self.forward_s,
+            self.backward_s,
+            round(self.saved_bytes),
+            history_bytes,
+            sum(pushed_row_bytes),
+            len(pushed_row_bytes),
+        )
+
 
 def _run(
-    layers: Layers, chunk: Any, inputs: PassInputs, context: MessageContext | NativeContext
+    layers: Layers,
+    segments: Sequence[Segment],
+    chunk: Any,
+    inputs: PassInputs,
+    context: MessageContext | NativeContext,
 ) -> list[_Timed]:
-    """Run all layers over `chunk`, forward and backward, each cut off from its neighbours."""
-    leaves = {name for s in layers.segments for name in s.inputs if name.startswith("leaf_")}
+    """Run all segments over `chunk`, forward and backward, each cut off from its neighbours."""
+    leaves = {name for s in segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
-    timed, graphs = [_Timed() for _ in layers.segments], []
-    parameters = (p for segment in layers.segments for p in segment.module.parameters())
+    timed, graphs = [_Timed() for _ in segments], []
+    parameters = (p for segment in segments for p in segment.module.parameters())
     tensors = [t for t in (*known.values(), *parameters) if isinstance(t, Tensor)]
     given = {t.untyped_storage().data_ptr() for t in tensors}
-    for segment, one in zip(layers.segments, timed, strict=True):
+    for segment, one in zip(segments, timed, strict=True):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
         sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
         with _counted(one, given), _clocked(tensors, one, "forward_s"):
@@ -180,9 +179,7 @@ def _run(
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
         graphs.append((roots, sources))
-    for segment, one, (roots, sources) in reversed(
-        list(zip(layers.segments, timed, graphs, strict=True))
-    ):
+    for segment, one, (roots, sources) in reversed(list(zip(segments, timed, graphs, strict=True))):
         wanted = [*(p for p in segment.module.parameters() if p.requires_grad), *sources]
         if not roots or not wanted:
             continue

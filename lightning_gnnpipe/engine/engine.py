@@ -27,7 +27,8 @@ from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.last_step import LastStep
-from lightning_gnnpipe.engine.model import Mode, PipelinedModel
+from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
@@ -61,7 +62,9 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.model = PipelinedModel(module, transport, options.balance, self._check)
+        self.model = PipelinedModel(
+            module, transport, options.balance, options.repeat_encoder, self._check
+        )
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()

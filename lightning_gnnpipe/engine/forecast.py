@@ -29,18 +29,15 @@ from lightning_gnnpipe.graph import (
     plan_from_assignment,
     split_chunks,
 )
-from lightning_gnnpipe.passing import check_support, find_convs, without_memory
+from lightning_gnnpipe.passing import check_support, find_convs, find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
     Layers,
     check_counts,
     check_num_stages,
-    cut_layers,
-    draw_sample,
+    cut_module,
     is_listed,
-    learn_values,
-    trace,
 )
 from lightning_gnnpipe.types import Partition
 
@@ -92,9 +89,9 @@ def forecast(
     check_support(module, options.num_chunks, num_shards)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
     with without_memory(find_convs(module)):
-        graph = trace(module, call)
-        sample = draw_sample(module, call, inputs)
-        layers = cut_layers(graph, module, learn_values(graph, module, sample))
+        repeats = bool(options.layouts.repeat_encoder)
+        served = find_layers(module).all
+        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats)
     if options.layout is not None:
         _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
     if options.self_check and (is_cut or is_listed(module)):
@@ -113,7 +110,7 @@ def forecast(
         module,
         layers,
         costs,
-        measure_copies(inputs.num_nodes, costs, plan.perm.device),
+        measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
         plan,
         edge_index,
         lambda num_shards: split_chunks(edge_index, assignment, num_shards),
@@ -160,7 +157,7 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
             num_nodes=chunks.num_nodes,
             num_edges=chunks.num_edges,
             layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
-            layer_costs=tuple(measured.costs),
+            layer_costs=measured.costs.layers,
             stages=tuple(made[layout].stages()),
             num_shards=own.num_shards,
             chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
@@ -184,7 +181,7 @@ def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, in
     possible = possible_layouts(
         measured.module,
         num_devices=options.num_devices,
-        num_layers=len(measured.costs),
+        num_layers=len(measured.layers.segments),
         num_nodes=measured.chunks.num_nodes,
     )
     asked = options.layout

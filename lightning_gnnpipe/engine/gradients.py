@@ -1,20 +1,18 @@
 """Sums of gradients of parameters that several ranks use.
 
 Those of one stage are summed over its shards, each as soon as the last chunk's backward has reached
-it; those that several stages use (tied ones), over all ranks, at the end.
+it; those that several stages use (tied ones), over the ranks of these stages, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.stages import Shape
-
-ShapeOf = Callable[[str, Tensor], Shape]
+from lightning_gnnpipe.comm import Transport, sum_along_pipe
+from lightning_gnnpipe.types import TrafficKind
 
 
 class GradientSums:
@@ -26,23 +24,22 @@ class GradientSums:
         module: The pipelined module.
         users: The stages of each of its tensors.
         transport: The ranks.
-        shape_of: Returns shape and dtype of a parameter that is empty here.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        users: Mapping[str, set[int]],
-        transport: Transport,
-        shape_of: ShapeOf,
+        self, module: nn.Module, users: Mapping[str, set[int]], transport: Transport
     ) -> None:
-        self._transport, self._shape_of = transport, shape_of
+        self._transport = transport
         mesh = transport.mesh
-        named = {n: p for n, p in module.named_parameters() if n in users and p.requires_grad}
-        self._tied = {name: p for name, p in named.items() if len(users[name]) > 1}
+        used = {
+            name: p
+            for name, p in module.named_parameters()
+            if p.requires_grad and mesh.stage in users.get(name, ())
+        }
+        self._tied = {name: p for name, p in used.items() if len(users[name]) > 1}
         is_split = mesh.num_shards > 1
-        self._own = {n: p for n, p in named.items() if is_split and users[n] == {mesh.stage}}
-        self._users = users
+        self._own = {n: p for n, p in used.items() if is_split and n not in self._tied}
+        self._groups = group_tied(module, users)
         self._order = list(reversed(self._own))  # that in which backward reaches them, about
         self._before = {name: p.grad for name, p in (*self._tied.items(), *self._own.items())}
         self._finish: dict[str, Callable[[], None]] = {}
@@ -71,14 +68,9 @@ class GradientSums:
         self._start_ready()
         for finish in self._finish.values():
             finish()
-        for name, parameter in self._tied.items():
-            grad = parameter.grad
-            if grad is None:
-                shape, dtype = self._shape_of(name, parameter)
-                grad = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            self._transport.all_reduce(grad, "tied_grad")
-            if self._transport.mesh.stage in self._users[name]:
-                self._add(name, parameter, grad)
+        for number, (stages, names) in enumerate(self._groups):
+            if self._transport.mesh.stage in stages:
+                self._sum_tied(number, stages, [(name, self._tied[name]) for name in names])
 
     def _start_ready(self) -> None:
         """Start the sums whose turn it is: all ranks must take them in the same order."""
@@ -87,19 +79,47 @@ class GradientSums:
             self._start(name, self._own[name])
 
     def _start(self, name: str, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        flat = torch.zeros_like(parameter) if grad is None else grad
-        is_used = flat.new_tensor([0.0 if grad is None else 1.0])  # a parameter may have no use
-        total = torch.cat([flat.flatten(), is_used])
+        total = _flagged([parameter])
         wait = self._transport.start_sum_over_shards(total, "weight_grad", num_flags=1)
 
         def finish() -> None:
             wait()
-            summed = total[:-1].view_as(parameter) if total[-1] else None
-            self._add(name, parameter, summed)
+            self._take(total, [(name, parameter)])
 
         self._finish[name] = finish
 
-    def _add(self, name: str, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        both = [one for one in (self._before[name], grad) if one is not None]
-        parameter.grad = both[0] + both[1] if len(both) == 2 else next(iter(both), None)
+    def _sum_tied(
+        self, number: int, stages: Sequence[int], tied: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
+        """Sum the gradients of parameters that the same stages use."""
+        own = _flagged([parameter for _, parameter in tied])
+        kind: TrafficKind = "tied_grad"
+        total = sum_along_pipe(self._transport, own, stages, kind, number, num_flags=len(tied))
+        self._take(total, tied)
+
+    def _take(self, total: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Give parameters their parts of the sums, and what their gradients were before."""
+        *sums, flags = torch.split(total, [*(p.numel() for _, p in named), len(named)])
+        for (name, parameter), flat, flag in zip(named, sums, flags.tolist(), strict=True):
+            summed = flat.view_as(parameter) if flag else None
+            both = [one for one in (self._before[name], summed) if one is not None]
+            parameter.grad = both[0] + both[1] if len(both) == 2 else next(iter(both), None)
+
+
+def group_tied(
+    module: nn.Module, users: Mapping[str, set[int]]
+) -> list[tuple[tuple[int, ...], list[str]]]:
+    """Return the names of tied parameters with the same stages and dtype; alike on all ranks."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    for name, parameter in module.named_parameters():
+        stages = tuple(sorted(users.get(name, ())))
+        if parameter.requires_grad and len(stages) > 1:
+            groups.setdefault((stages, parameter.dtype), []).append(name)
+    return [(stages, names) for (stages, _), names in groups.items()]
+
+
+def _flagged(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the gradients in one row, then a 1 for each that is there: one may have no use."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flags = grads[0].new_tensor([0.0 if p.grad is None else 1.0 for p in parameters])
+    return torch.cat([*(grad.flatten() for grad in grads), flags])

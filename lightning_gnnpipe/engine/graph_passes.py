@@ -15,11 +15,13 @@ from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.model import Measure, Mode, PipelinedModel
+from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step import StepParts
+from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.stages import Call, Inputs, Layers
 
@@ -66,13 +68,12 @@ class GraphPasses:
         graph.renew()
 
     def _measurer(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Measure:
-        def measure(layers: Layers) -> list[float]:
+        def measure(layers: Layers) -> StepCosts:
             plan = self._graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
             planned.load(call, inputs)
             histories = self._graphs.histories
-            costs = measure_layers(self._model.module, layers, plan, planned, histories)
-            return [cost.forward_s + cost.backward_s for cost in costs]
+            return measure_layers(self._model.module, layers, plan, planned, histories)
 
         return measure
 

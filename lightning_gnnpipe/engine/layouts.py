@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.comm import get_codec
-from lightning_gnnpipe.engine.costs import LayerCost, work_of
+from lightning_gnnpipe.engine.costs import work_of
+from lightning_gnnpipe.engine.gradients import group_tied
 from lightning_gnnpipe.engine.measured import Measured
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, StageForecast
+from lightning_gnnpipe.engine.step_costs import LayerCost
 from lightning_gnnpipe.graph import SplitSizes
 from lightning_gnnpipe.schedule import (
     LayoutWork,
@@ -19,7 +21,7 @@ from lightning_gnnpipe.schedule import (
     graph_parallel_bytes,
     simulate_layout,
 )
-from lightning_gnnpipe.stages import Stage, find_users
+from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 
 
 def possible_layouts(
@@ -42,7 +44,7 @@ def compare_layouts(
     splits = {num_shards: measured.split(num_shards) for num_shards in {g for _, g in layouts}}
     return {
         (num_stages, num_shards): LayoutForecaster(
-            measured, measured.cut(num_stages), splits[num_shards]
+            measured, measured.cut(num_stages, num_shards), splits[num_shards]
         )
         for num_stages, num_shards in layouts
     }
@@ -70,13 +72,14 @@ class LayoutForecaster:
         outputs = measured.row_bytes(measured.layers.outputs) * measured.chunks.num_nodes
         memory = max(stage.memory_bytes for stage in self.stages())
         memory += measured.batch_bytes + 2 * outputs
+        sent = self._cut_bytes() + self._shard_bytes() + (self._num_ranks - 1) * outputs
         is_enough = options.memory_gib is None or memory <= options.memory_gib * 2**30
         return LayoutForecast(
             num_stages=len(self._stages),
             num_shards=self._num_shards,
             step_s=times.step_s,
             bubble_frac=times.bubble_frac,
-            step_bytes=self._cut_bytes() + self._shard_bytes() + (self._num_ranks - 1) * outputs,
+            step_bytes=sent + 2 * self._num_shards * self._tied_bytes(),
             memory_bytes=memory,
             fits=is_enough,
         )
@@ -91,7 +94,7 @@ class LayoutForecaster:
                     first_layer=stage.segments[0].index,
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
-                    compute_s=sum(cost.forward_s + cost.backward_s for cost in costs),
+                    compute_s=sum(cost.compute_s for cost in costs),
                     memory_bytes=4 * _bytes_of(weights)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(self._node_frac() * self._activations(stage, costs)),
@@ -123,6 +126,8 @@ class LayoutForecaster:
             halo_rows=swapped.tolist(),
             halo_peers=sizes.peers.amax(1).tolist(),
             weight_bytes=[_bytes_of(weights) for weights in self._weights()],
+            tied_bytes=self._tied_bytes(),
+            num_ties=self._num_ties(),
             output_bytes=outputs * measured.chunks.num_nodes,
             loss_s=measured.loss_s,
             bytes_per_s=options.link.bytes_per_s,
@@ -165,7 +170,7 @@ class LayoutForecaster:
             num_layers=1,
             replicas_per_node=int(self._sizes.received.sum()) / num_nodes,
             num_nodes=num_nodes,
-            row_bytes=sum(map(self._halo_row_bytes, measured.costs)),
+            row_bytes=sum(map(self._halo_row_bytes, measured.costs.layers)),
             weight_bytes=_bytes_of(list(measured.module.parameters())),
             num_shards=self._num_shards,
         )
@@ -194,7 +199,18 @@ class LayoutForecaster:
         return float(rows.max()) / self._measured.chunks.num_nodes
 
     def _costs(self, stage: Stage) -> list[LayerCost]:
-        return [self._measured.costs[segment.index] for segment in stage.segments]
+        return self._measured.costs.of(stage)
+
+    def _tied_bytes(self) -> int:
+        """Return the bytes of the weights that stages share, once for each stage but the first."""
+        users = find_users(self._stages, self._measured.module)
+        named = dict(self._measured.module.named_parameters())
+        return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named.items() if n in users)
+
+    def _num_ties(self) -> int:
+        """Return the messages with gradients of weights that stages share, one way."""
+        users = find_users(self._stages, self._measured.module)
+        return sum(len(stages) - 1 for stages, _ in group_tied(self._measured.module, users))
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Link, MessageOptions
-from lightning_gnnpipe.engine.costs import LayerCost
 from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.stages import (
@@ -20,9 +20,11 @@ from lightning_gnnpipe.stages import (
     Stage,
     Value,
     check_counts,
+    choose_repeated,
     solve_balance,
     split_layers,
 )
+from lightning_gnnpipe.types import RepeatOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class LayoutOptions:
         messages: How ranks send rows to each other.
         link: What messages cost.
         memory_gib: Memory of a rank; None for any.
+        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
     """
 
     balance: Balance
@@ -42,6 +45,7 @@ class LayoutOptions:
     messages: MessageOptions
     link: Link
     memory_gib: float | None
+    repeat_encoder: RepeatOption = "auto"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Measured:
     Attributes:
         module: The pipelined module.
         layers: Its layers.
-        costs: What each costs.
+        costs: What they cost.
         copied_bytes_per_s: See `measure_copies`.
         chunks: The chunks of the graph.
         edge_index: `[2, num_edges]` on the CPU.
@@ -63,7 +67,7 @@ class Measured:
 
     module: nn.Module
     layers: Layers
-    costs: Sequence[LayerCost]
+    costs: StepCosts
     copied_bytes_per_s: float
     chunks: ChunkPlan
     edge_index: Tensor
@@ -75,7 +79,7 @@ class Measured:
     @property
     def one_device_s(self) -> float:
         """Seconds of a step of the same chunks on one device."""
-        return sum(cost.forward_s + cost.backward_s for cost in self.costs) + self.loss_s
+        return sum(cost.compute_s for cost in self.costs.layers) + self.loss_s
 
     @property
     def messages(self) -> MessageOptions:
@@ -93,6 +97,11 @@ class Measured:
         """Return the bytes of a row of all these values."""
         return sum(self.layers.values[name].row_bytes for name in names)
 
+    def total_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        chunks = self.chunks
+        return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
+
     def num_rows(self, value: Value, chunk: int) -> int:
         """Return the rows that `value` has in a chunk."""
         own = self.chunks.edge_set(value.edge_set).chunks[chunk]
@@ -104,11 +113,15 @@ class Measured:
         shards = self.find_shards(num_shards) if is_split else torch.zeros_like(self.assignment)
         return measure_split(self.edge_index, self.assignment, shards, num_shards)
 
-    def cut(self, num_stages: int) -> tuple[Stage, ...]:
+    def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
         """Return the stages, as training would deal layers out to them."""
-        balance = self.options.balance
+        layers, options = self.layers, self.options
+        num_layers, balance = len(layers.segments), options.balance
+        repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
         if not isinstance(balance, str) and len(balance) == num_stages:
-            return split_layers(self.layers, check_counts(balance, len(self.costs), num_stages))
-        is_uniform = balance == "uniform"
-        weights = [1.0 if is_uniform else c.forward_s + c.backward_s for c in self.costs]
-        return split_layers(self.layers, solve_balance(weights, num_stages))
+            counts = check_counts(balance, num_layers, num_stages)
+        elif balance == "uniform":
+            counts = solve_balance([1.0] * num_layers, num_stages)
+        else:
+            counts = self.costs.deal_out(layers, num_stages, repeated)
+        return split_layers(layers, counts, repeated)

@@ -7,9 +7,10 @@ as on one device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.gradients import GradientSums
+from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
+from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -25,42 +28,26 @@ from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
-    Kind,
     Layers,
     Stage,
     check_counts,
-    cut_layers,
-    draw_sample,
+    choose_held,
+    choose_repeated,
+    cut_module,
     find_users,
-    learn_values,
     solve_balance,
     split_layers,
-    trace,
-    traced_options,
 )
+from lightning_gnnpipe.types import RepeatOption
+
+log = logging.getLogger(__name__)
 
 _NUM_MODES = 8
-_OF_GRAPHS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)  # what outputs may have rows of
 
 Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
-Measure = Callable[[Layers], list[float]]
+Measure = Callable[[Layers], StepCosts]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A traced graph, cut into layers and dealt out to stages.
-
-    Attributes:
-        layers: The layers.
-        stages: The stages, once the layers are dealt out.
-        reads: What decides which histories are read: modes with the same share them.
-    """
-
-    layers: Layers
-    stages: tuple[Stage, ...]
-    reads: Hashable
 
 
 class PipelinedModel:
@@ -70,21 +57,28 @@ class PipelinedModel:
         module: The user's module; its `forward` must be its own.
         transport: The ranks.
         balance: How layers are dealt out.
+        repeat: Whether stages compute again what they can, rather than to receive it.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
     """
 
     def __init__(
-        self, module: nn.Module, transport: Transport, balance: Balance, check: Check
+        self,
+        module: nn.Module,
+        transport: Transport,
+        balance: Balance,
+        repeat: RepeatOption,
+        check: Check,
     ) -> None:
         self.module = module
         self.intercepted = find_layers(module)
         self._transport = transport
         self._balance = balance
+        self._repeat = repeat
         self._check = check
-        self._modes: dict[object, Mode] = {}
-        self.on_split: OnSplit | None = None  # is told stages, users of parameters, layer costs
-        self.costs: list[float] = []  # of the layers, where they have been measured
+        self._modes: dict[Hashable, Mode] = {}
+        self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
+        self.costs: StepCosts | None = None  # where they have been measured
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
@@ -127,11 +121,11 @@ class PipelinedModel:
             also_train: At the first call, trace the training mode as well, since parameters may be
                 used there only.
         """
-        key = self._key(call, inputs)
+        key = trace_key(self.module, call, inputs, self._transport.world.device)
         if key not in self._modes or not self._modes[key].stages:
             with self.whole():
                 self.trace(call, inputs, also_train=also_train)
-                self._deal_out(measure)
+                self._deal_out(inputs, measure)
         return self._modes[key]
 
     def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
@@ -142,7 +136,7 @@ class PipelinedModel:
         Raises:
             UnsupportedError: If they are not the same in all modes.
         """
-        self._trace(call, inputs)
+        key = self._trace(call, inputs)
         if also_train and self._counts is None:
             for training in (True, False):
                 with switched(self.module, training):
@@ -156,7 +150,7 @@ class PipelinedModel:
                     remedy="Call the same message-passing layers in both modes.",
                 )
             )
-        return self._modes[self._key(call, inputs)].layers
+        return self._modes[key].layers
 
     def add_copy(self, module: nn.Module) -> StageWeights:
         """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
@@ -202,68 +196,67 @@ class PipelinedModel:
 
     def begin_backward(self) -> GradientSums:
         """Return the sums of gradients over the ranks that share parameters."""
-        return GradientSums(self.module, self._users, self._transport, self._weights.shape_of)
+        return GradientSums(self.module, self._users, self._transport)
 
-    def _key(self, call: Call, inputs: Inputs) -> object:
-        """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""
-        flags = tuple(m.training for m in self.module.modules())
-        options = tuple(traced_options(self.module))
-        frozen = tuple(p.requires_grad for p in self.module.parameters())
-        leaves = tuple(
-            (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
-            for slot, leaf in enumerate(call.leaves)
-        )
-        form = None if inputs.graphs is None else inputs.graphs.form
-        is_autocast = torch.is_autocast_enabled(self._transport.world.device.type)
-        signature = (call.signature, inputs.edge_sets, form)
-        return flags, options, frozen, leaves, signature, is_autocast
-
-    def _reads(self, call: Call) -> Hashable:
-        """Return what changes which rows and statistics are read, other than plain options."""
-        flags = tuple(norm.training for norm in self.intercepted.norms.values())
-        frozen = tuple(p.requires_grad for p in self.module.parameters())
-        return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
-
-    def _trace(self, call: Call, inputs: Inputs) -> None:
-        key = self._key(call, inputs)
+    def _trace(self, call: Call, inputs: Inputs) -> Hashable:
+        """Trace the module in its present mode, if that is new; return the key of the mode."""
+        key = trace_key(self.module, call, inputs, self._transport.world.device)
         if key in self._modes:
-            return
+            return key
         with (
             own_forward(self.module),
             without_memory(self.intercepted.convs),
             torch.inference_mode(False),
         ):
-            graph = trace(self.module, call)
-            sample = draw_sample(self.module, call, inputs)
-            kinds = (Kind.NODE,) if inputs.graphs is None else _OF_GRAPHS
-            values = learn_values(graph, self.module, sample)
-            layers = cut_layers(graph, self.module, values, kinds)
+            served, repeats = self.intercepted.all, bool(self._repeat)
+            layers = cut_module(self.module, call, inputs, served, finds_repeatable=repeats)
             self._check(layers, call, inputs)
-        self._modes[key] = Mode(layers, (), self._reads(call))
+        reads = reads_key(self.module, call, self.intercepted.norms.values())
+        self._modes[key] = Mode(layers, (), reads, self.module.training)
+        return key
 
-    def _deal_out(self, measure: Measure) -> None:
+    def _deal_out(self, inputs: Inputs, measure: Measure) -> None:
         is_first_time = self._counts is None
         if self._counts is None:
-            self._counts = self._count_layers(measure)
-        self._modes = {
-            key: mode
-            if mode.stages
-            else replace(mode, stages=split_layers(mode.layers, self._counts))
-            for key, mode in self._modes.items()
-        }
-        users = self._users
-        for mode in self._modes.values():
+            self._counts = self._count_layers(inputs, measure)
+        counts, users = self._counts, dict(self._users)
+        modes = sorted(self._modes.items(), key=lambda item: not item[1].is_training)
+        for key, mode in modes:
+            if not mode.stages:
+                repeated = self._repeated(mode.layers, inputs)
+                # Evaluation must not make stages share weights: their gradients would be summed.
+                if not is_first_time or mode.is_training != modes[0][1].is_training:
+                    repeated = choose_held(mode.layers, counts, repeated, self.module, users)
+                mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
+                self._modes[key] = mode
             for name, stages in find_users(mode.stages, self.module).items():
-                users.setdefault(name, set()).update(stages)
+                users[name] = users.get(name, set()) | stages
         self._users = {name: users[name] for name in sorted(users)}
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users)
-        if is_first_time and self.on_split is not None:
-            self.on_split(next(iter(self._modes.values())).stages, self._users, self.costs)
+        if is_first_time:
+            self._tell_split(self._modes[modes[0][0]].stages, inputs)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 
-    def _count_layers(self, measure: Measure) -> tuple[int, ...]:
+    def _repeated(self, layers: Layers, inputs: Inputs) -> Sequence[str]:
+        num_shards = self._transport.mesh.num_shards
+        return choose_repeated(layers, self._repeat, inputs.num_rows, num_shards)
+
+    def _tell_split(self, stages: Sequence[Stage], inputs: Inputs) -> None:
+        if self.on_split is not None:
+            costs = [] if self.costs is None else list(map(self.costs.of, stages))
+            self.on_split(stages, self._users, [sum(c.compute_s for c in one) for one in costs])
+        is_in_vain = self._repeat is True and not any(stage.repeated for stage in stages)
+        if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
+            takes_more = "it takes more than the batch's own rows"
+            why = takes_more if inputs.graphs is None else "only those of a single graph do"
+            log.warning(
+                "repeat_encoder=True repeats nothing: from stages that compute again what crosses "
+                f"the cuts to stages that receive it, since {why}."
+            )
+
+    def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers = next(iter(self._modes.values())).layers
         num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         if not isinstance(self._balance, str):
@@ -276,7 +269,7 @@ class PipelinedModel:
         if self._balance == "measured" and 1 < num_stages < num_layers:
             if self._transport.world.is_root:
                 self.costs = self.costs or measure(layers)
-                counts = solve_balance(self.costs, num_stages)
+                counts = self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
             counts = self._transport.broadcast_object(counts)
         return counts
 
@@ -284,14 +277,3 @@ class PipelinedModel:
         if self._users:
             for weights in (self._weights, *self._copies):
                 weights.fill(self._users)
-
-
-def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
-    """Return the shape of a leaf but for the dimension of its rows, as far as a trace sees it."""
-    if inputs.graphs is None:
-        return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
-    shape = list(leaf.shape)
-    how = inputs.graphs.leaves[slot]
-    if how.kind is not Kind.WHOLE:
-        shape[how.dim] = -1
-    return tuple(shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_gnnpipe.passing import find_convs
-from lightning_gnnpipe.stages import Segment
+from lightning_gnnpipe.stages import Segment, strip_root
 
 
 class LayerNames:
@@ -18,3 +18,13 @@ class LayerNames:
         """Return the names of the message-passing layers in `segment`."""
         names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
         return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"
+
+    @staticmethod
+    def of_repeated(part: Segment) -> tuple[str, ...]:
+        """Return the names of what has weights in a part that is computed again, or of its values.
+
+        A weight of no submodule goes by its own name.
+        """
+        names = [strip_root(name) for name, _ in part.module.named_parameters()]
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
+        return tuple(owners) or part.outputs

@@ -8,7 +8,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.history import HistoryOptions
-from lightning_gnnpipe.types import OrderName
+from lightning_gnnpipe.types import OrderName, RepeatOption
 
 _EXACT = MessageOptions()
 
@@ -44,6 +44,7 @@ class EngineOptions:
         messages: How ranks send rows to each other.
         search: How the layout is chosen, if it is left open.
         defers_batch_norm: Whether BatchNorm may normalise each micro-batch of graphs by itself.
+        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
     """
 
     chunks: ChunkOptions
@@ -56,3 +57,4 @@ class EngineOptions:
     messages: MessageOptions = _EXACT
     search: LayoutSearch = _NOTHING
     defers_batch_norm: bool = False
+    repeat_encoder: RepeatOption = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_gnnpipe.engine.costs import LayerCost
+from lightning_gnnpipe.engine.step_costs import LayerCost
 
 _FEW_LAYERS = 8
 _SHORT_CHUNK_S = 2e-3  # below it, Python's share of a chunk's time is large
@@ -19,8 +19,9 @@ class StageForecast:
     Attributes:
         first_layer: Number of its first layer, from 0.
         num_layers: Message-passing layers.
-        num_parameters: Numbers in its weights.
-        compute_s: Seconds, forward and backward, of all its shards together.
+        num_parameters: Numbers in its weights, those that other stages use as well included.
+        compute_s: Seconds, forward and backward, of all its shards together; with what it computes
+            again of earlier layers.
         memory_bytes: Histories, gradient buffers, activations and weights with two optimizer
             states, of the shard that needs most; the batch and its edges are not in it.
     """

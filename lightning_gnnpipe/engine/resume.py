@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
-from lightning_gnnpipe.engine.model import Mode
+from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.errors import CheckpointError, explain
 from lightning_gnnpipe.history import Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey

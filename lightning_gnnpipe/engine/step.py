@@ -155,7 +155,7 @@ class Step:
             values = {**leaves, **dict(zip(parts.stage.received, received, strict=True))}
             run = run_recomputed if parts.recompute and parts.is_training else run_segments
             run(
-                parts.stage.segments,
+                parts.stage.computed,
                 values,
                 chunk,
                 parts.context,

@@ -57,6 +57,13 @@ class Intercepted:
     batch_norms: dict[str, nn.Module]
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
+    @property
+    def all(self) -> list[nn.Module]:
+        """All of these layers."""
+        blocks = (block for block, _ in self.blocks)
+        named = self.norms | self.batch_norms
+        return [*self.convs.values(), *named.values(), *blocks]
+
 
 def find_layers(module: nn.Module) -> Intercepted:
     """Return the layers of `module` that are to be intercepted."""

@@ -26,12 +26,14 @@ class StageRow:
         num_parameters: Numbers in its parameters; one that several stages use counts on the first.
         cost_s: Seconds that its layers took in the timed pass that they were dealt out by, scaled
             to a training step; None if they were dealt out otherwise.
+        repeated: What it computes again of earlier layers.
     """
 
     index: int | None
     layers: tuple[str, ...]
     num_parameters: int
     cost_s: float | None
+    repeated: tuple[str, ...] = ()
 
 
 def describe_stages(
@@ -48,7 +50,7 @@ def describe_stages(
         pipelined: The pipelined module in it.
         stages: Its stages.
         users: Which stages use a parameter or buffer of `pipelined`, by name.
-        costs: Of each layer, in seconds; empty if they were not measured.
+        costs: Of each stage, in seconds; empty if they were not measured.
     """
     sizes = {name: p.numel() for name, p in pipelined.named_parameters()}
     owners = {name: min(users[name]) for name in sizes if users.get(name)}
@@ -57,8 +59,9 @@ def describe_stages(
     for stage in stages:
         layers = tuple(names.of(segment) for segment in stage.segments)
         own = sum(size for name, size in sizes.items() if owners.get(name) == stage.index)
-        cost_s = sum(costs[segment.index] for segment in stage.segments) if costs else None
-        rows.append(StageRow(stage.index, layers, own, cost_s))
+        cost_s = costs[stage.index] if costs else None
+        again = tuple(name for part in stage.repeated for name in names.of_repeated(part))
+        rows.append(StageRow(stage.index, layers, own, cost_s, again))
     rest = sum(p.numel() for p in root.parameters()) - sum(row.num_parameters for row in rows)
     return (*rows, StageRow(None, (), rest, None)) if rest else tuple(rows)
 
@@ -85,10 +88,10 @@ def _cells(row: StageRow) -> tuple[str, ...]:
     if row.index is None:
         return "all", "outside of the pipelined module", f"{row.num_parameters:,}", ""
     first, last = row.layers[0], row.layers[-1]
-    several = f"{first} .. {last} ({len(row.layers)})"
+    layers = first if len(row.layers) == 1 else f"{first} .. {last} ({len(row.layers)})"
     return (
         str(row.index),
-        first if len(row.layers) == 1 else several,
+        ", ".join([*(f"{name} again" for name in row.repeated), layers]),
         f"{row.num_parameters:,}",
         "" if row.cost_s is None else f"{row.cost_s * 1e3:,.1f}",
     )

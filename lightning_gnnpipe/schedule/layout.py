@@ -44,6 +44,8 @@ class LayoutWork:
         message_s: Seconds of a message, whatever its size.
         copied_bytes_per_s: Bytes of rows that a rank can gather, or put down where they belong.
         waits_for_halo: Whether ranks wait for rows, rather than to use those of the last step.
+        tied_bytes: Bytes of the weights that several stages use, once for each stage but the first.
+        num_ties: Messages with gradients of these weights, from stage to stage; as many come back.
     """
 
     num_shards: int
@@ -63,6 +65,8 @@ class LayoutWork:
     message_s: float
     copied_bytes_per_s: float
     waits_for_halo: bool = True
+    tied_bytes: float = 0.0
+    num_ties: int = 0
 
     def compute_s(self, stage: int, chunk: int, *, is_forward: bool) -> float:
         """Return how long the slowest rank of a stage computes."""
@@ -89,7 +93,7 @@ class LayoutTimes:
     Attributes:
         pipeline_s: Chunks forward and back, with exchanges and idle time.
         output_s: Outputs on their way to all ranks.
-        weight_s: Sums of the gradients of weights over shards.
+        weight_s: Sums of the gradients of weights over shards, and of shared ones over stages.
         loss_s: Loss and metrics.
         bubble_frac: Share of the ranks' time in `pipeline_s` in which they do not compute.
     """
@@ -135,7 +139,9 @@ def simulate_layout(work: LayoutWork) -> LayoutTimes:
     return LayoutTimes(
         pipeline_s=pipeline_s,
         output_s=num_rounds * (shards * work.message_s + work.output_bytes / work.bytes_per_s),
-        weight_s=num_steps * (work.message_s + max(work.weight_bytes) / shards / work.bytes_per_s),
+        weight_s=num_steps * (work.message_s + max(work.weight_bytes) / shards / work.bytes_per_s)
+        # from one stage to the next, and back
+        + 2 * (work.num_ties * work.message_s + work.tied_bytes / work.bytes_per_s),
         loss_s=work.loss_s,
         bubble_frac=idle_s / (num_stages * timeline.span) if timeline.span else 0.0,
     )

@@ -17,18 +17,21 @@ def pipeline_bytes(
     num_nodes: int,
     row_bytes: Sequence[int],
     output_row_bytes: int,
+    tied_bytes: int = 0,
     backward: bool = True,
 ) -> int:
     """Return the bytes that all ranks send in a step of the pipeline.
 
     Every node row crosses every cut, its gradient crosses it back, and the outputs go from the last
-    stage to all others: `2 N sum(row_bytes) + (S - 1) N output_row_bytes`.
+    stage to all others: `2 N sum(row_bytes) + (S - 1) N output_row_bytes`. Gradients of weights
+    that several stages use are summed from stage to stage, and the sum goes back: `2 tied_bytes`.
 
     Args:
         num_stages: Number of stages.
         num_nodes: Number of nodes of the graph.
         row_bytes: For each cut, bytes of one node's row of all tensors that cross it.
         output_row_bytes: Bytes of one node's row of the output.
+        tied_bytes: Bytes of the weights that several stages use, once for each stage but the first.
         backward: Whether gradients are sent back.
 
     Raises:
@@ -43,8 +46,9 @@ def pipeline_bytes(
                 remedy="There is one cut between any two neighbouring stages.",
             )
         )
-    num_passes = 2 if backward else 1
-    return num_passes * num_nodes * sum(row_bytes) + num_cuts * num_nodes * output_row_bytes
+    rows = num_nodes * sum(row_bytes)
+    gradients = rows + 2 * tied_bytes if backward else 0
+    return rows + gradients + num_cuts * num_nodes * output_row_bytes
 
 
 def graph_parallel_bytes(

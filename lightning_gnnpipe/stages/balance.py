@@ -8,7 +8,9 @@ from itertools import accumulate
 from lightning_gnnpipe.errors import ConfigError, explain
 
 
-def solve_balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def solve_balance(
+    costs: Sequence[float], num_stages: int, first_costs: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Return how many layers each stage gets for the largest sum of costs to be the least.
 
     Dynamic programming over (stages, layers); among equals the earlier stages get fewer layers.
@@ -16,6 +18,8 @@ def solve_balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Args:
         costs: Cost of each layer, any unit, at least 0.
         num_stages: Stages, each of which gets at least one layer.
+        first_costs: For each layer what a stage that begins with it has to do as well; None for
+            nothing.
 
     Raises:
         ConfigError: If there are more stages than layers.
@@ -23,13 +27,15 @@ def solve_balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     num_layers = len(costs)
     check_num_stages(num_layers, num_stages)
     total = [0.0, *accumulate(costs)]
+    extra = [0.0] * num_layers if first_costs is None else first_costs
     best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
     cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
     best[0][0] = 0.0
     for stage in range(1, num_stages + 1):
         for end in range(stage, num_layers + 1):
             for start in range(stage - 1, end):
-                slowest = max(best[stage - 1][start], total[end] - total[start])
+                own = total[end] - total[start] + extra[start]
+                slowest = max(best[stage - 1][start], own)
                 if slowest < best[stage][end]:
                     best[stage][end], cut[stage][end] = slowest, start
     counts: list[int] = []

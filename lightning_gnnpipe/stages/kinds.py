@@ -35,6 +35,10 @@ class Inputs:
     edge_sets: tuple[int, ...]
     graphs: GraphBatch | None = None
 
+    def num_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        return self.num_nodes if kind is Kind.NODE else self.edge_sizes[edge_set]
+
 
 def classify_graph(call: Call) -> Inputs:
     """Say of each tensor of `call`, which holds one graph, what its first dimension counts.

@@ -10,40 +10,21 @@ border of two stages.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.stages.effects import is_named_random
 from lightning_gnnpipe.stages.graph_batch import Kind
+from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder
 from lightning_gnnpipe.stages.trace import contains_passing, root_of
 from lightning_gnnpipe.stages.values import Value
 
-_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
 _CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)
-_RANDOM_WORDS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial")
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One layer: a module whose positional inputs and outputs are the named values.
-
-    Attributes:
-        inputs: Names of leaves (`leaf_0`) and of values of earlier segments.
-        outputs: Names of the values that later segments or the caller need.
-        has_inplace: Whether it may overwrite its inputs.
-    """
-
-    index: int
-    module: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    has_inplace: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +37,8 @@ class Layers:
         values: What is known of each value.
         outputs: Names of the model's output tensors.
         output_template: The structure of the output, `fx.Node`s in place of tensors.
+        repeatable: Values that cross cuts and that any stage can compute from the batch, in the
+            order of their computation, with the number of the segment that computes them.
     """
 
     segments: tuple[Segment, ...]
@@ -63,6 +46,7 @@ class Layers:
     values: dict[str, Value]
     outputs: tuple[str, ...]
     output_template: Any
+    repeatable: Mapping[str, int] = field(default_factory=dict)
 
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
         """Return the model's output with `tensors` in the order of `outputs`."""
@@ -103,7 +87,7 @@ def cut_layers(
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
     outputs = _check_outputs(output, values, output_kinds)
-    cutter = _Cutter(nodes, output, values, _find_repeatable(nodes, values))
+    cutter = _Cutter(nodes, output, values, _find_free(nodes, values))
     starts = cutter.starts(_find_calls(nodes, module))
     crossing = tuple(cutter.alive(start) for start in starts)
     ends = [*starts[1:], len(nodes)]
@@ -159,22 +143,18 @@ def _check_outputs(
     return tuple(found)
 
 
-def _find_repeatable(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
-    """Values that a later segment can compute again from the batch.
-
-    They are sizes, weights of layers and changed edges.
-    """
-    repeatable: set[fx.Node] = set()
+def _find_free(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
+    """Values that each segment computes by itself: sizes, weights of layers and changed edges."""
+    free: set[fx.Node] = set()
     for node in nodes:
         is_cheap = node.op in ("get_attr", "call_function", "call_method")
-        is_random = any(word in str(node.target).lower() for word in _RANDOM_WORDS)
         sources_are_free = all(
-            source.op == "placeholder" or source in repeatable for source in node.all_input_nodes
+            source.op == "placeholder" or source in free for source in node.all_input_nodes
         )
         is_rows = node.name in values and values[node.name].kind is Kind.NODE
-        if is_cheap and not is_random and sources_are_free and not is_rows:
-            repeatable.add(node)
-    return repeatable
+        if is_cheap and not is_named_random(node) and sources_are_free and not is_rows:
+            free.add(node)
+    return free
 
 
 class _Cutter:
@@ -183,11 +163,11 @@ class _Cutter:
         nodes: Sequence[fx.Node],
         output: fx.Node,
         values: dict[str, Value],
-        repeatable: set[fx.Node],
+        free: set[fx.Node],
     ) -> None:
         self.nodes = nodes
         self.values = values
-        self.repeatable = repeatable
+        self.free = free
         self.place = {node: i for i, node in enumerate(nodes)} | {output: len(nodes)}
 
     def alive(self, start: int) -> tuple[str, ...]:
@@ -196,11 +176,11 @@ class _Cutter:
 
     def _crosses(self, node: fx.Node, start: int) -> bool:
         return any(self._is_used_from(user, start) for user in node.users) and (
-            node not in self.repeatable
+            node not in self.free
         )
 
     def _is_used_from(self, user: fx.Node, start: int) -> bool:
-        if user in self.repeatable:  # it is computed again wherever it is needed
+        if user in self.free:  # it is computed again wherever it is needed
             return any(self._is_used_from(later, start) for later in user.users)
         return self.place[user] >= start
 
@@ -231,58 +211,11 @@ class _Cutter:
         self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
     ) -> Segment:
         """Build the segment of positions `span` that computes or passes on the values `needed`."""
-        body = list(self.nodes[span[0] : span[1]])
-        builder = _Builder(self.repeatable)
+        body = self.nodes[span[0] : span[1]]
+        builder = SegmentBuilder(self.free)
         for node in body:
-            if node not in self.repeatable:
+            if node not in self.free:
                 builder.copy(node)
         by_name = {node.name: node for node in self.place}
         by_name |= {leaf.name: leaf for leaf in body[0].graph.nodes if leaf.op == "placeholder"}
-        builder.graph.output(tuple(builder.lookup(by_name[name]) for name in needed))
-        graph_module = fx.GraphModule(root_of(module), builder.graph)
-        inputs = tuple(str(n.target) for n in builder.graph.nodes if n.op == "placeholder")
-        return Segment(
-            index, graph_module, inputs, needed, any(_is_inplace(n, module) for n in body)
-        )
-
-
-class _Builder:
-    """Copies nodes into a graph of their own; what is defined elsewhere becomes an input."""
-
-    def __init__(self, repeatable: set[fx.Node]) -> None:
-        self.graph = fx.Graph()
-        self.repeatable = repeatable
-        self.copies: dict[fx.Node, fx.Node] = {}
-        self._last_input: fx.Node | None = None
-
-    def copy(self, node: fx.Node) -> fx.Node:
-        self.copies[node] = self.graph.node_copy(node, self.lookup)
-        return self.copies[node]
-
-    def lookup(self, node: fx.Node) -> fx.Node:
-        if node in self.copies:
-            return self.copies[node]
-        if node in self.repeatable:
-            return self.copy(node)
-        first = self._last_input.next if self._last_input else next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first) if first is not None else _Nowhere():
-            self.copies[node] = self._last_input = self.graph.placeholder(node.name)
-        return self.copies[node]
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _is_inplace(node: fx.Node, module: nn.Module) -> bool:
-    if node.op == "call_module":
-        layer = root_of(module).get_submodule(str(node.target))
-        is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
-        return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return (
-        node.kwargs.get("inplace") is True
-        or node.target in _INPLACE_FUNCTIONS
-        or (name.endswith("_") and not name.endswith("__"))
-    )
+        return builder.build(index, [by_name[name] for name in needed], module)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_gnnpipe.stages.layers import Layers, Segment
+from lightning_gnnpipe.stages.layers import Layers
+from lightning_gnnpipe.stages.segments import Segment, part_of
 from lightning_gnnpipe.stages.trace import strip_root
 from lightning_gnnpipe.stages.values import Value
 
@@ -19,6 +20,7 @@ class Stage:
     Attributes:
         index: Its number, from 0.
         segments: Its layers.
+        repeated: Parts of earlier layers that it computes again from the batch.
         received: Names of the values that come from the previous stage.
         sent: Names of the values that go to the next stage; on the last stage, of the model's
             outputs.
@@ -27,35 +29,82 @@ class Stage:
 
     index: int
     segments: tuple[Segment, ...]
+    repeated: tuple[Segment, ...]
     received: tuple[str, ...]
     sent: tuple[str, ...]
     values: dict[str, Value]
 
     @property
+    def computed(self) -> tuple[Segment, ...]:
+        """All that it computes, in order: the parts of earlier layers, then its own layers."""
+        return *self.repeated, *self.segments
+
+    @property
     def leaves(self) -> frozenset[str]:
         """Names of the batch's tensors that this stage reads."""
-        named = {name for segment in self.segments for name in segment.inputs}
+        named = {name for segment in self.computed for name in segment.inputs}
         return frozenset(name for name in named if name.startswith("leaf_"))
 
 
-def split_layers(layers: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return one stage for each of `counts`, with that many consecutive layers."""
+def split_layers(
+    layers: Layers, counts: Sequence[int], repeated: Collection[str] = ()
+) -> tuple[Stage, ...]:
+    """Return one stage for each of `counts`, with that many consecutive layers.
+
+    Args:
+        layers: The layers.
+        counts: Numbers of layers.
+        repeated: Names of values that stages compute again rather than to receive them.
+    """
     stages = []
     start = 0
     for index, count in enumerate(counts):
         end = start + count
         is_last = end == len(layers.segments)
+        segments = layers.segments[start:end]
+        crossing = layers.crossing[start]
+        read = {name for segment in segments for name in segment.inputs}
+        read |= set(layers.outputs) if is_last else set()
+        again = [name for name in crossing if name in repeated and name in read]
+        sent = layers.outputs if is_last else _without(layers.crossing[end], repeated)
         stages.append(
             Stage(
                 index,
-                layers.segments[start:end],
-                layers.crossing[start],
-                layers.outputs if is_last else layers.crossing[end],
+                segments,
+                _parts(layers, again),
+                _without(crossing, repeated),
+                sent,
                 layers.values,
             )
         )
         start = end
     return tuple(stages)
+
+
+def _without(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in others)
+
+
+def _parts(layers: Layers, names: Sequence[str]) -> tuple[Segment, ...]:
+    """Return what computes the values `names`, a part of each segment that is needed for it."""
+    sources = sorted({layers.repeatable[name] for name in names})
+    return tuple(
+        part_of(layers.segments[source], [n for n in names if layers.repeatable[n] == source])
+        for source in sources
+    )
+
+
+def repeat_costs(
+    layers: Layers, repeated: Collection[str], costs: Mapping[str, float]
+) -> list[float]:
+    """Return what a stage that begins with each layer has to compute again, at most.
+
+    Args:
+        layers: The layers.
+        repeated: Names of the values that stages compute again.
+        costs: Of each of them.
+    """
+    return [sum(costs[name] for name in names if name in repeated) for names in layers.crossing]
 
 
 def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]]:
@@ -70,10 +119,42 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
             by_name[name] = first_name.setdefault(id(tensor), name)
     users: dict[str, set[int]] = {}
     for stage in stages:
-        for segment in stage.segments:
+        for segment in stage.computed:
             for name in _names_used(segment, module, by_name):
                 users.setdefault(by_name[name], set()).add(stage.index)
     return users
+
+
+def choose_held(
+    layers: Layers,
+    counts: Sequence[int],
+    repeated: Collection[str],
+    module: nn.Module,
+    users: Mapping[str, set[int]],
+) -> list[str]:
+    """Return those of the values `repeated` for which no stage needs a weight that it has not.
+
+    Once layers have been dealt out a stage can be given a weight, but not what an optimizer knows
+    of it.
+
+    Args:
+        layers: The layers.
+        counts: How they are dealt out.
+        repeated: Names of values that stages would compute again.
+        module: The pipelined module.
+        users: The stages that have each of its tensors.
+    """
+    plain = find_users(split_layers(layers, counts), module)
+    nobody: set[int] = set()
+
+    def is_held(name: str) -> bool:
+        wanted = find_users(split_layers(layers, counts, [name]), module)
+        return all(
+            stages <= users.get(weight, nobody) | plain.get(weight, nobody)
+            for weight, stages in wanted.items()
+        )
+
+    return [name for name in repeated if is_held(name)]
 
 
 def _names_used(segment: Segment, module: nn.Module, registered: Container[str]) -> Iterable[str]:

@@ -93,6 +93,7 @@ def run_plain(
     module: ReferenceModule,
     data: Data,
     *,
+    callbacks: Sequence[L.Callback] = (),
     max_epochs: int,
     tmp_path: Path,
     seed: int = SEED,
@@ -105,7 +106,7 @@ def run_plain(
         L.seed_everything(seed, verbose=False)
         trainer = L.Trainer(
             devices=1,
-            callbacks=[StepRecorder(folder)],
+            callbacks=[*callbacks, StepRecorder(folder)],
             max_epochs=max_epochs,
             **_quiet(tmp_path, trainer_kwargs),
         )

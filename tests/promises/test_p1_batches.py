@@ -116,6 +116,7 @@ def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
     [
         (2, {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}),
         (2, {"strategy_kwargs": {"recompute": True}}),
+        (2, {"strategy_kwargs": {"repeat_encoder": True}}),
         (1, {"strategy_kwargs": {"balance": "uniform"}, "trainer_kwargs": {"max_epochs": 3}}),
         (
             2,
@@ -125,7 +126,7 @@ def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
             },
         ),
     ],
-    ids=["clip and accumulate", "recompute", "several epochs", "settings for one graph"],
+    ids=["clip and accumulate", "recompute", "repeat", "several epochs", "settings for one graph"],
 )
 def test_options_leave_it_equal(num_stages: int, options: dict[str, Any], tmp_path: Path) -> None:
     shared = {"trainer_kwargs": options.get("trainer_kwargs")}

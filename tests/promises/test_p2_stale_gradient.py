@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gnnpipe.types import OrderName
+from lightning_gnnpipe.types import OrderName, RepeatOption
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
@@ -75,6 +75,7 @@ def assert_equals_oracle(
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,
+    repeat_encoder: RepeatOption = "auto",
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
@@ -107,6 +108,7 @@ def assert_equals_oracle(
             "chunk_order": order,
             "staleness": method(RULES[rule], scale, delay),
             "recompute": recompute,
+            "repeat_encoder": repeat_encoder,
         },
     )
     assert_steps_equal(fit.steps, expected)

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.types import RepeatOption
 
 N, E, D, C = 37, 120, 8, 3
 FLOAT = 4
@@ -80,13 +81,17 @@ def measure(
     num_chunks: int,
     num_shards: int = 1,
     data: Data | None = None,
+    repeat: RepeatOption = "auto",
 ) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages * num_shards,
         strategy=GNNPipeStrategy(
-            num_chunks=num_chunks, graph_parallel=num_shards, start_method="fork"
+            num_chunks=num_chunks,
+            graph_parallel=num_shards,
+            start_method="fork",
+            repeat_encoder=repeat,
         ),
         max_epochs=3,
         callbacks=[BytesRecorder(folder)],
@@ -99,30 +104,71 @@ def measure(
     return torch.load(folder / "bytes.pt")
 
 
+@pytest.mark.parametrize("repeat", [True, False])
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 4), (2, 1), (2, 5), (3, 7)])
-def test_p5_bytes_equal_the_formula(num_stages: int, num_chunks: int, tmp_path: Path) -> None:
-    """GCNII: two tensors cross each cut, X and X_0; the first step is exact, the others are not."""
+def test_p5_bytes_equal_the_formula(
+    num_stages: int, num_chunks: int, repeat: bool, tmp_path: Path
+) -> None:
+    """GCNII: X and X_0 cross each cut, or X alone where each stage computes X_0 again.
+
+    The first step is exact, the others are not.
+    """
     module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
-    steps = measure(tmp_path, module, num_stages, num_chunks)
+    steps = measure(tmp_path, module, num_stages, num_chunks, repeat=repeat)
     assert len(steps) == 3
-    crossing = 2 * (num_stages - 1) * N * (2 * D) * FLOAT
+    row_bytes = (D if repeat else 2 * D) * FLOAT
+    crossing = 2 * (num_stages - 1) * N * row_bytes
     outputs = (num_stages - 1) * N * C * FLOAT
+    # weight and bias of the encoder, once for each stage but the first
+    tied = repeat * (num_stages - 1) * (4 * D + D) * FLOAT
     for step in steps:
         assert step.get("forward", 0) == step.get("backward", 0) == crossing // 2
         assert step.get("output", 0) == outputs
-        assert not step.keys() - {"forward", "backward", "output", "control"}
-    assert crossing + outputs == pipeline_bytes(
+        assert step.get("tied_grad", 0) == 2 * tied
+        assert not step.keys() - {"forward", "backward", "output", "tied_grad", "control"}
+    assert crossing + outputs + 2 * tied == pipeline_bytes(
         num_stages=num_stages,
         num_nodes=N,
-        row_bytes=[2 * D * FLOAT] * (num_stages - 1),
+        row_bytes=[row_bytes] * (num_stages - 1),
         output_row_bytes=C * FLOAT,
+        tied_bytes=tied,
     )
 
 
-def test_p5_edge_features_count_by_edge(tmp_path: Path) -> None:
-    [*_, step] = measure(tmp_path, EdgeClassifier(EdgeNet(), C), 2, 4)
-    assert step["forward"] == step["backward"] == (N * D + E * 5) * FLOAT
+@pytest.mark.parametrize("repeat", ["auto", False])
+def test_p5_edge_features_count_by_edge(repeat: RepeatOption, tmp_path: Path) -> None:
+    module = EdgeClassifier(EdgeNet(), C)
+    [*_, step] = measure(tmp_path, module, 2, 4, repeat=repeat)
+    edges = 0 if repeat else E * 5
+    assert step["forward"] == step["backward"] == (N * D + edges) * FLOAT
     assert step["output"] == N * C * FLOAT
+    assert step.get("tied_grad", 0) == (2 * (2 * 5 + 5) * FLOAT if repeat else 0)
+
+
+class Late(GCNII):
+    """Reads X_0 in the last layer alone: only the last of three stages computes it again."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x_0 = self.lin_in(self.dropout(x)).relu()
+        for conv in self.convs[:-1]:
+            x = conv(self.dropout(x), x, edge_index).relu()
+        x = self.convs[-1](self.dropout(x), x_0, edge_index).relu()
+        return self.lin_out(self.dropout(x))
+
+
+def test_p5_only_stages_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> None:
+    module = NodeClassifier(Late(4, D, C, num_layers=3), C)
+    [*_, step] = measure(tmp_path, module, 3, 4)
+    assert step["forward"] == step["backward"] == 2 * N * D * FLOAT
+    assert step["tied_grad"] == 2 * (4 * D + D) * FLOAT
+
+
+def test_p5_shards_sum_shared_gradients_as_a_ring_of_all_would(tmp_path: Path) -> None:
+    """Those of a shard are summed over stages on the way there, over shards at its end."""
+    module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
+    [*_, step] = measure(tmp_path, module, 2, 4, num_shards=2)
+    assert step["forward"] == step["backward"] == N * D * FLOAT
+    assert step["tied_grad"] == 2 * (4 - 1) * (4 * D + D) * FLOAT
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])

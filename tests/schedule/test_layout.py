@@ -78,6 +78,12 @@ def test_outputs_weights_and_loss_come_on_top() -> None:
     assert times.step_s == base.step_s + 6 + 7 + 0.5
 
 
+def test_gradients_of_shared_weights_go_along_the_pipe_and_back() -> None:
+    tied = replace(WORK, tied_bytes=300.0, num_ties=2, message_s=0.25)
+    own_s = simulate_layout(replace(WORK, message_s=0.25)).weight_s
+    assert simulate_layout(tied).weight_s == own_s + 2 * (2 * 0.25 + 3)
+
+
 def test_one_rank_sends_nothing() -> None:
     alone = replace(
         WORK,

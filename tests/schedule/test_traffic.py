@@ -24,6 +24,9 @@ def test_pipeline_bytes() -> None:
     )
     assert count() == 2 * 10 * (16 + 24) + 2 * 10 * 4
     assert count(backward=False) == 10 * (16 + 24) + 2 * 10 * 4
+    # gradients of shared weights go to the first stage, and come back
+    assert count(tied_bytes=100) == count() + 200
+    assert count(tied_bytes=100, backward=False) == count(backward=False)
 
 
 def test_one_stage_sends_nothing() -> None:

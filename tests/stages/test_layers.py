@@ -319,11 +319,17 @@ def test_balance() -> None:
         check_counts([2, 2], 3, 2)
 
 
-def brute_force(costs: list[float], num_stages: int) -> float:
+def test_balance_counts_what_a_stage_computes_again() -> None:
+    assert solve_balance([2, 2, 2, 2], 2) == (2, 2)
+    assert solve_balance([2, 2, 2, 2], 2, [0, 3, 3, 3]) == (3, 1)
+    assert solve_balance([2, 2, 2, 2], 2, [0, 0, 0, 3]) == (2, 2)
+
+
+def brute_force(costs: list[float], num_stages: int, firsts: list[float]) -> float:
     if num_stages == 1:
-        return sum(costs)
+        return sum(costs) + firsts[0]
     return min(
-        max(sum(costs[:i]), brute_force(costs[i:], num_stages - 1))
+        max(sum(costs[:i]) + firsts[0], brute_force(costs[i:], num_stages - 1, firsts[i:]))
         for i in range(1, len(costs) - num_stages + 2)
     )
 
@@ -334,10 +340,14 @@ def test_balance_equals_brute_force(seed: int) -> None:
     num_layers = int(torch.randint(1, 9, (), generator=generator))
     num_stages = int(torch.randint(1, num_layers + 1, (), generator=generator))
     costs = torch.rand(num_layers, generator=generator).tolist()
-    counts, start, slowest = solve_balance(costs, num_stages), 0, 0.0
-    for count in counts:
-        slowest, start = max(slowest, sum(costs[start : start + count])), start + count
-    assert slowest == pytest.approx(brute_force(costs, num_stages))
+    firsts = torch.rand(num_layers, generator=generator).tolist()
+    for first_costs in (None, firsts):
+        extra = first_costs or [0.0] * num_layers
+        counts, start, slowest = solve_balance(costs, num_stages, first_costs), 0, 0.0
+        for count in counts:
+            own = extra[start] + sum(costs[start : start + count])
+            slowest, start = max(slowest, own), start + count
+        assert slowest == pytest.approx(brute_force(costs, num_stages, extra))
 
 
 class CountsSources(nn.Module):

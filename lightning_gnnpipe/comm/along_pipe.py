@@ -1,0 +1,63 @@
+"""Sums over some of the stages, along the pipe axis.
+
+    stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3       summed on the way
+             -------- total ------------->   -------- total ----------->        and given back
+
+Only ranks of these stages take part, and each sends what crosses a cut in a step: to the stage
+before as backward does, and to the one behind. The total is one tensor, so all get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.comm.transport import Transport
+from lightning_gnnpipe.types import TrafficKind
+
+
+def sum_along_pipe(
+    transport: Transport,
+    own: Tensor,
+    stages: Sequence[int],
+    kind: TrafficKind,
+    number: int,
+    *,
+    num_flags: int = 0,
+) -> Tensor:
+    """Return the sum of the tensors that the ranks of `stages` have, all shards included.
+
+    The ranks must make the same calls in the same order; nothing else may be on its way between
+    them.
+
+    Args:
+        transport: The ranks.
+        own: This rank's, `[num_elements]`.
+        stages: The stages, ascending; this rank's is one of them.
+        kind: What it is.
+        number: Of the sum, to tell it from others.
+        num_flags: How many elements at its end count as control.
+    """
+    mesh = transport.mesh
+    place = stages.index(mesh.stage)
+    later = None if place + 1 == len(stages) else mesh.rank_of(stages[place + 1])
+
+    def receive(source: int) -> Tensor:
+        transport.post_receive(source, kind, number, [torch.empty_like(own)])
+        [received] = transport.wait_receive(kind, number)
+        transport.meter.recount(kind, "control", num_flags * own.element_size())
+        return received
+
+    total = own if later is None else own + receive(later)
+    if place > 0:
+        earlier = mesh.rank_of(stages[place - 1])
+        transport.send(earlier, kind, number, [total])
+        total = receive(earlier)
+    elif mesh.num_shards > 1:
+        transport.start_sum_over_shards(total, kind, num_flags=num_flags)()
+    if later is not None:
+        transport.send(later, kind, number, [total])
+    transport.flush()
+    return total

@@ -1,0 +1,61 @@
+"""What a traced graph depends on, and what it was cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A traced graph, cut into layers and dealt out to stages.
+
+    Attributes:
+        layers: The layers.
+        stages: The stages, once the layers are dealt out.
+        reads: What decides which histories are read: modes with the same share them.
+        is_training: Whether the module was in training mode.
+    """
+
+    layers: Layers
+    stages: tuple[Stage, ...]
+    reads: Hashable
+    is_training: bool
+
+
+def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
+    """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""
+    flags = tuple(m.training for m in module.modules())
+    options = tuple(traced_options(module))
+    frozen = tuple(p.requires_grad for p in module.parameters())
+    leaves = tuple(
+        (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
+        for slot, leaf in enumerate(call.leaves)
+    )
+    form = None if inputs.graphs is None else inputs.graphs.form
+    is_autocast = torch.is_autocast_enabled(device.type)
+    signature = (call.signature, inputs.edge_sets, form)
+    return flags, options, frozen, leaves, signature, is_autocast
+
+
+def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
+    """Return what changes which rows and statistics are read, other than plain options."""
+    flags = tuple(norm.training for norm in norms)
+    frozen = tuple(p.requires_grad for p in module.parameters())
+    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
+
+
+def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
+    """Return the shape of a leaf but for the dimension of its rows, as far as a trace sees it."""
+    if inputs.graphs is None:
+        return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
+    shape = list(leaf.shape)
+    how = inputs.graphs.leaves[slot]
+    if how.kind is not Kind.WHOLE:
+        shape[how.dim] = -1
+    return tuple(shape)

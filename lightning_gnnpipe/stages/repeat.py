@@ -1,0 +1,176 @@
+"""Values that a stage computes again rather than to receive them.
+
+    stage 0   x -> dropout -> lin -> relu = X_0 -> layers ->  X  |
+    stage 1   x -> dropout -> lin -> relu = X_0 -> layers    <-  X  crosses the cut, X_0 does not
+
+Every rank holds the batch, so what is computed from it alone, row by row, need not travel. The
+stage then shares the weights (`lin`): their gradients are summed over the stages, instead of the
+rows' that would go back. Its copy has the number of the segment that it is a part of, from which
+random numbers are seeded, so dropout has the same masks everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_gnnpipe.stages.call import Call
+from lightning_gnnpipe.stages.effects import Effects, learn_effects
+from lightning_gnnpipe.stages.graph_batch import Kind
+from lightning_gnnpipe.stages.kinds import Inputs
+from lightning_gnnpipe.stages.layers import Layers
+from lightning_gnnpipe.stages.segments import Segment, find_sources, part_of, without
+from lightning_gnnpipe.stages.trace import contains_passing
+from lightning_gnnpipe.stages.values import Sample, draw_sample, undisturbed
+from lightning_gnnpipe.types import RepeatOption
+
+_MOST_WEIGHTS_PER_BYTE = 128
+"""Weights that may be used to spare one byte of a row.
+
+A weight takes two operations a row forward and four backward; of a value of B bytes a row, 2 B
+bytes are spared: 128 weights a byte are 384 operations for each byte that is not sent. A CPU core
+makes as many while a link of 1 Gbit/s sends a byte, a GPU while one of 100 Gbit/s does.
+"""
+_ROUNDING = 1e-3  # so much of the norm may differ: all ranks must come to the same conclusion
+
+
+def find_repeatable(
+    layers: Layers,
+    module: nn.Module,
+    call: Call,
+    inputs: Inputs,
+    served: Collection[nn.Module],
+) -> Layers:
+    """Return `layers` with the values that any stage can compute from the batch.
+
+    Such a value crosses a cut and is computed within one segment, from leaves alone, from tensors
+    with the same rows as it has. No layer does that passes messages, is in `served`, or changes its
+    buffers. Nothing else overwrites what it is computed from, and nothing else draws random numbers
+    before it does. The part of the segment that is left gives the same on a sample.
+
+    Args:
+        layers: The layers, cut.
+        module: That was traced.
+        call: Its arguments, of which a sample is run.
+        inputs: What they are.
+        served: Modules that are given statistics of all rows, or run otherwise on chunks.
+    """
+    special = {id(m) for m in served}
+    found = {
+        name: segment
+        for segment in layers.segments[:-1]
+        for name, end in segment.ends.items()
+        if end.op != "placeholder" and _is_of_rows(name, segment, layers, special)
+    }
+    if not found:
+        return layers
+    nodes = {name: find_sources([segment.ends[name]]) for name, segment in found.items()}
+    watched = {node.name for sources in nodes.values() for node in sources}
+    sample = draw_sample(module, call, inputs)  # the one before may have been overwritten
+    with undisturbed(module), torch.enable_grad():
+        effects = learn_effects(layers.segments, sample, watched)
+        repeatable = {
+            name: segment.index
+            for name, segment in found.items()
+            if _is_undisturbed(segment, {node.name for node in nodes[name]}, effects)
+            and _is_same(part_of(segment, [name]), sample, effects.results[name])
+        }
+    # What nothing writes to need not be handed on from segment to segment.
+    segments = tuple(
+        without(s, {name for name, source in repeatable.items() if source < s.index})
+        for s in layers.segments
+    )
+    return replace(layers, segments=segments, repeatable=repeatable)
+
+
+def _is_of_rows(name: str, segment: Segment, layers: Layers, special: Collection[int]) -> bool:
+    """Whether a value is computed from leaves, by layers that see rows of its own kind alone."""
+    value, sources = layers.values[name], find_sources([segment.ends[name]])
+    has_rows: set[fx.Node] = set()
+    for node in segment.module.graph.nodes:
+        if node not in sources:
+            continue
+        known = layers.values.get(node.name)
+        if node.op == "placeholder" and not node.name.startswith("leaf_"):
+            return False
+        if not _is_plain(segment, node, special):
+            return False
+        if known is not None and known.kind in (Kind.NODE, Kind.EDGE):
+            if (known.kind, known.edge_set) != (value.kind, value.edge_set):
+                return False
+            has_rows.add(node)
+        elif any(source in has_rows for source in node.all_input_nodes):
+            if known is not None:  # a tensor that joins rows
+                return False
+            has_rows.add(node)
+    return True
+
+
+def _is_plain(segment: Segment, node: fx.Node, special: Collection[int]) -> bool:
+    """Whether a node is no special module, and its gradient can be summed over stages."""
+    if node.op != "call_module":
+        return node.kwargs.get("sparse") is not True
+    layer = segment.module.get_submodule(str(node.target))
+    return not contains_passing(layer) and not any(
+        id(m) in special or getattr(m, "sparse", False) is True for m in layer.modules()
+    )
+
+
+def _is_undisturbed(segment: Segment, sources: Collection[str], effects: Effects) -> bool:
+    """Whether the nodes `sources` of `segment` give the same without its other nodes."""
+    if any(effects.writers[name] - set(sources) for name in sources):
+        return False
+    if any(name in effects.changers for name in sources):
+        return False
+    drawing = [n.name in sources for n in segment.module.graph.nodes if n.name in effects.draws]
+    first = drawing.index(False) if False in drawing else len(drawing)
+    return not any(drawing[first:])
+
+
+def _is_same(part: Segment, sample: Sample, given: Tensor) -> bool:
+    """Whether a part of a segment gives what the segment has given with the same seed."""
+    leaves = [sample.leaves[int(name.removeprefix("leaf_"))] for name in part.inputs]
+    torch.manual_seed(part.index)
+    [found] = part.module(*(leaf.clone() for leaf in leaves))
+    difference = (found.double() - given.double()).norm()
+    return bool(difference <= _ROUNDING * given.double().norm())
+
+
+def choose_repeated(
+    layers: Layers, option: RepeatOption, num_rows: Callable[[Kind, int], int], num_shards: int
+) -> tuple[str, ...]:
+    """Return the names of the values that stages compute again.
+
+    For "auto" those of which the rows, and their gradients, are more bytes at each cut than the
+    gradients of the weights, forth and back, and that use at most 128 weights for each byte of a
+    row. A weight counts for the first value that uses it.
+
+    Args:
+        layers: The layers.
+        option: Whether to: always, never, or "auto".
+        num_rows: Returns how many rows there are of nodes, or of the edges of a set.
+        num_shards: Shards, each of which sums gradients.
+    """
+    if not option:
+        return ()
+    chosen, held = [], set[int]()
+    for name, source in layers.repeatable.items():
+        part = part_of(layers.segments[source], (name,))
+        value = layers.values[name]
+        new = [p for p in part.module.parameters() if id(p) not in held]
+        rows = num_rows(value.kind, value.edge_set)
+        spared = rows * value.row_bytes * (2 if value.requires_grad else 1)
+        summed = 2 * num_shards * tied_bytes(new)
+        is_cheap = sum(p.numel() for p in new) <= _MOST_WEIGHTS_PER_BYTE * value.row_bytes
+        if option is True or (spared > summed and is_cheap):
+            chosen.append(name)
+            held.update(map(id, new))
+    return tuple(chosen)
+
+
+def tied_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the gradients of `parameters`."""
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)

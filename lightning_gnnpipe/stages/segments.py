@@ -1,0 +1,150 @@
+"""Segments: pieces of a traced graph as modules, into which and out of which go named values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
+
+from torch import fx, nn
+from torch_geometric.nn import MessagePassing
+
+from lightning_gnnpipe.stages.trace import contains_passing, root_of
+
+_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One layer, or a part of it: a module whose positional inputs and outputs are named values.
+
+    Attributes:
+        index: Number of the layer, from 0.
+        module: What it computes.
+        inputs: Names of leaves (`leaf_0`) and of values of earlier segments.
+        outputs: Names of the values that later segments or the caller need.
+        has_inplace: Whether it may overwrite its inputs.
+    """
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    has_inplace: bool
+
+    @property
+    def ends(self) -> dict[str, fx.Node]:
+        """Where each output is computed; at a placeholder, if it is handed on as it came in."""
+        output = next(node for node in self.module.graph.nodes if node.op == "output")
+        return dict(zip(self.outputs, output.args[0], strict=True))
+
+
+def find_sources(ends: Collection[fx.Node]) -> set[fx.Node]:
+    """Return all nodes that `ends` are computed from, themselves included."""
+    found, new = set(ends), list(ends)
+    while new:
+        new = [source for node in new for source in node.all_input_nodes if source not in found]
+        found.update(new)
+    return found
+
+
+def part_of(segment: Segment, names: Sequence[str]) -> Segment:
+    """Return the part of `segment` that its outputs `names` are computed by, with no others."""
+    kept = find_sources([segment.ends[name] for name in names])
+    return _rebuild(segment, names, kept)
+
+
+def without(segment: Segment, names: Set[str]) -> Segment:
+    """Return `segment` without the outputs `names`, and without what it only handed on to them."""
+    if not names & set(segment.outputs):
+        return segment
+    outputs = [name for name in segment.outputs if name not in names]
+    ends = [segment.ends[name] for name in outputs]
+    nodes = [node for node in segment.module.graph.nodes if node.op != "output"]
+    inner = {node for node in nodes if node.op != "placeholder"}
+    return _rebuild(segment, outputs, inner.union(ends, *(node.all_input_nodes for node in inner)))
+
+
+def _rebuild(segment: Segment, outputs: Sequence[str], kept: Collection[fx.Node]) -> Segment:
+    """Return a segment of the nodes `kept` alone."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in segment.module.graph.nodes:
+        if node in kept:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[segment.ends[name]] for name in outputs))
+    module = fx.GraphModule(segment.module, graph)
+    return Segment(
+        segment.index,
+        module,
+        inputs_of(graph),
+        tuple(outputs),
+        any(is_inplace(node, module) for node in graph.nodes),
+    )
+
+
+def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the names of the placeholders of `graph`."""
+    return tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+
+
+class SegmentBuilder:
+    """Copies nodes into a graph of their own; what is defined elsewhere becomes an input.
+
+    Args:
+        free: Nodes that are computed again wherever they are needed.
+    """
+
+    def __init__(self, free: set[fx.Node]) -> None:
+        self.graph = fx.Graph()
+        self._free = free
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._last_input: fx.Node | None = None
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Append a copy of `node`."""
+        self._copies[node] = self.graph.node_copy(node, self.lookup)
+        return self._copies[node]
+
+    def lookup(self, node: fx.Node) -> fx.Node:
+        """Return what stands for `node` here."""
+        if node in self._copies:
+            return self._copies[node]
+        if node in self._free:
+            return self.copy(node)
+        first = self._last_input.next if self._last_input else next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first) if first is not None else _Nowhere():
+            self._copies[node] = self._last_input = self.graph.placeholder(node.name)
+        return self._copies[node]
+
+    def build(self, index: int, outputs: Sequence[fx.Node], module: nn.Module) -> Segment:
+        """Return the segment; its `outputs` are nodes of the graph that was copied from."""
+        self.graph.output(tuple(self.lookup(node) for node in outputs))
+        graph_module = fx.GraphModule(root_of(module), self.graph)
+        return Segment(
+            index,
+            graph_module,
+            inputs_of(self.graph),
+            tuple(node.name for node in outputs),
+            any(is_inplace(node, graph_module) for node in self.graph.nodes),
+        )
+
+
+class _Nowhere:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def is_inplace(node: fx.Node, root: nn.Module) -> bool:
+    """Whether `node`, whose target is looked up in `root`, may overwrite what it reads."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return False
+    if node.op == "call_module":
+        layer = root.get_submodule(str(node.target))
+        is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
+        return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.kwargs.get("inplace") is True
+        or node.target in _INPLACE_FUNCTIONS
+        or (name.endswith("_") and not name.endswith("__"))
+    )
