@@ -29,7 +29,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
     add("--norm", choices=["layer", "batch"], default="layer", help="norms (default: layer)")
     add("--batch-size", type=int, default=64, help="graphs in a mini-batch (default: 64)")
-    add("--epochs", type=int, default=20, help="epochs (default: 20)")
+    add("--epochs", type=int, default=10, help="epochs (default: 10)")
     add("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("outputs"), help="folder of the checkpoints")
