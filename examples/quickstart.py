@@ -204,8 +204,10 @@ def report(
     stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
     assert stats is not None
     single = baseline or Result(float("nan"), float("nan"))
-    measured_bytes = sum(stats.bytes_by_kind.get(k, 0) for k in ("forward", "backward", "output"))
-    formula_bytes = count_pipeline_bytes(datamodule, options)
+    kinds = ("forward", "backward", "output", "tied_grad")
+    measured_bytes = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
+    is_repeated = "tied_grad" in stats.bytes_by_kind
+    formula_bytes = count_pipeline_bytes(datamodule, options, is_repeated=is_repeated)
     graph_bytes = count_graph_parallel_bytes(datamodule, options)
     bubble_frac = (num_stages - 1) / (num_chunks + num_stages - 1)
 
@@ -231,13 +233,23 @@ def report(
     console.print(f"One training step of the pipeline, drawn from its trace: {pipeline.picture}")
 
 
-def count_pipeline_bytes(datamodule: FullGraphDataModule, options: argparse.Namespace) -> int:
-    """Return what a step sends by formula; GCNII sends two tensors over each cut, x and x_0."""
+def count_pipeline_bytes(
+    datamodule: FullGraphDataModule, options: argparse.Namespace, *, is_repeated: bool
+) -> int:
+    """Return what a step sends by formula: of GCNII x and x_0 cross each cut.
+
+    Where the stages compute x_0 again (`is_repeated`) x does alone; they sum the gradients of the
+    linear map that makes x_0.
+    """
+    num_cuts, num_features = options.stages - 1, datamodule.num_features
+    num_weights = num_features * options.hidden + options.hidden if is_repeated else 0
+    num_tensors = 1 if is_repeated else 2
     return pipeline_bytes(
         num_stages=options.stages,
         num_nodes=datamodule.data.num_nodes,
-        row_bytes=[2 * options.hidden * FLOAT_BYTES] * (options.stages - 1),
+        row_bytes=[num_tensors * options.hidden * FLOAT_BYTES] * num_cuts,
         output_row_bytes=datamodule.num_classes * FLOAT_BYTES,
+        tied_bytes=num_cuts * num_weights * FLOAT_BYTES,
     )
 
 

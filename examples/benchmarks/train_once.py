@@ -176,6 +176,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--halo-codec", choices=CODECS, default="fp32")
     add("--cut-codec", choices=CODECS, default="fp32")
     add("--async-halo", type=flag, default=False)
+    add("--repeat-encoder", choices=["auto", "True", "False"], default="auto")
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=128)
     add("--warm", type=int, default=NUM_WARM_STEPS, help="steps that are not measured")
@@ -243,6 +244,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         halo_codec=options.halo_codec,
         cut_codec=options.cut_codec,
         async_halo=options.async_halo,
+        repeat_encoder={"True": True, "False": False}.get(options.repeat_encoder, "auto"),
         start_method=options.start_method,
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),

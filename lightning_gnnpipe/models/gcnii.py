@@ -14,7 +14,8 @@ class GCNII(nn.Module):
 
         X' = relu(((1 - alpha) P X + alpha X_0) ((1 - beta_l) I + beta_l W_l))
 
-    Every layer reads X_0, so two tensors cross each cut of a pipeline: X and X_0.
+    Every layer reads X_0. Two tensors cross each cut of a pipeline, X and X_0, unless each stage
+    computes X_0 again (`repeat_encoder`).
 
     Source: Chen, Wei, Huang, Ding and Li, "Simple and Deep Graph Convolutional Networks",
     https://arxiv.org/abs/2007.02133

@@ -39,7 +39,9 @@ def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_pat
     measured, formula = (
         row(done.stdout, f"bytes an epoch, {how}") for how in ("measured", "formula")
     )
-    assert measured == formula == ["0", f"{2 * 1797 * 2 * 16 * 4 + 1797 * 10 * 4:,}"]
+    encoder = 64 * 16 + 16  # weights of what both stages compute from the features
+    expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + 2 * encoder * 4
+    assert measured == formula == ["0", f"{expected:,}"]
     assert row(done.stdout, "graph parallel, 2 METIS parts")[1] != "0"
     assert row(done.stdout, "(S - 1) / (K + S - 1)")[1] == "11.1%"
     assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")

@@ -25,11 +25,14 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "squirrel": {"hidden": 1000, "undirected": True, "features": 100},
     "physics": {"hidden": 100, "features": 100},
 }
+PIPE = {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS}
 WAYS: dict[str, dict[str, Any]] = {
     "graph": {"graph_parallel": NUM_RANKS, "chunks": 1},
-    "pipe": {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS},
-    "pipe bf16": {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS, "cut_codec": "bf16"},
+    "pipe": {**PIPE, "repeat_encoder": False},
+    "pipe bf16": {**PIPE, "repeat_encoder": False, "cut_codec": "bf16"},
+    "pipe repeat": {**PIPE, "repeat_encoder": True},
 }
+REPEATED = {"gcnii"}  # an encoder crosses the cuts of no other model
 # GNNPipe (arXiv 2308.10087), the authors' own logs: GiB of graph parallelism, of the pipeline.
 PAPER = {
     ("squirrel", "gcn"): (4.43, 0.27),
@@ -50,6 +53,8 @@ HEADER = [
     "ratio",
     "pipeline bf16, GiB",
     "ratio",
+    "pipeline, encoder repeated, GiB",
+    "ratio",
     "paper: graph parallel, pipeline, GiB",
     "ratio",
 ]
@@ -63,6 +68,7 @@ def main() -> None:
     add("--models", nargs="+", default=["gcn", "sage", "gcnii", "resgcn+"])
     add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     add("--layers", type=int, default=32)
+    add("--features", type=int, help="keep so many of a data set's, 0 for all (default: 100)")
     add("--results", type=Path, default=Path("bytes.json"), help="added to, and reported")
     add("--only-report", action="store_true", help="measure nothing")
     options = parser.parse_args()
@@ -79,6 +85,8 @@ def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -
     for graph in options.graphs:
         for model in options.models:
             for way in options.ways:
+                if way == "pipe repeat" and model not in REPEATED:
+                    continue
                 print(f"{graph}, {model}, {way}", file=sys.stderr)
                 result = train_once(
                     dataset=graph,
@@ -89,11 +97,19 @@ def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -
                     start_method="fork",  # eight copies of the graph would not fit into memory
                     warm=1,  # the first step sends everything as it is
                     steps=1,
-                    **GRAPHS[graph],
+                    **kept(GRAPHS[graph], options.features),
                     **WAYS[way],
                 )
                 known[f"{graph}/{model}/{way}"] = result["bytes_by_kind"]
                 options.results.write_text(json.dumps(known))
+
+
+def kept(settings: dict[str, Any], num_features: int | None) -> dict[str, Any]:
+    """Return the settings of a graph with another number of features, all of them for 0."""
+    if num_features is None:
+        return settings
+    others = {name: value for name, value in settings.items() if name != "features"}
+    return {**others, "features": num_features} if num_features else others
 
 
 def row_of(graph: str, model: str, known: dict[str, dict[str, int]]) -> list[str]:
@@ -102,7 +118,7 @@ def row_of(graph: str, model: str, known: dict[str, dict[str, int]]) -> list[str
     base, paper = whole["graph"], PAPER[graph, model]
     row = [graph, model]
     row += [as_gib(base), as_gib(base and counts["graph"].get("weight_grad", 0))]
-    for way in ("pipe", "pipe bf16"):
+    for way in ("pipe", "pipe bf16", "pipe repeat"):
         row += [as_gib(whole[way]), f"{base / whole[way]:.1f}" if base and whole[way] else ""]
     return [*row, f"{paper[0]}, {paper[1]}", f"{paper[0] / paper[1]:.1f}"]
 
