@@ -6,9 +6,8 @@ as warm or cold as they will be.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -21,10 +20,10 @@ from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PassInputs, PlannedInputs
 from lightning_gnnpipe.engine.step_costs import LayerCost, StepCosts
+from lightning_gnnpipe.engine.zero_halo import ZeroHalo
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
-from lightning_gnnpipe.history import HistoryOptions, Moments
+from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.passing import (
-    CallKey,
     MessageContext,
     NativeContext,
     find_layers,
@@ -50,7 +49,7 @@ def measure_layers(
     histories: HistoryOptions,
 ) -> StepCosts:
     """Return the costs of all layers, from the second runs over a few middle-sized chunks."""
-    context = MessageContext(_ZeroHalo(plan, histories), plan)
+    context = MessageContext(ZeroHalo(plan, histories), plan)
     context.leaves = inputs
     pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
     timed, again = _time(module, layers, pieces, inputs, context)
@@ -231,7 +230,7 @@ def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
 def _history_bytes(context: MessageContext, segment: Segment) -> int:
     """Return the bytes of a layer's histories and gradient buffers, where the layers compute."""
     store = context.store
-    assert isinstance(store, _ZeroHalo)
+    assert isinstance(store, ZeroHalo)
     if not store.is_local:
         return 0
     kept = (store.table_bytes, store.grad_bytes, store.halo_bytes)
@@ -240,92 +239,5 @@ def _history_bytes(context: MessageContext, segment: Segment) -> int:
 
 def _pushed_row_bytes(context: MessageContext, segment: Segment) -> list[int]:
     store = context.store
-    assert isinstance(store, _ZeroHalo)
+    assert isinstance(store, ZeroHalo)
     return [n for key, n in store.pushed_row_bytes.items() if key.segment == segment.index]
-
-
-class _OwnMoments:
-    """Serves norms the statistics of the very rows they ask for."""
-
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        return Moments.of(rows)
-
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
-        return Moments.of(rows), None
-
-
-class _ZeroHalo:
-    """A store that serves zeros and keeps nothing: the costs are the same.
-
-    But for transfers, if histories are on another device: those are left out.
-    """
-
-    scale = 1.0
-    shards = None
-
-    def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
-        self.moments = _OwnMoments()
-        self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
-        self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
-        self._options = options
-        self._zeros: dict[object, Tensor] = {}
-        self.tables: dict[CallKey, Tensor] = {}
-        self.table_bytes: dict[CallKey, int] = {}
-        self.grad_bytes: dict[CallKey, int] = {}
-        self.halo_bytes: dict[CallKey, int] = {}  # of gradients that wait
-        self.pushed_row_bytes: dict[CallKey, int] = {}
-
-    @property
-    def is_local(self) -> bool:
-        return self._options.device is None
-
-    @property
-    def by_chunk(self) -> _ZeroHalo:
-        other = copy.copy(self)
-        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
-        other._num_halo = self._num_chunks * (self._num_chunks - 1)
-        return other
-
-    def push(
-        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
-    ) -> None:
-        dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
-        table = self.tables[key] = self._table(rows, dtype)
-        self.table_bytes[key] = table.nbytes * (1 + self._options.method.reads.keeps_rows)
-        self.pushed_row_bytes[key] = rows[:1].nbytes
-
-    def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return one table of zeros for all layers, each page of it written."""
-        shape = (self._num_nodes, *rows.shape[1:])
-        if (shape, dtype) not in self._zeros:
-            self._zeros[shape, dtype] = rows.new_zeros(shape, dtype=dtype).zero_()
-        return self._zeros[shape, dtype]
-
-    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        return self.tables[key]
-
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
-        out.zero_()
-        return ()
-
-    def pull_again(
-        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
-    ) -> None: ...
-
-    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
-        self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
-        if self._options.method.gradients.is_delayed:
-            self.halo_bytes[key] = grad[:1].nbytes * self._num_halo
-
-    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
-    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
-    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        return self.tables[key][chunk.start : chunk.end]
-
-    def add_output_grad(
-        self, key: CallKey, chunk: ChunkView, grad: Tensor
-    ) -> tuple[Tensor, tuple[int, ...] | None]:
-        table = self._table(grad, self._options.linear_dtype(grad))
-        rule, recomputes = self._options.method.gradients, self._options.recomputes
-        self.grad_bytes[key] = table.nbytes * rule.num_tables(recomputes=recomputes)
-        return table, None

@@ -1,0 +1,101 @@
+"""What stands for histories where layers are timed: rows of zeros, and nothing kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.graph import ChunkPlan
+from lightning_gnnpipe.history import HistoryOptions, Moments
+from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.types import ChunkView
+
+
+class OwnMoments:
+    """Serves norms the statistics of the very rows they ask for."""
+
+    def put(self, key: CallKey, rows: Tensor) -> Moments:
+        return Moments.of(rows)
+
+    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
+        return Moments.of(rows), None
+
+
+class ZeroHalo:
+    """A store that serves zeros and keeps nothing: the costs are the same.
+
+    But for transfers, if histories are on another device: those are left out.
+    """
+
+    scale = 1.0
+    shards = None
+
+    def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
+        self.moments = OwnMoments()
+        self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
+        self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
+        self._options = options
+        self._zeros: dict[object, Tensor] = {}
+        self.tables: dict[CallKey, Tensor] = {}
+        self.table_bytes: dict[CallKey, int] = {}
+        self.grad_bytes: dict[CallKey, int] = {}
+        self.halo_bytes: dict[CallKey, int] = {}  # of gradients that wait
+        self.pushed_row_bytes: dict[CallKey, int] = {}
+
+    @property
+    def is_local(self) -> bool:
+        return self._options.device is None
+
+    @property
+    def by_chunk(self) -> ZeroHalo:
+        other = copy.copy(self)
+        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
+        other._num_halo = self._num_chunks * (self._num_chunks - 1)
+        return other
+
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
+        table = self.tables[key] = self._table(rows, dtype)
+        self.table_bytes[key] = table.nbytes * (1 + self._options.method.reads.keeps_rows)
+        self.pushed_row_bytes[key] = rows[:1].nbytes
+
+    def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one table of zeros for all layers, each page of it written."""
+        shape = (self._num_nodes, *rows.shape[1:])
+        if (shape, dtype) not in self._zeros:
+            self._zeros[shape, dtype] = rows.new_zeros(shape, dtype=dtype).zero_()
+        return self._zeros[shape, dtype]
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key]
+
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
+        out.zero_()
+        return ()
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None: ...
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+        self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
+        if self._options.method.gradients.is_delayed:
+            self.halo_bytes[key] = grad[:1].nbytes * self._num_halo
+
+    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key][chunk.start : chunk.end]
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        table = self._table(grad, self._options.linear_dtype(grad))
+        rule, recomputes = self._options.method.gradients, self._options.recomputes
+        self.grad_bytes[key] = table.nbytes * rule.num_tables(recomputes=recomputes)
+        return table, None
