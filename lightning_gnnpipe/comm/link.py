@@ -23,7 +23,7 @@ MESSAGE_S = 1.4e-3
 median of `measure_link` in `examples/benchmarks/prediction`."""
 
 _SMALL_BYTES, _LARGE_BYTES = 2**14, 2**22
-_LONG_S = 0.02  # a message that takes longer is large
+_LONG_S = 0.02  # a message whose bytes take longer is large
 _BUDGET_S = 0.4  # for all messages of a size
 _LEAST, _MOST = 3, 40  # messages of a size
 _COMPUTE_S = 2e-3
@@ -56,19 +56,17 @@ def measure_link(transport: Transport) -> Link:
     """Return what messages between neighbouring ranks cost, of the slowest pair; collective.
 
     All ranks send to the next one, and receive from the one before, at the same time. It takes less
-    than two seconds down to 1 Mbit/s: how large messages are, and how many, follows the speed.
+    than two seconds down to 10 Mbit/s: how large messages are, and how many, follows the speed.
     """
     num_bytes = _SMALL_BYTES
     first_s = taken_s = _exchange_s(transport, num_bytes, 2)  # connects
-    while taken_s < _LONG_S and num_bytes < _LARGE_BYTES:
+    while num_bytes < _LARGE_BYTES and taken_s - first_s < _LONG_S:
         num_bytes *= 4
         taken_s = _exchange_s(transport, num_bytes, 1)
     small_s = _exchange_s(transport, _SMALL_BYTES, _count(first_s))
     large_s = _exchange_s(transport, num_bytes, _count(taken_s))
-    more_bytes, more_s = num_bytes - _SMALL_BYTES, max(large_s - small_s, 0.1 * large_s)
-    if not more_bytes:
-        return Link(num_bytes / large_s, 0.0)
-    speed = more_bytes / more_s
+    more_s = max(large_s - small_s, 1e-3 * large_s, 1e-6)  # positive, whatever noise there is
+    speed = (num_bytes - _SMALL_BYTES) / more_s
     return Link(speed, max(small_s - _SMALL_BYTES / speed, 0.0))
 
 

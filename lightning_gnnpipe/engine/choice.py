@@ -21,6 +21,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.norms import stages_of_norms
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, choose_layout
+from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import check_graph, plan_from_assignment
 from lightning_gnnpipe.stages import Call, Inputs, Layers, find_users
@@ -69,20 +70,22 @@ class LayoutChoice:
             GNNPipeError: If model or graph are refused.
         """
         check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-        layers = self._model.trace(call, inputs, also_train=self._options.is_fitting)
-        possible = self._possible(layers, inputs)
-        if self._preferred in possible:
-            layout, why = self._preferred, "as before."
-        elif len(possible) == 1:
-            [layout], why = possible, "the only one possible."
-        else:
-            link = self._link()
+        module, is_fitting = self._model.module, self._options.is_fitting
+        with switched(module, module.training or is_fitting):  # the first call may be a validation
+            layers = self._model.trace(call, inputs, also_train=is_fitting)
+            possible = self._possible(layers, inputs)
+            if self._preferred in possible:
+                layout, why = self._preferred, "as before."
+            elif len(possible) == 1:
+                [layout], why = possible, "the only one possible."
+            else:
+                link = self._link()
 
-            def compare() -> tuple[Layout, str]:
-                measured = self._measure(layers, call, inputs, graph, link)
-                return self._compare(measured, possible)
+                def compare() -> tuple[Layout, str]:
+                    measured = self._measure(layers, call, inputs, graph, link)
+                    return self._compare(measured, possible)
 
-            layout, why = self._transport.run_on_first(compare)
+                layout, why = self._transport.run_on_first(compare)
         assert layout is not None
         self._transport.settle(layout)
         if self._transport.world.is_root:

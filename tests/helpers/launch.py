@@ -43,6 +43,7 @@ def run_fit(
     num_stages: int,
     num_chunks: int,
     num_shards: int = 1,
+    num_devices: int | None = None,
     partition: Tensor | None = None,
     callbacks: Sequence[L.Callback] = (),
     max_epochs: int,
@@ -55,6 +56,7 @@ def run_fit(
     """Train under ``GNNPipeStrategy`` on the CPU; more than one rank are forked processes.
 
     Args:
+        num_devices: Leave it to the strategy how many of them are stages, and how many shards.
         partition: Chunk of each node; None leaves the choice to the strategy.
         batches_per_epoch: How often an epoch yields the graph, for accumulating gradients.
     """
@@ -67,9 +69,10 @@ def run_fit(
     options = dict(strategy_kwargs or {})
     if partition is not None:
         options["partition"] = partition
+    num_ranks = num_devices or num_stages * num_shards
     strategy = GNNPipeStrategy(
-        num_stages=num_stages,
-        graph_parallel=num_shards,
+        num_stages="auto" if num_devices else num_stages,
+        graph_parallel="auto" if num_devices else num_shards,
         num_chunks=num_chunks,
         start_method="fork",
         **options,
@@ -79,14 +82,14 @@ def run_fit(
     with _one_thread():
         L.seed_everything(seed, verbose=False)
         trainer = L.Trainer(
-            devices=num_stages * num_shards,
+            devices=num_ranks,
             strategy=strategy,
             callbacks=[*callbacks, StepRecorder(folder)],
             max_epochs=max_epochs,
             **_quiet(tmp_path, trainer_kwargs),
         )
         trainer.fit(module, datamodule=datamodule)
-    return _result(trainer, module, folder, num_stages * num_shards)
+    return _result(trainer, module, folder, num_ranks)
 
 
 def run_plain(
