@@ -1,4 +1,4 @@
-"""Train and test on mini-batches of graphs: the options, the Trainer and the table of results."""
+"""Train and test on mini-batches of graphs: the options, the Trainer, the table of results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch_geometric.loader import DataLoader
 
+from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.models import GraphClassifier
 
+METRICS = {"acc": "test accuracy", "auroc": "test area under the ROC curve"}
 NUM_UNTIMED_STEPS = 2
 """Steps after a start that do not count for the time a step takes."""
 
@@ -27,6 +29,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
+    add("--stages", type=int, default=1, help="stages, one process each (default: 1, no pipeline)")
+    add("--micro-batches", type=int, help="of each mini-batch (default: 4 a stage)")
     add("--norm", choices=["layer", "batch"], default="layer", help="norms (default: layer)")
     add("--batch-size", type=int, default=64, help="graphs in a mini-batch (default: 64)")
     add("--epochs", type=int, default=10, help="epochs (default: 10)")
@@ -41,12 +45,15 @@ def train_and_report(
     module: GraphClassifier,
     splits: tuple[Any, Any, Any],
     options: argparse.Namespace,
-    strategy: Strategy | str = "auto",
 ) -> None:
-    """Fit, test with the weights of the best validation metric, and print the table."""
+    """Fit, test with the weights of the best validation metric, and print the table.
+
+    With several stages this script runs once more for each further one, as the quickstart does.
+    """
     train, val, test = (
         DataLoader(graphs, options.batch_size, shuffle=graphs is splits[0]) for graphs in splits
     )
+    num_parameters = sum(weight.numel() for weight in module.parameters())
     timer = StepTimer()
     best = ModelCheckpoint(
         options.output / "checkpoints",
@@ -56,8 +63,8 @@ def train_and_report(
     )
     trainer = L.Trainer(
         accelerator="auto",
-        devices=1,
-        strategy=strategy,
+        devices=options.stages,
+        strategy=build_strategy(options),
         max_epochs=options.epochs,
         callbacks=[best, timer],
         logger=False,
@@ -66,26 +73,25 @@ def train_and_report(
     )
     trainer.fit(module, train, val)
     [metrics] = trainer.test(module, test, ckpt_path="best", verbose=False)
-    report(title, module, [len(graphs) for graphs in splits], timer, metrics)
+    if trainer.is_global_zero:
+        table = Table(title=title, show_header=False)
+        counts = ", ".join(f"{len(graphs):,}" for graphs in splits)
+        table.add_row("graphs to train on, validate on, test on", counts)
+        table.add_row("parameters", f"{num_parameters:,}")
+        table.add_row("seconds a training step, median", f"{timer.median_s():.3f}")
+        table.add_row("seconds of training steps in all", f"{sum(timer.steps_s):.1f}")
+        table.add_row(METRICS[module.metric], f"{metrics[f'test_{module.metric}']:.1%}")
+        Console().print(table)
 
 
-def report(
-    title: str,
-    module: GraphClassifier,
-    counts: list[int],
-    timer: StepTimer,
-    metrics: dict[str, float] | Any,
-) -> None:
-    table = Table(title=title, show_header=False)
-    add = table.add_row
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    add("parameters", f"{num_parameters:,}")
-    add("graphs to train on, validate on, test on", ", ".join(f"{count:,}" for count in counts))
-    add("seconds a training step, median", f"{timer.median_s():.3f}")
-    add("seconds of training steps in all", f"{sum(timer.steps_s):.1f}")
-    name = {"acc": "test accuracy", "auroc": "test area under the ROC curve"}[module.metric]
-    add(name, f"{metrics[f'test_{module.metric}']:.1%}")
-    Console().print(table)
+def build_strategy(options: argparse.Namespace) -> Strategy | str:
+    """Return the strategy for the stages; BatchNorm sees a micro-batch at a time there."""
+    if options.stages == 1 and options.micro_batches is None:
+        return "auto"
+    return GNNPipeStrategy(
+        num_chunks=options.micro_batches or "auto",
+        batch_norm="deferred" if options.norm == "batch" else None,
+    )
 
 
 class StepTimer(L.Callback):

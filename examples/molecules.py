@@ -1,17 +1,19 @@
 """Classify molecules by GIN, in mini-batches of whole graphs.
 
     python examples/molecules.py
-    python examples/molecules.py --root DIR --dataset ogbg-molhiv --virtual-node --epochs 10
+    python examples/molecules.py --root DIR --dataset ogbg-molhiv --virtual-node
+    python examples/molecules.py --layers 16 --stages 2 --micro-batches 4
 
 The synthetic molecules need no files; those of TUDataset (MUTAG, ENZYMES, PROTEINS) and ogbg-molhiv
 are read from --root (or the folder that GNNPIPE_DATA names), or downloaded if there is none.
+`--stages` puts the layers in a pipeline.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as one process of a pipeline has
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a process
 
 import argparse
 

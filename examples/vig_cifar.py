@@ -1,18 +1,18 @@
 """Classify images as graphs of their patches by ViG, in mini-batches of whole graphs.
 
     python examples/vig_cifar.py
-    python examples/vig_cifar.py --root DIR --dataset cifar10 --images 45000 --norm batch
+    python examples/vig_cifar.py --root DIR --dataset cifar10 --stages 2 --micro-batches 4
 
 Trains on CIFAR-10 if it is below --root (or the folder that GNNPIPE_DATA names), and else on
 scikit-learn's digits. `--model pixelvig` is the network that a study of pipelines for image graphs
-trained: each pixel is a node, joined to those around it.
+trained: each pixel is a node, joined to those around it. `--stages` puts the blocks in a pipeline.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as one process of a pipeline has
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a process
 
 import argparse
 

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from images import ImageGraphs, find_cifar10, load_digits_images, load_images
 from molecule_sets import draw_molecule, load_molecules
 from PIL import Image
 from torch_geometric.data import Data
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +186,18 @@ def test_gin_learns_molecules_by_the_example(tmp_path, monkeypatch, capsys):
     options = "--layers=2", "--hidden=16", "--epochs=4", "--lr=0.01", "--virtual-node", "--jk=cat"
     output = run("molecules", monkeypatch, capsys, *options, f"--output={tmp_path}")
     assert float(figure(output, "test accuracy").rstrip("%")) > 90
+
+
+def test_stages_and_micro_batches_train_as_one_process_does(tmp_path, monkeypatch, capsys):
+    options = ["--layers=3", "--hidden=8", "--epochs=1", "--lr=0.01", "--dropout=0"]
+    alone = run("molecules", monkeypatch, capsys, *options, f"--output={tmp_path / 'alone'}")
+
+    hidden = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    options += ["--stages=2", "--micro-batches=3", f"--output={tmp_path / 'stages'}"]
+    command = [sys.executable, str(ROOT / "examples" / "molecules.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for label in ("parameters", "test accuracy"):
+        assert figure(done.stdout, label) == figure(alone, label)
