@@ -47,9 +47,13 @@ CODECS = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 
 
 class Measure(L.Callback):
-    """Times training steps and keeps what the strategy tells of the last one."""
+    """Times training steps and writes them with what the strategy tells of the last one.
 
-    def __init__(self) -> None:
+    To a file, since the process that reports is not the first rank where ranks are forked.
+    """
+
+    def __init__(self, path: Path, num_warm: int) -> None:
+        self.path, self.num_warm = path, num_warm
         self.step_s: list[float] = []
         self.stats: Any = None
 
@@ -60,6 +64,16 @@ class Measure(L.Callback):
         self.step_s.append(time.perf_counter() - self._start)
         if isinstance(trainer.strategy, GNNPipeStrategy):
             self.stats = trainer.strategy.collect_stats()
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        stats = self.stats
+        found = {
+            "step_s": self.step_s[self.num_warm :],
+            "bubble_frac": None if stats is None else stats.bubble_frac,
+            "bytes_by_kind": None if stats is None else stats.bytes_by_kind,
+        }
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -74,21 +88,16 @@ def main() -> None:
         return
     if options.mode == "csr":
         use_csr(module, data)
-    measure = Measure()
-    trainer = make_trainer(options, measure, options.warm + options.steps)
-    gc.collect()
-    base_mib = psutil.Process().memory_info().rss / MIB
-    reset_peak()
-    trainer.fit(module, make_source(options, data))
-    result = {
-        "step_s": measure.step_s[options.warm :],
-        "base_mib": base_mib,
-        "peak_mib": peak_mib(),
-        "bubble_frac": None if measure.stats is None else measure.stats.bubble_frac,
-        "bytes_by_kind": None if measure.stats is None else measure.stats.bytes_by_kind,
-    }
-    if trainer.global_rank == 0:
-        print(json.dumps(result))
+    with tempfile.TemporaryDirectory() as folder:
+        measure = Measure(Path(folder) / "measured.json", options.warm)
+        trainer = make_trainer(options, measure, options.warm + options.steps)
+        gc.collect()
+        base_mib = psutil.Process().memory_info().rss / MIB
+        reset_peak()
+        trainer.fit(module, make_source(options, data))
+        if trainer.global_rank == 0:
+            found = json.loads(measure.path.read_text())
+            print(json.dumps({**found, "base_mib": base_mib, "peak_mib": peak_mib()}))
 
 
 def measure_links(options: argparse.Namespace) -> dict[str, float]:
