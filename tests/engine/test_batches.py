@@ -16,10 +16,11 @@ from torch_geometric.data import Batch
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine, model
+from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.passing import check_graph_batches
+from lightning_gnnpipe.stages import cut
 from tests.helpers.batches import (
     GINE,
     NUM_FEATURES,
@@ -64,8 +65,8 @@ def test_a_thousand_random_batches(
 ) -> None:
     """1 to 64 graphs, empty ones, a single node: no error, no new trace, nothing kept."""
     traces = []
-    original = model.trace
-    monkeypatch.setattr(model, "trace", lambda *a: traces.append(0) or original(*a))
+    original = cut.trace
+    monkeypatch.setattr(cut, "trace", lambda *a: traces.append(0) or original(*a))
     net = make(0.2)
     make_engine(net, num_chunks=5)
     draw = random.Random(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,6 +33,13 @@ def draw_images(number: int, grid: tuple[int, int], channels: int, seed: int = 0
     return draw_graphs([grid[0] * grid[1]] * number, channels, seed)
 
 
-def trace_net(net: nn.Module, *args: Tensor) -> fx.GraphModule:
+def trace_net(net: nn.Module, *args: Tensor) -> Callable[..., Tensor]:
     """Return the network traced for these arguments; it takes those of any mini-batch."""
-    return fx.GraphModule(root_of(net), trace(net, take_apart(net, args, {})))
+    traced = fx.GraphModule(root_of(net), trace(net, take_apart(net, args, {})))
+    numbers = [node for node in traced.graph.nodes if node.target == "leaf_num_graphs"]
+
+    def run(*args: Tensor) -> Tensor:
+        [graph_of_node] = (arg for arg in args if arg.dim() == 1 and not arg.is_floating_point())
+        return traced(*args, *(int(graph_of_node.max()) + 1 for _ in numbers))
+
+    return run
