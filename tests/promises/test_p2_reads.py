@@ -133,15 +133,13 @@ def test_validation_saves_the_pass_that_renews_rows(
     every_n_steps: int, num_stages: int, num_shards: int, tmp_path: Path
 ) -> None:
     """The steps are the same with validation and without; with it, no other pass is made."""
-    from lightning_gnnpipe.engine import PipelineEngine
+    from lightning_gnnpipe.engine.graph_passes import GraphPasses
 
     passes: list[bool] = []
-    refresh = PipelineEngine._refresh
+    refresh = GraphPasses.refresh
     steps = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            PipelineEngine, "_refresh", lambda *args: (passes.append(True), refresh(*args))
-        )
+        patch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(True), refresh(*args)))
         for batches in (0, 1.0):
             passes.clear()
             fit = run_fit(
