@@ -40,7 +40,7 @@ def test_actions_are_in_the_thread_of_their_stage() -> None:
     assert first == [("F0", 0), ("F1", 100), ("B1", 500), ("B0", 600)]
     [event] = of(trace, name="B1", tid=threads["stage 1"])
     assert event["cat"] == "backward" and event["dur"] == pytest.approx(100)
-    assert event["args"] == {"stage": 1, "chunk": 1}
+    assert event["args"] == {"stage": 1, "chunk": 1, "wait_us": 0.0}
 
 
 def test_phases_and_figures_are_told() -> None:
