@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import lightning_gnnpipe.engine.choice as choice
 import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
@@ -29,6 +30,8 @@ from torch_geometric.data import Data
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
+options = eval(sys.argv[6])
+devices, num_layers = options.pop("devices", 2), options.pop("num_layers", 4)
 current = None
 
 
@@ -36,7 +39,8 @@ def fail(place):
     trainer = current
     if place != where or trainer is None or trainer.global_rank != rank:
         return
-    if trainer.current_epoch != 2 or trainer.sanity_checking:
+    is_first_call = where in ("link", "compare", "settle")
+    if not is_first_call and (trainer.current_epoch != 2 or trainer.sanity_checking):
         return
     if how == "raise":
         raise KeyError("the user's mistake")
@@ -67,6 +71,9 @@ for op, method in list(steps._METHODS.items()):
     steps._METHODS[op] = failing(op.name, method)
 sidecar.write_stage = failing("save", sidecar.write_stage)
 Transport.exchange = failing("exchange", Transport.exchange)
+Transport.settle = failing("settle", Transport.settle)
+choice.measure_link = failing("link", choice.measure_link)
+choice.compare_layouts = failing("compare", choice.compare_layouts)
 
 
 class Classifier(NodeClassifier):
@@ -100,13 +107,14 @@ if __name__ == "__main__":
     )
     saver = ModelCheckpoint(folder, every_n_epochs=3 if where == "save" else 1000)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, max_epochs=50, logger=False, callbacks=[Watches(), saver],
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=devices, max_epochs=50, logger=False,
+        callbacks=[Watches(), saver], enable_progress_bar=False, enable_model_summary=False,
         strategy=GNNPipeStrategy(
-            start_method=start_method, timeout=timedelta(seconds=8), **eval(sys.argv[6])
+            start_method=start_method, timeout=timedelta(seconds=8), **options
         ),
     )
-    trainer.fit(Classifier(GCN(4, 8, 3, num_layers=4), 3), datamodule=FullGraphDataModule(data))
+    net = GCN(4, 8, 3, num_layers=num_layers)
+    trainer.fit(Classifier(net, 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """
 
@@ -188,6 +196,36 @@ def test_p7_a_lost_shard_ends_all_ranks(
     assert "ended by itself" not in text
     assert re.search(cause, text), text[-3000:]
     assert seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "rank", "start_method", "cause"),
+    [
+        ("link", "kill", 1, "popen", LOST),
+        ("compare", "raise", 0, "fork", MISTAKE),
+        ("compare", "kill", 0, "popen", LOST),
+        ("compare", "stall", 0, "fork", "did not answer within 8 s"),
+        ("settle", "kill", 1, "fork", "SIGKILL"),
+    ],
+)
+def test_p7_a_rank_lost_while_the_layout_is_chosen_ends_all(
+    where: str, how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+) -> None:
+    status, text, seconds = run(tmp_path, where, how, rank, start_method, graph_parallel="auto")
+    assert status != 0
+    assert "ended by itself" not in text
+    assert re.search(cause, text), text[-3000:]
+    assert seconds < 80
+
+
+def test_p7_a_rank_lost_while_groups_are_made_ends_all(tmp_path: Path) -> None:
+    """With two stages of two shards; other ranks wait for it in the making of a group."""
+    options = {"graph_parallel": "auto", "link_gbit_per_s": 1e-4, "devices": 4, "num_layers": 3}
+    status, text, seconds = run(tmp_path, "settle", "kill", 3, "popen", **options)
+    assert status != 0
+    assert "ended by itself" not in text
+    assert re.search(LOST, text), text[-3000:]
+    assert seconds < 80
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "F"])
