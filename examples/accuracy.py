@@ -2,13 +2,14 @@
 
     python examples/accuracy.py --root DIR --datasets Cora CiteSeer PubMed --seeds 0 1 2
 
-Staleness depends on the chunks and their order alone, never on the number of stages, so one
-process with one stage trains what any number of them would. All runs have the same initial
-weights, optimizer and number of epochs; each is tested with the weights of its best validation
-accuracy. Exact training runs twice, in a plain Trainer and under the strategy: they differ in the
-random numbers of dropout alone, and so show how much of a difference is chance. Prints a table and
-writes every run to OUTPUT/accuracy.csv. `--model resgcnplus-batch` has norms over all nodes
-(BatchNorm), which read statistics of the last epoch in a pipeline.
+Staleness depends on the chunks and their order alone, never on the number of stages, so one process
+with one stage trains what any number of them would. All runs have the same initial weights,
+optimizer and number of epochs; each is tested with the weights of its best validation accuracy.
+Exact training runs twice, in a plain Trainer and under the strategy: they differ in the random
+numbers of dropout alone, and so show how much of a difference is chance. Prints a table and writes
+every run to OUTPUT/accuracy.csv; runs that are there already are not made again. `--model
+resgcnplus-batch` has norms over all nodes (BatchNorm), which read statistics of the last epoch in a
+pipeline.
 
 `--modes` names what is compared with exact training: "pipeline" in chunks; "hybrid", the same on 2
 stages of 2 shards of the graph; and on 2 shards without chunks (graph parallelism) "int1", one bit
@@ -26,10 +27,10 @@ import csv
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import lightning as L
 import torch
@@ -159,18 +160,44 @@ def main() -> None:
     }
     accuracies: dict[tuple[str, str], list[float]] = {}
     options.output.mkdir(parents=True, exist_ok=True)
-    with (options.output / "accuracy.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["dataset", "run", "seed", "num_epochs", "test_acc"])
-        for dataset in options.datasets:
-            datamodule = FullGraphDataModule(load_graph(dataset, options.root))
-            for seed in options.seeds:
-                for run, setting in settings.items():
+    results = Results(options.output / "accuracy.csv")
+    for dataset in options.datasets:
+        datamodule = FullGraphDataModule(load_graph(dataset, options.root))
+        for seed in options.seeds:
+            for run, setting in settings.items():
+                test_acc = results.find(dataset, seed, setting)
+                if test_acc is None:
                     test_acc = train_once(datamodule, setting, seed)
-                    accuracies.setdefault((dataset, run), []).append(test_acc)
-                    rows.writerow([dataset, run, seed, setting.num_epochs, f"{test_acc:.4f}"])
-                    file.flush()
+                    results.add(dataset, run, seed, setting, test_acc)
+                accuracies.setdefault((dataset, run), []).append(test_acc)
     Console().print(build_table(accuracies, options))
+
+
+class Results:
+    """The file of all runs, a row a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._by_run: dict[tuple[str, ...], float] = {}
+        if path.exists():
+            with path.open(newline="") as file:
+                for dataset, seed, _, *setting, test_acc in list(csv.reader(file))[1:]:
+                    self._by_run[(dataset, seed, *setting)] = float(test_acc)
+            return
+        names = [field.name for field in fields(Setting)]
+        self._append(["dataset", "seed", "run", *names, "test_acc"])
+
+    def find(self, dataset: str, seed: int, setting: Setting) -> float | None:
+        """Return the test accuracy of a run, if it has been made."""
+        return self._by_run.get((dataset, str(seed), *map(str, astuple(setting))))
+
+    def add(self, dataset: str, run: str, seed: int, setting: Setting, test_acc: float) -> None:
+        """Write down a run."""
+        self._append([dataset, seed, run, *map(str, astuple(setting)), f"{test_acc:.4f}"])
+
+    def _append(self, row: list[Any]) -> None:
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerow(row)
 
 
 def make_mode(mode: str, base: Setting, options: argparse.Namespace) -> Setting:

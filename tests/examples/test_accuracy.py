@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import DeepClassifier, Setting, build_table, train_once
+from accuracy import DeepClassifier, Results, Setting, build_table, train_once
 from rich.console import Console
 from torch_geometric.data import Data
 
@@ -52,3 +53,13 @@ def test_table_shows_mean_spread_and_difference():
         console.print(table)
     assert "│ Cora │ exact    │ 85.0 ± 7.1 │          │" in captured.get()
     assert "│      │ pipeline │ 90.0 ± 0.0 │     +5.0 │" in captured.get()
+
+
+def test_runs_are_made_once(tmp_path):
+    path, setting = tmp_path / "accuracy.csv", Setting("gcnii", 3)
+    Results(path).add("Cora", "exact", 1, setting, 0.75)
+
+    again = Results(path)
+    assert again.find("Cora", 1, setting) == 0.75
+    assert again.find("Cora", 2, setting) is None
+    assert again.find("Cora", 1, replace(setting, num_chunks=8)) is None
