@@ -40,3 +40,8 @@ def explain(*, expected: str, found: str, remedy: str) -> str:
         remedy: One or two whole sentences.
     """
     return f"Expected {expected} (got {found}). {remedy}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the text of an error."""
+    return str(error).partition("\n")[0]

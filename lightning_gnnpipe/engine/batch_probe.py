@@ -20,7 +20,7 @@ from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.determinism import NoRandomness
 from lightning_gnnpipe.engine.probe import check_buffers, check_structure, compare, in_full
 from lightning_gnnpipe.engine.probe_gradients import some_gradient
-from lightning_gnnpipe.engine.trial import flatten
+from lightning_gnnpipe.engine.trial import flatten, refusing_errors
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import Intercepted, NativeContext, find_layers, intercept
@@ -76,7 +76,7 @@ def check_graphs(
         NoRandomness(),
         torch.autocast(device, enabled=False),
         torch.set_grad_enabled(with_gradients),
-        _refusing_errors(),
+        refusing_errors("a few graphs of the batch", REMEDY),
         _evaluating(found.batch_norms if in_parts else {}),
     ):
         expected = _run_plainly(module, layers, small, sample.graphs.num_graphs, found)
@@ -219,19 +219,3 @@ def _refuse(found: str) -> UnsupportedError:
             remedy=REMEDY,
         )
     )
-
-
-@contextmanager
-def _refusing_errors() -> Iterator[None]:
-    try:
-        yield
-    except UnsupportedError:
-        raise
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise UnsupportedError(
-            explain(
-                expected="the model to run on a few graphs of the batch",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                remedy=REMEDY,
-            )
-        ) from error

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.names import LayerNames
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
 from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
 from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import MessageContext, find_layers, intercept
@@ -52,7 +52,10 @@ class Trial:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Have the layers run on chunks within the block, and refuse a model that fails there."""
-        with _refusing_errors(), intercept(self._intercepted, self.context):
+        with (
+            refusing_errors("a chunk of the graph", REMEDY),
+            intercept(self._intercepted, self.context),
+        ):
             yield
 
     def run(self, segments: tuple[Segment, ...], chunk: Chunk, values: dict[str, Tensor]) -> None:
@@ -130,7 +133,8 @@ def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
 
 
 @contextmanager
-def _refusing_errors() -> Iterator[None]:
+def refusing_errors(part: str, remedy: str) -> Iterator[None]:
+    """Refuse a model that fails within the block, when it runs on `part`."""
     try:
         yield
     except UnsupportedError:
@@ -138,8 +142,8 @@ def _refusing_errors() -> Iterator[None]:
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise UnsupportedError(
             explain(
-                expected="the model to run on a chunk of the graph",
-                found=f"{type(error).__name__}: {error}",
-                remedy=REMEDY,
+                expected=f"the model to run on {part}",
+                found=f"{type(error).__name__}: {first_line(error)}",
+                remedy=remedy,
             )
         ) from error

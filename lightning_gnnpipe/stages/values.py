@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 from lightning_gnnpipe.stages.graph_sample import draw_graphs
@@ -160,7 +160,7 @@ def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str
         raise UnsupportedError(
             explain(
                 expected="the model to run on a small part of the graph",
-                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                found=f"{type(error).__name__}: {first_line(error)}",
                 remedy=_REMEDY + (_REMEDY_SETS if len(sample.edge_sizes) > 1 else ""),
             )
         ) from error
