@@ -23,6 +23,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
@@ -53,6 +54,15 @@ def keep_samplers(trainer: Trainer) -> None:
     """Let the Trainer leave the samplers of loaders as they are: there is one replica of data."""
     connector: Any = trainer._accelerator_connector
     connector.use_distributed_sampler = False
+
+
+def fetcher_of(trainer: Trainer) -> Any:
+    """Return what fetches the batches of the loop that runs.
+
+    None if the user's step does, which then gets an iterator (`dataloader_iter`).
+    """
+    fetcher = trainer._active_loop._data_fetcher  # type: ignore[union-attr]
+    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
 
 
 class LightningStrategy(ParallelStrategy):

@@ -8,6 +8,8 @@ one rank alone, gets its own forward.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.guests import GuestCallbacks
+from lightning_gnnpipe.lookahead import LookAhead
 from lightning_gnnpipe.metrics import LocalMetrics
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
@@ -40,6 +43,7 @@ class PipeLoops(PipeCheckpoints):
         self._metrics = LocalMetrics()
         self._guests = GuestCallbacks()
         self._precision = StagePrecision()
+        self._look_ahead = LookAhead()
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -47,15 +51,57 @@ class PipeLoops(PipeCheckpoints):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._take_over()
+        self._begin_stream()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._take_over()
+        self._begin_stream()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
+        self._begin_stream()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._end_stream()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._end_stream()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._end_stream()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_step(*args):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_step(*args):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_step(*args):
+            return super().predict_step(*args, **kwargs)
+
+    def _begin_stream(self) -> None:
         self._take_over()
+        if self._has_peers:
+            self._look_ahead.attach(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    def _end_stream(self) -> None:
+        self._look_ahead.detach()
+        self.engine.stream.end()
+
+    @contextmanager
+    def _in_step(self, batch: Any, *others: Any) -> Iterator[None]:
+        """Let the engine know what the user's step gets, and what the next one will."""
+        self.engine.stream.enter_step(batch, lambda: self._look_ahead.peek(self.root_device))
+        try:
+            yield
+        finally:
+            self.engine.stream.leave_step()
 
     def _take_over(self) -> None:
         if "forward" not in self.engine.model.module.__dict__:

@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "controls",
         "engine",
         "guests",
+        "lookahead",
         "metrics",
         "passing",
         "precision",
@@ -59,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "refuse": set(),
     "guests": {"engine", "_compat"},
+    "lookahead": {"_compat"},
     "strategy": {
         *PARTS,
         "_compat",
@@ -92,6 +94,7 @@ LIGHTNING = {
     "checkpoints",
     "refuse",
     "guests",
+    "lookahead",
     "loops",
     "planning",
     "precision",

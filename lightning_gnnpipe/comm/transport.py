@@ -118,12 +118,17 @@ class Transport(Collectives):
                     work = dist.isend(payload, target, tag=_tag(kind, chunk, i))
                     self._sends.append((work, payload))
 
-    def flush(self) -> None:
-        """Wait until everything that was sent has left."""
+    @property
+    def num_sends(self) -> int:
+        """Messages that have been sent, and not been waited for."""
+        return len(self._sends)
+
+    def flush(self, num_sends: int | None = None) -> None:
+        """Wait until the oldest `num_sends` messages have left; None for all."""
         with self.explained("wait for sent data to be received"):
-            for work, _ in self._sends:
+            for work, _ in self._sends[:num_sends]:
                 work.wait(self.world.timeout)
-        self._sends.clear()
+        del self._sends[:num_sends]
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the ranks of this stage, in place."""

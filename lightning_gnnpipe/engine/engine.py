@@ -33,6 +33,7 @@ from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
 from lightning_gnnpipe.engine.seeds import PassSeeds
+from lightning_gnnpipe.engine.stream import BatchStream
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order
@@ -46,6 +47,8 @@ from lightning_gnnpipe.stages import (
     is_listed,
     take_apart,
 )
+
+_MASK = (1 << 62) - 1
 
 
 class PipelineEngine:
@@ -74,6 +77,7 @@ class PipelineEngine:
         )
         self._batches = BatchPasses(self.model, transport, options, self._seeds)
         self._known_kinds: KnownKinds = {}
+        self.stream = BatchStream(self.model, transport, self._batches, self._known_kinds)
         self._checked: set[bool] = set()
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
@@ -114,6 +118,10 @@ class PipelineEngine:
         call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
         has_graphs = inputs.graphs is not None
         number = (self._batches.identify if has_graphs else self._identity.of)(inputs)
+        if is_training or not has_graphs:
+            self.stream.end()
+        else:
+            number = hash((number, self.stream.look(call, (args, kwargs)))) & _MASK
         signals = agree(self.transport, self.progress, is_training, number)
         if signals:
             self.on_signals(signals)
@@ -230,20 +238,18 @@ class PipelineEngine:
         return mode.layers.rebuild_output(joined)
 
     def _infer(self, call: Call, inputs: Inputs) -> Any:
-        renews = False
         if inputs.graphs is not None:
-            mode = self._batches.mode(call, inputs)
-            parts = self._batches.parts(mode, call, inputs, is_training=False, codec="fp32")
-        else:
-            graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
-            mode = self._passes.mode(call, inputs, graph)
-            renews = self._can_renew(graph, mode)
-            planned = graph.inputs
-            if self._has_pending:  # the training pass still needs its own
-                planned = PlannedInputs(graph.plan)
-            planned.load(call, inputs)
-            parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
-            parts = replace(parts, inputs=planned)
+            mode, outputs = self.stream.run(call, inputs)
+            return mode.layers.rebuild_output(outputs)
+        graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
+        mode = self._passes.mode(call, inputs, graph)
+        renews = self._can_renew(graph, mode)
+        planned = graph.inputs
+        if self._has_pending:  # the training pass still needs its own
+            planned = PlannedInputs(graph.plan)
+        planned.load(call, inputs)
+        parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
+        parts = replace(parts, inputs=planned)
         with self.transport.meter.paused():
             outputs = run_exact(parts, self.model)
         parts.inputs.release()

@@ -1,4 +1,4 @@
-"""Exact passes without gradients: the whole graph as one chunk, or graphs in micro-batches."""
+"""Exact passes without gradients over one graph, as one chunk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
     """Return the outputs, each `[num_rows, *]`, on every rank.
 
     Args:
-        parts: Of the one-chunk plan, or of micro-batches. A context with a store writes the
-            histories, one without does not.
+        parts: Of the one-chunk plan. A context with a store writes the histories, one without does
+            not.
         model: The pipelined model.
     """
     mesh, device = parts.transport.mesh, parts.transport.world.device

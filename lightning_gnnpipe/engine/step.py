@@ -69,10 +69,18 @@ class _ChunkState:
 
 
 class Step:
-    """Runs one rank's actions of one pass."""
+    """Runs one rank's actions of one pass.
+
+    Args:
+        parts: What the pass is made of.
+
+    Attributes:
+        parts: The same.
+        recorder: Of the actions.
+    """
 
     def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
+        self.parts = parts
         parts.context.leaves = parts.inputs
         self._mesh = parts.transport.mesh
         self._device = parts.transport.world.device
@@ -97,7 +105,12 @@ class Step:
 
         Each is `[num_rows, *]`, in the user's order of nodes, or of graphs.
         """
-        self._run(actions)
+        self.run(actions)
+        self.parts.transport.flush()
+        return self.collect()
+
+    def collect(self) -> list[Tensor]:
+        """Return the outputs on every rank, once the last stage has them; a collective call."""
         outputs, self._outputs = self._outputs, []
         for output in outputs:
             self._share(output)
@@ -105,8 +118,8 @@ class Step:
 
     def _share(self, output: Tensor) -> None:
         """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
-        transport, last = self._parts.transport, self._mesh.num_stages - 1
-        shard = self._parts.plan.shard
+        transport, last = self.parts.transport, self._mesh.num_stages - 1
+        shard = self.parts.plan.shard
         if shard is None:
             transport.broadcast(output, self._mesh.rank_of(last), "output")
             return
@@ -131,16 +144,16 @@ class Step:
         """
         self._output_grads = output_grads
         last = max(i for i, action in enumerate(actions) if action.op is Op.B)
-        self._run(actions[:last], is_end=False)
+        self.run(actions[:last])
         on_last()
-        self._run(actions[last:])
+        self.run(actions[last:])
+        self.parts.transport.flush()
         self._output_grads = ()
 
-    def _run(self, actions: Sequence[Action], *, is_end: bool = True) -> None:
+    def run(self, actions: Sequence[Action]) -> None:
+        """Run `actions`; what they send need not have left."""
         for action in actions:
-            _METHODS[action.op](self, self._parts.plan.chunks[action.chunk])
-        if is_end:
-            self._parts.transport.flush()
+            _METHODS[action.op](self, self.parts.plan.chunks[action.chunk])
 
     def _forward(self, chunk: Piece) -> None:
         """Compute one chunk on this stage.
@@ -148,7 +161,7 @@ class Step:
         Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
         needs.
         """
-        parts = self._parts
+        parts = self.parts
         received = self._wait_forward(chunk)
         with self.recorder.record(f"{self._mesh.stage}F{chunk.index}"):
             leaves = parts.inputs.slice(chunk, self._leaves)
@@ -180,7 +193,7 @@ class Step:
         Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
         parameters.
         """
-        parts = self._parts
+        parts = self.parts
         state = self._chunks[chunk.index]
         grads = self._wait_backward(chunk)
         with self.recorder.record(f"{self._mesh.stage}B{chunk.index}"):
@@ -192,14 +205,14 @@ class Step:
             del self._chunks[chunk.index]
 
     def _receive_forward(self, chunk: Piece) -> None:
-        stage = self._parts.stage
+        stage = self.parts.stage
         buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
         self._post(self._previous, "forward", chunk, buffers)
 
     def _send_forward(self, chunk: Piece) -> None:
         sent = self._chunks[chunk.index].sent
         self._send(self._next, "forward", chunk, sent)
-        if not self._parts.is_training:
+        if not self.parts.is_training:
             del self._chunks[chunk.index]
 
     def _receive_backward(self, chunk: Piece) -> None:
@@ -217,15 +230,15 @@ class Step:
         self._send(self._previous, "backward", chunk, grads)
 
     def _post(self, rank: int, kind: TrafficKind, chunk: Piece, buffers: Sequence[Tensor]) -> None:
-        parts = self._parts
+        parts = self.parts
         parts.transport.post_receive(rank, kind, chunk.index, buffers, parts.codec)
 
     def _send(self, rank: int, kind: TrafficKind, chunk: Piece, tensors: Sequence[Tensor]) -> None:
-        parts = self._parts
+        parts = self.parts
         parts.transport.send(rank, kind, chunk.index, tensors, parts.codec)
 
     def _wait_forward(self, chunk: Piece) -> list[Tensor]:
-        parts = self._parts
+        parts = self.parts
         if self._mesh.is_first:
             return []
         received = parts.transport.wait_receive("forward", chunk.index)
@@ -235,7 +248,7 @@ class Step:
 
     def _wait_backward(self, chunk: Piece) -> list[Tensor]:
         """Return one gradient for each sent value; an empty one where no gradient flows."""
-        parts = self._parts
+        parts = self.parts
         if self._mesh.is_last:
             return [
                 grad[parts.inputs.places(chunk, value)]
@@ -246,12 +259,12 @@ class Step:
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
     def _buffer(self, chunk: Piece, value: Value) -> Tensor:
-        shape = (self._parts.inputs.num_rows(chunk, value), *value.row_shape)
+        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
         return torch.empty(shape, dtype=value.dtype, device=self._device)
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
         """Refuse rows of another number than the next stage, and the user, are told."""
-        shape = (self._parts.inputs.num_rows(chunk, value), *value.row_shape)
+        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
         if part.shape != shape:
             raise UnsupportedError(
                 explain(

@@ -51,7 +51,7 @@ class Layers:
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
         """Return the model's output with `tensors` in the order of `outputs`."""
         by_name = dict(zip(self.outputs, tensors, strict=True))
-        return fx.node.map_arg(self.output_template, lambda node: by_name[node.name])
+        return _thaw(fx.node.map_arg(self.output_template, lambda node: by_name[node.name]))
 
     def pick_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each of `outputs`, of all that stand in the model's output.
@@ -219,3 +219,15 @@ class _Cutter:
         by_name = {node.name: node for node in self.place}
         by_name |= {leaf.name: leaf for leaf in body[0].graph.nodes if leaf.op == "placeholder"}
         return builder.build(index, [by_name[name] for name in needed], module)
+
+
+def _thaw(value: Any) -> Any:
+    """Return `value` with dicts and lists that can be written to; those of a graph cannot."""
+    if isinstance(value, dict):
+        return {key: _thaw(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_thaw(item) for item in value]
+    if isinstance(value, tuple):
+        items = [_thaw(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

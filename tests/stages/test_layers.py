@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -362,3 +363,23 @@ class CountsSources(nn.Module):
 def test_functions_of_pyg_are_leaves_of_the_trace() -> None:
     graph = trace(CountsSources(), take_apart(CountsSources(), (torch.randn(N, D), EDGES), {}))
     assert any(node.target is degree for node in graph.nodes)
+
+
+def test_outputs_can_be_written_to():
+    """Dicts and lists in a traced output are immutable; those of a plain module are not."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.GCNConv(3, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
+            x = self.conv(x, edge_index)
+            return {"out": x, "all": [x, (x.relu(), x.tanh())]}
+
+    data = (torch.randn(N, 3), EDGES)
+    layers = layers_of(Nested(), *data)
+    output = run_layers(layers, list(data))
+    assert isinstance(output, dict)
+    output["more"] = output["all"].pop()
+    assert type(output["more"]) is tuple
