@@ -175,7 +175,7 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
     "shared-norm": (
         lambda: Module(SharedNorm()),
         graph,
-        {},
+        {"balance": "uniform"},  # with one layer on a stage, the other has the norm alone
         "'norm', a BatchNorm1d, in stages .0, 1.",
     ),
     "unknown-conv": (
