@@ -17,6 +17,7 @@ from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     CodecName,
+    CrossChunkEdges,
     DtypeName,
     OrderName,
     Partition,
@@ -60,6 +61,7 @@ class StrategyOptions:
     memory_gib: float | None = None
     batch_norm: Literal["deferred"] | None = None
     repeat_encoder: RepeatOption = "auto"
+    cross_chunk_edges: CrossChunkEdges = "keep"
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -74,6 +76,7 @@ class StrategyOptions:
             _check_choice("partition", self.partition, get_args(PartitionMethod))
         if isinstance(self.balance, str):
             _check_choice("balance", self.balance, ("measured", "uniform"))
+        _check_choice("cross_chunk_edges", self.cross_chunk_edges, get_args(CrossChunkEdges))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
         _check_choice("chunk_order", self.chunk_order, get_args(OrderName))
         if not isinstance(self.staleness, StalenessMethod):
@@ -131,7 +134,9 @@ class StrategyOptions:
         if balance == "measured" and not is_fitting:
             balance = "uniform"  # stages run one after the other in exact passes
         return EngineOptions(
-            ChunkOptions(self.num_chunks, self.partition, seed, auto_chunks),
+            ChunkOptions(
+                self.num_chunks, self.partition, seed, auto_chunks, self.cross_chunk_edges
+            ),
             self.histories,
             self.chunk_order,
             balance,

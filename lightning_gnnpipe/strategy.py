@@ -32,6 +32,7 @@ from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
     CodecName,
+    CrossChunkEdges,
     DtypeName,
     OrderName,
     Partition,
@@ -60,6 +61,10 @@ class GNNPipeStrategy(PipeLoops):
             are fewer.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
+        cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
+            epochs as well, as a graph that was split by hand would be: nothing is stale, and no
+            histories are kept (but for norms over all nodes). Validation, test and predict read all
+            edges. "keep" is the method of the paper.
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed".
@@ -123,6 +128,7 @@ class GNNPipeStrategy(PipeLoops):
         graph_parallel: int | Literal["auto"] = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
+        cross_chunk_edges: CrossChunkEdges = "keep",
         chunk_order: OrderName = "shuffled",
         staleness: StalenessName | StalenessMethod = "constant",
         pipelined_module: str | None = None,
@@ -173,6 +179,7 @@ class GNNPipeStrategy(PipeLoops):
             memory_gib,
             batch_norm,
             repeat_encoder,
+            cross_chunk_edges,
         )
         super().__init__(
             options,

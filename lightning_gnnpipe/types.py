@@ -29,6 +29,7 @@ DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
 StalenessName = Literal["constant", "scaled", "gnnpipe", "delayed"]
 RepeatOption = bool | Literal["auto"]
+CrossChunkEdges = Literal["keep", "drop"]
 TrafficKind = Literal[
     "forward",
     "backward",

@@ -156,8 +156,8 @@ class PipelineEngine:
         is_split = self.model.is_split
         layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
-        if graph is not None and graph.plan.num_chunks > 1:
-            histories = self.graphs.trained_fingerprint, tuple(graph.filled)
+        if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
+            histories = graph.fingerprint, tuple(graph.filled)
         return RunState(self.options.seed, *counts, *layout, *histories)
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
@@ -188,13 +188,13 @@ class PipelineEngine:
     def _train(self, call: Call, inputs: Inputs) -> Any:
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
-        if self._saved is not None:
-            saved, self._saved = self._saved, None
-            fingerprint = self.graphs.trained_fingerprint
-            take_histories(saved, graph, fingerprint, mode, self.transport.mesh)
-        is_exact = self.controls.is_exact or mode.reads not in graph.filled
+        saved, self._saved = self._saved, None
+        is_free = self._passes.is_free(graph)
+        if saved is not None and not is_free:
+            take_histories(saved, graph, mode, self.transport.mesh)
+        is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
         is_due = self.controls.refreshes or graph.is_refresh_due(self.num_training_passes)
-        if is_due and not is_exact:
+        if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)

@@ -18,6 +18,7 @@ from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
     check_graph,
+    graph_fingerprint,
     plan_from_assignment,
     shard_plan,
 )
@@ -31,10 +32,27 @@ _NUM_KEPT = 4
 
 
 class PlannedGraph:
-    """One graph, or this rank's shard of it: plan and batch; histories once it is trained on."""
+    """One graph, or this rank's shard of it: plan and batch; histories once it is trained on.
 
-    def __init__(self, plan: ChunkPlan, histories: HistoryOptions, transport: Transport) -> None:
-        self.plan = plan
+    Args:
+        plan: The chunks.
+        histories: How histories are kept.
+        transport: The ranks.
+        fingerprint: Of the graph, as far as the plan has its edges.
+        is_complete: Whether it has all of them.
+    """
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        histories: HistoryOptions,
+        transport: Transport,
+        fingerprint: int,
+        *,
+        is_complete: bool,
+    ) -> None:
+        self.plan, self.fingerprint, self.is_complete = plan, fingerprint, is_complete
+        self.are_apart = plan.shard is None and not any(c.num_halo for c in plan.chunks)
         self.inputs = PlannedInputs(plan)
         self._transport = transport
         self.reading = MessageContext(self._shared(None), plan)
@@ -83,8 +101,8 @@ class GraphCache:
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
-        self.trained_fingerprint: int | None = None
         self._has_warned = False
+        self._has_warned_of_loss = False
 
     @property
     def trained(self) -> PlannedGraph | None:
@@ -100,19 +118,24 @@ class GraphCache:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(fingerprint, inputs))
         self.partitioner.forget()
-        self._graphs.pop((fingerprint, False), None)
+        if graph.is_complete:
+            self._graphs.pop((fingerprint, False), None)
         if self._trained is not graph:
             if self._trained is not None:
                 self._trained.drop_histories()
                 self._warn_of_change()
-            self._trained, self.trained_fingerprint = graph, fingerprint
+            self._trained = graph
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph for exact passes: as cut for training, or else without a partition."""
-        if (fingerprint, True) in self._graphs:
-            return self._graphs[fingerprint, True]
-        return self._get((fingerprint, False), lambda: self._uncut(inputs))
+        """Return the graph for exact passes: as cut for training, or else without a partition.
+
+        It has all edges, whether training has them or not.
+        """
+        cut = self._graphs.get((fingerprint, True))
+        if cut is not None and cut.is_complete:
+            return cut
+        return self._get((fingerprint, False), lambda: self._uncut(fingerprint, inputs))
 
     def is_cut(self, inputs: Inputs) -> bool:
         """Whether the graph is, or may be, trained on in more than one chunk, or shard."""
@@ -149,19 +172,37 @@ class GraphCache:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _uncut(self, inputs: Inputs) -> PlannedGraph:
+    def _uncut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
         assignment = torch.zeros(inputs.num_nodes, dtype=torch.int64)
         split = partial(self.partitioner.split, edge_index, assignment)
-        return self._planned(inputs, edge_index, assignment, split)
+        return self._planned(inputs, edge_index, assignment, split, fingerprint)
 
     def _cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         edge_index, found = inputs.edge_index.cpu(), self.partitioner
         check_graph(edge_index, inputs.num_nodes)
         assignment = self._transport.run_on_first(lambda: found.chunks(fingerprint, inputs))
         split = partial(found.shards, fingerprint, inputs)
-        return self._planned(inputs, edge_index, assignment, split)
+        kept = found.kept_edges(edge_index, assignment)
+        if kept is not None:
+            self._warn_of_loss(edge_index.size(1), kept.numel())
+            several = inputs.edge_sizes if len(inputs.edge_sizes) > 1 else ()
+            fingerprint = graph_fingerprint(edge_index[:, kept], inputs.num_nodes, several)
+        return self._planned(inputs, edge_index, assignment, split, fingerprint, kept)
+
+    def _warn_of_loss(self, num_edges: int, num_kept: int) -> None:
+        if not self._has_warned_of_loss and self._transport.world.is_root:
+            lost = num_edges - num_kept
+            log.warning(
+                "cross_chunk_edges='drop': from the whole graph to one without %s of its %s edges "
+                "(%.1f %%) in training, those between chunks. Validation, test and predict read "
+                "all.",
+                f"{lost:,}",
+                f"{num_edges:,}",
+                100 * lost / num_edges,
+            )
+        self._has_warned_of_loss = True
 
     def _planned(
         self,
@@ -169,15 +210,28 @@ class GraphCache:
         edge_index: Tensor,
         assignment: Tensor,
         split: Callable[[int], Tensor],
+        fingerprint: int,
+        kept: Tensor | None = None,
     ) -> PlannedGraph:
         """Return the plan of the graph, or of this rank's shard; `split` returns the shards."""
         mesh = self._transport.mesh
         if mesh.num_shards == 1:
-            plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+            plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
         else:
             shards = self._transport.run_on_first(lambda: split(mesh.num_shards))
             plan = shard_plan(
-                edge_index, assignment, shards, index=mesh.shard, num_shards=mesh.num_shards
+                edge_index,
+                assignment,
+                shards,
+                index=mesh.shard,
+                num_shards=mesh.num_shards,
+                kept=kept,
             )
         plan = plan.with_edge_sets(inputs.edge_sizes)
-        return PlannedGraph(plan.to(self._transport.world.device), self.histories, self._transport)
+        return PlannedGraph(
+            plan.to(self._transport.world.device),
+            self.histories,
+            self._transport,
+            fingerprint,
+            is_complete=kept is None,
+        )

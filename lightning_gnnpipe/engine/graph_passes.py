@@ -55,6 +55,11 @@ class GraphPasses:
         measure = self._measurer(call, inputs, graph)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
+    def is_free(self, graph: PlannedGraph) -> bool:
+        """Whether chunks are trained without histories: there are several, and none sees others."""
+        sees_others = not graph.are_apart or self._model.intercepted.sees_all_nodes
+        return graph.plan.num_chunks > 1 and not sees_others
+
     def refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""
         norms = self._model.intercepted.norms.values()
@@ -99,7 +104,8 @@ class GraphPasses:
         # Otherwise histories would never be read.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async or is_shared
-        context = graph.writing if (is_training or writes) and has_stale else graph.reading
+        is_written = (is_training or writes) and has_stale and not self.is_free(graph)
+        context = graph.writing if is_written else graph.reading
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)

@@ -13,9 +13,14 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.graph import check_num_chunks, partition_nodes, split_chunks
+from lightning_gnnpipe.graph import (
+    check_num_chunks,
+    edges_within,
+    partition_nodes,
+    split_chunks,
+)
 from lightning_gnnpipe.stages import Inputs
-from lightning_gnnpipe.types import CHUNKS_PER_STAGE, Partition
+from lightning_gnnpipe.types import CHUNKS_PER_STAGE, CrossChunkEdges, Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +32,14 @@ class ChunkOptions:
         partition: A method, or the chunk of each node.
         seed: Seed of the partition.
         auto_chunks: K where nothing else is said, in a graph of so many nodes.
+        cross_edges: Whether edges between chunks are kept, or left out in training.
     """
 
     num_chunks: int | Literal["auto"]
     partition: Partition
     seed: int
     auto_chunks: int = CHUNKS_PER_STAGE
+    cross_edges: CrossChunkEdges = "keep"
 
     @property
     def expected(self) -> int:
@@ -83,6 +90,18 @@ class Partitioner:
     def split(self, edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
         """Return `[num_nodes]` the shard of each node, given its chunk."""
         return split_chunks(edge_index, assignment, num_shards, seed=self._options.seed)
+
+    def kept_edges(self, edge_index: Tensor, assignment: Tensor) -> Tensor | None:
+        """Return `[num_kept]` the edges that training passes read; None for all.
+
+        Args:
+            edge_index: `[2, num_edges]`.
+            assignment: `[num_nodes]` the chunk of each node.
+        """
+        if self._options.cross_edges == "keep":
+            return None
+        kept = edges_within(edge_index, assignment)
+        return None if kept.numel() == edge_index.size(1) else kept
 
     def forget(self) -> None:
         """Free what was kept."""

@@ -118,7 +118,6 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
 def take_histories(
     saved: SavedRun,
     graph: PlannedGraph,
-    fingerprint: int | None,
     mode: Mode,
     mesh: Mesh,
 ) -> None:
@@ -127,13 +126,12 @@ def take_histories(
     Args:
         saved: The run that goes on.
         graph: The graph that is trained on.
-        fingerprint: Of the graph.
         mode: The layers.
         mesh: The ranks.
     """
     state = saved.state
     num_layers = sum(len(stage.segments) for stage in mode.stages)
-    is_same = state.graph == fingerprint and saved.stages
+    is_same = state.graph == graph.fingerprint and saved.stages
     if is_same and sum(state.stage_layers) == num_layers:
         segments = {segment.index for segment in mode.stages[mesh.stage].segments}
         if load_ranks(graph, saved.stages, segments):

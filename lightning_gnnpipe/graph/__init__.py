@@ -6,6 +6,7 @@ from lightning_gnnpipe.graph.chunk import Chunk, Peer
 from lightning_gnnpipe.graph.cut import (
     SplitSizes,
     edge_cut_frac,
+    edges_within,
     measure_split,
     replicas_per_node,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "check_num_chunks",
     "chunk_order",
     "edge_cut_frac",
+    "edges_within",
     "graph_fingerprint",
     "measure_split",
     "partition_nodes",

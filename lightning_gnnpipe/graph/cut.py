@@ -63,6 +63,12 @@ def measure_split(
     )
 
 
+def edges_within(edge_index: Tensor, assignment: Tensor) -> Tensor:
+    """Return `[num_kept]` the edges whose ends lie in the same part, ascending."""
+    source, target = assignment[edge_index.long()]
+    return (source == target).nonzero().flatten()
+
+
 def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:
     """Return the share of the edges whose ends lie in different parts; 0 without edges."""
     if edge_index.size(1) == 0:

@@ -22,9 +22,9 @@ class ChunkPlan:
 
     Attributes:
         num_nodes: Nodes, N.
-        num_edges: Edges, E.
+        num_edges: Edges, E; fewer than the user's where some were left out.
         perm: `[num_nodes]` the node at each position.
-        edge_perm: `[num_edges]` the edge in each slot, sorted by the position of its target.
+        edge_perm: `[num_edges]` the user's edge in each slot, sorted by the position of its target.
         chunks: The chunks.
         edge_sizes: `[num_edge_sets]` edges in each of several edge sets over the same nodes, which
             follow each other in the user's order; empty for one.
@@ -214,7 +214,13 @@ def build_chunk_plan(
 
 
 def shard_plan(
-    edge_index: Tensor, assignment: Tensor, shards: Tensor, *, index: int, num_shards: int
+    edge_index: Tensor,
+    assignment: Tensor,
+    shards: Tensor,
+    *,
+    index: int,
+    num_shards: int,
+    kept: Tensor | None = None,
 ) -> ChunkPlan:
     """Return the plan of one shard of a graph.
 
@@ -224,9 +230,11 @@ def shard_plan(
         shards: `[num_nodes]` the shard of each node; each has one.
         index: The shard.
         num_shards: Shards, G.
+        kept: `[num_kept]` the edges that the plan has; None for all.
     """
     num_chunks = int(assignment.max()) + 1
-    globe = _in_chunks(edge_index, shards * num_chunks + assignment, num_chunks * num_shards)
+    pieces = shards * num_chunks + assignment
+    globe = _in_chunks(edge_index, pieces, num_chunks * num_shards, kept)
     return plan_of_shard(make_shard(globe, index, num_shards))
 
 
@@ -235,32 +243,40 @@ def trivial_plan(edge_index: Tensor, num_nodes: int) -> ChunkPlan:
     return plan_from_assignment(edge_index, num_nodes, torch.zeros(num_nodes, dtype=torch.int64))
 
 
-def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor) -> ChunkPlan:
+def plan_from_assignment(
+    edge_index: Tensor, num_nodes: int, assignment: Tensor, *, kept: Tensor | None = None
+) -> ChunkPlan:
     """Return the plan in which node `n` lies in chunk `assignment[n]`.
 
     Args:
         edge_index: `[2, num_edges]`.
         num_nodes: Nodes, N.
         assignment: `[num_nodes]` chunk numbers from 0, without gaps.
+        kept: `[num_kept]` the edges that the plan has; None for all.
 
     Raises:
         GraphError: If a chunk has no node.
     """
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
-    return _in_chunks(edge_index, assignment, num_chunks)
+    return _in_chunks(edge_index, assignment, num_chunks, kept)
 
 
-def _in_chunks(edge_index: Tensor, assignment: Tensor, num_chunks: int) -> ChunkPlan:
+def _in_chunks(
+    edge_index: Tensor, assignment: Tensor, num_chunks: int, kept: Tensor | None
+) -> ChunkPlan:
     num_nodes = assignment.numel()
     assignment = assignment.to(edge_index.device).long()
     perm = assignment.argsort(stable=True)
     position = torch.empty_like(perm)
     position[perm] = torch.arange(num_nodes, device=perm.device)
+    if kept is None:
+        kept = torch.arange(edge_index.size(1), device=perm.device)
+    else:
+        edge_index = edge_index[:, kept]
     source, target = position[edge_index[0].long()], position[edge_index[1].long()]
     ends = torch.bincount(assignment, minlength=num_chunks).cumsum(0)
-    slots = torch.arange(source.numel(), device=perm.device)
-    return _assemble(perm, source, target, slots, ends)
+    return _assemble(perm, source, target, kept, ends)
 
 
 def plan_of_shard(shard: Shard) -> ChunkPlan:

@@ -97,6 +97,18 @@ class Adjacency:
             self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
         return self._parts[key]
 
+    def block(self, chunk: ChunkView, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
+        """Return the rows, or the columns, of a chunk that no edge joins to others.
+
+        Their indices are counted from the chunk's first position.
+        """
+        key = ("block", chunk.start, chunk.end, dtype, by_source)
+        if key not in self._parts:
+            part = self.columns(chunk, dtype) if by_source else self.rows(chunk, dtype)
+            local = part.indices - chunk.start if chunk.start else part.indices
+            self._parts[key] = replace(part, indices=local)
+        return self._parts[key]
+
     def columns(
         self,
         chunk: ChunkView,

@@ -93,7 +93,8 @@ class Aggregation:
     Attributes:
         adjacency: The edges and their weights.
         chunk: The chunk.
-        store: The histories; None where the whole graph runs and nothing is remembered.
+        store: The histories; None where nothing is remembered: the whole graph runs, or a chunk
+            that no edge joins to others.
         key: Names the history.
         is_whole: Whether the chunk is the whole graph: the rows themselves are the table then.
         tape: Where the sums are kept, if the chunk's activations are not.
@@ -108,12 +109,13 @@ class Aggregation:
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return `[num_nodes, channels]`: the weighted sums of the sources' rows."""
+        if self.store is None:
+            return self._multiply_block(rows, by_source=False)
         is_replay = self.tape is not None and self.tape.is_replay
-        if self.store is not None and not is_replay:
+        if not is_replay:
             self.store.push(self.key, self.chunk, rows)
         if self.is_whole and not self._is_split:
             return self._sum(rows)
-        assert self.store is not None
         if self.is_whole:
             return self._sum(self.store.read(self.key, self.chunk).to(rows.dtype))
         if is_replay:
@@ -126,12 +128,16 @@ class Aggregation:
     def _sum(self, table: Tensor) -> Tensor:
         return multiply(self.adjacency.rows(self.chunk, table.dtype), table)
 
+    def _multiply_block(self, own: Tensor, *, by_source: bool) -> Tensor:
+        return multiply(self.adjacency.block(self.chunk, own.dtype, by_source=by_source), own)
+
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
+        if self.store is None:
+            return self._multiply_block(grad, by_source=True)
         if self.is_whole:
             own = multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
             return self._with_ghosts(own, grad, 1.0, None)
-        assert self.store is not None
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
         scale = self.store.scale
         columns = self.adjacency.columns(self.chunk, table.dtype, scale, done)
@@ -139,13 +145,15 @@ class Aggregation:
 
     @property
     def _is_split(self) -> bool:
-        return self.store is not None and self.store.shards is not None
+        assert self.store is not None
+        return self.store.shards is not None
 
     def _with_ghosts(
         self, own: Tensor, table: Tensor, scale: float, done: tuple[int, ...] | None
     ) -> Tensor:
         """Return the rows' gradient, with what other ranks have; they get that of their rows."""
-        shards = None if self.store is None else self.store.shards
+        assert self.store is not None
+        shards = self.store.shards
         if shards is None:
             return own
         ghosts = shards.ghosts(self.chunk)

@@ -29,8 +29,8 @@ class MessageContext(RunningChunk):
     """The chunk and the segment that are running now, and the store behind them.
 
     Args:
-        store: Histories, or None where the whole graph is one chunk and nothing is to be remembered
-            (inference).
+        store: Histories, or None where nothing is to be remembered: the whole graph is one chunk
+            (inference), or no edge joins two chunks.
         plan: The graph's chunks.
         functions: Normalised edges and the like of other contexts over the same chunks, to share.
     """
@@ -59,6 +59,11 @@ class MessageContext(RunningChunk):
     def is_replay(self) -> bool:
         """Whether activations are computed a second time, for backward."""
         return self.tape is not None and self.tape.is_replay
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole graph is one chunk, and nothing is remembered."""
+        return self.store is None and self.is_whole
 
     def next_key(self, layer: str) -> CallKey:
         """Name the next call of a layer with statistics over all nodes."""

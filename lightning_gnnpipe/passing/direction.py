@@ -45,7 +45,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
         if given is None and is_upstream and not context.sees_all:
             raise _refuse_direction(name, "edges that the model changed, or several edge sets")
         # On the whole graph with nothing to remember, reversed edges are read in PyG's own way.
-        is_turned = context.store is not None and (is_flip or is_upstream)
+        is_turned = not context.is_plain and (is_flip or is_upstream)
         if given is None:
             return original(*args, **kwargs)
         if not is_turned:
@@ -88,7 +88,7 @@ def _find_edges(
     if found:
         is_one = len({number for _, number in found}) == 1
         return (*found[0], False) if is_one else (None, 0, False)
-    if context.store is not None:
+    if not context.is_plain:
         for value in values:
             is_edges = isinstance(value, Tensor) and value.dim() == 2 and value.size(0) == 2
             if is_edges and value.dtype == torch.int64:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import DeepGCNLayer, MessagePassing
+from torch_geometric.nn import DeepGCNLayer, HANConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_pyg import (
@@ -56,6 +56,11 @@ class Intercepted:
     norms: dict[str, nn.Module]
     batch_norms: dict[str, nn.Module]
     blocks: list[tuple[nn.Module, dict[str, bool]]]
+
+    @property
+    def sees_all_nodes(self) -> bool:
+        """Whether a layer takes statistics, or a mean, over all nodes."""
+        return bool(self.norms) or any(isinstance(c, HANConv) for c in self.convs.values())
 
     @property
     def all(self) -> list[nn.Module]:

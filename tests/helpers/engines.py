@@ -11,7 +11,7 @@ from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
-from lightning_gnnpipe.types import OrderName
+from lightning_gnnpipe.types import CrossChunkEdges, OrderName
 
 
 def one_process_engine(
@@ -26,13 +26,14 @@ def one_process_engine(
     self_check: bool = True,
     rank: int = 0,
     num_shards: int = 1,
+    cross_edges: CrossChunkEdges = "keep",
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     timeout = timedelta(seconds=60)
     transport = Transport(World(rank, num_shards, torch.device("cpu"), timeout), Meter())
     transport.settle((1, num_shards))
     options = EngineOptions(
-        chunks=ChunkOptions("auto", partition, seed=0),
+        chunks=ChunkOptions("auto", partition, seed=0, cross_edges=cross_edges),
         histories=HistoryOptions(method, recompute, history_dtype, history_device),
         chunk_order=chunk_order,
         balance="uniform",
