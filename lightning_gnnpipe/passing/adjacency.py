@@ -173,7 +173,8 @@ class Adjacency:
     ) -> SparseRows:
         """Return `rows` with the entries of other targets zero; `owner` has each entry's chunk."""
         counts = torch.zeros(self._pattern.num_owners, dtype=dtype, device=rows.indices.device)
-        counts[list(targets)] = 1.0
+        # A shard may have no row of the last chunks.
+        counts[[target for target in targets if target < counts.numel()]] = 1.0
         mask = counts[owner]
         return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
