@@ -127,6 +127,7 @@ def plan_pipeline(
                     memory_gib,
                     options.repeat_encoder,
                 ),
+                options.cross_chunk_edges,
             ),
             partial(_time_loss, module, name, batch),
         )

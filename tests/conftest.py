@@ -9,7 +9,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
+settings.register_profile("any machine", deadline=None)  # busy ones miss any
+settings.load_profile("any machine")
 torch.set_num_threads(1)  # two cores, and tests that fork
 
 GRACE_S = 3.0

@@ -24,7 +24,7 @@ from lightning_gnnpipe import (
 from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.types import RepeatOption
+from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
 
@@ -47,11 +47,19 @@ def make() -> tuple[NodeClassifier, Data]:
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_shards", "repeat"),
-    [(2, 1, "auto"), (1, 2, "auto"), (2, 2, "auto"), (3, 1, True), (2, 1, False)],
+    ("num_stages", "num_shards", "repeat", "edges"),
+    [
+        (2, 1, "auto", "keep"),
+        (1, 2, "auto", "keep"),
+        (2, 2, "auto", "keep"),
+        (3, 1, True, "keep"),
+        (2, 1, False, "keep"),
+        (2, 1, "auto", "drop"),
+        (1, 2, "auto", "drop"),
+    ],
 )
 def test_counts_are_those_of_a_run(
-    num_stages: int, num_shards: int, repeat: RepeatOption, tmp_path: Path
+    num_stages: int, num_shards: int, repeat: RepeatOption, edges: CrossChunkEdges, tmp_path: Path
 ) -> None:
     module, data = make()
     L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
@@ -61,6 +69,7 @@ def test_counts_are_those_of_a_run(
         start_method="fork",
         balance="uniform",
         repeat_encoder=repeat,
+        cross_chunk_edges=edges,
     )
     plan = strategy.plan(module, data, num_stages=num_stages)
 
@@ -89,7 +98,10 @@ def test_counts_are_those_of_a_run(
     assert plan.layout == (num_stages, num_shards)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
-    assert sum(plan.chunk_edges) == plan.num_edges == 240
+    lost = round(240 * plan.edge_cut_frac) if edges == "drop" else 0
+    assert sum(plan.chunk_edges) == 240 - lost
+    assert (sum(plan.halo_rows) == 0) == (edges == "drop")
+    assert plan.num_edges == 240
     assert sum(stage.num_layers for stage in plan.stages) == 6
     again = 0 if repeat is False else num_stages - 1  # stages compute X_0 as well
     assert sum(stage.num_parameters for stage in plan.stages) == (

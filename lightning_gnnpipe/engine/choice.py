@@ -121,7 +121,8 @@ class LayoutChoice:
         options, graphs = self._options, self._graphs
         edge_index = inputs.edge_index.cpu()
         chunks = graphs.partitioner.chunks(graph, inputs)
-        plan = plan_from_assignment(edge_index, inputs.num_nodes, chunks)
+        kept = graphs.partitioner.kept_edges(edge_index, chunks)
+        plan = plan_from_assignment(edge_index, inputs.num_nodes, chunks, kept=kept)
         plan = plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device)
         planned = PlannedInputs(plan)
         planned.load(call, inputs)
@@ -134,7 +135,7 @@ class LayoutChoice:
             costs,
             measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
             plan,
-            edge_index,
+            edge_index if kept is None else edge_index[:, kept],
             partial(graphs.partitioner.shards, graph, inputs),
             sum(leaf.nbytes for leaf in call.leaves),
             0.0,  # the loss, which takes as long in all layouts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.costs import measure_copies, measure_layers
 from lightning_gnnpipe.engine.inputs import PlannedInputs
@@ -25,6 +25,7 @@ from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.graph import (
     check_graph,
     edge_cut_frac,
+    edges_within,
     partition_nodes,
     plan_from_assignment,
     split_chunks,
@@ -39,7 +40,7 @@ from lightning_gnnpipe.stages import (
     cut_module,
     is_listed,
 )
-from lightning_gnnpipe.types import Partition
+from lightning_gnnpipe.types import CrossChunkEdges, Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class ForecastOptions:
         partition: How nodes are dealt out to chunks.
         self_check: Whether the module is tried out on a small graph.
         layouts: What all layouts have in common.
+        cross_edges: Whether edges between chunks are kept, or left out in training.
     """
 
     num_devices: int
@@ -61,6 +63,7 @@ class ForecastOptions:
     partition: Partition
     self_check: bool
     layouts: LayoutOptions
+    cross_edges: CrossChunkEdges = "keep"
 
 
 def forecast(
@@ -100,7 +103,9 @@ def forecast(
     assignment = partition_nodes(
         edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=options.partition
     )
-    plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment)
+    drops = options.cross_edges == "drop"
+    kept = edges_within(edge_index, assignment) if drops else None
+    plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
@@ -112,13 +117,13 @@ def forecast(
         costs,
         measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
         plan,
-        edge_index,
+        edge_index if kept is None else edge_index[:, kept],
         lambda num_shards: split_chunks(edge_index, assignment, num_shards),
         sum(leaf.nbytes for leaf in call.leaves),
         time_loss(_blank_output(layers, inputs)),
         options.layouts,
     )
-    return _compare(measured, options)
+    return _compare(measured, options, edge_index)
 
 
 def _blank_output(layers: Layers, inputs: Inputs) -> Any:
@@ -143,7 +148,7 @@ def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:
         check_counts(balance, num_layers, num_stages)
 
 
-def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
+def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -> PipelinePlan:
     """Return the plan of the layout that is asked for, or of the best, beside all others."""
     chunks, layers = measured.chunks, measured.layers
     pairs = _layouts(measured, options)
@@ -155,7 +160,7 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
     return with_advice(
         PipelinePlan(
             num_nodes=chunks.num_nodes,
-            num_edges=chunks.num_edges,
+            num_edges=edge_index.size(1),
             layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
             layer_costs=measured.costs.layers,
             stages=tuple(made[layout].stages()),
@@ -163,7 +168,7 @@ def _compare(measured: Measured, options: ForecastOptions) -> PipelinePlan:
             chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
             chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
             halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
-            edge_cut_frac=edge_cut_frac(measured.edge_index, measured.assignment),
+            edge_cut_frac=edge_cut_frac(edge_index, measured.assignment),
             step_s=own.step_s,
             loss_s=measured.loss_s,
             bubble_frac=own.bubble_frac,

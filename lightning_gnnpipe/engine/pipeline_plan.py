@@ -71,7 +71,7 @@ class PipelinePlan:
         chunk_rows: Nodes of each chunk.
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes outside that each chunk reads.
-        edge_cut_frac: Share of the edges that join two chunks.
+        edge_cut_frac: Share of the edges that join two chunks, whether they are dropped or not.
         step_s: Predicted seconds a training step of the pipeline, without the optimizer, on one
             device a rank: ranks that share a memory's bandwidth slow each other down.
         loss_s: Its part behind the pipelined module: loss and metrics, which every device takes of

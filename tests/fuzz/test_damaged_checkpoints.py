@@ -52,7 +52,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @settings(
     max_examples=NUM_RUNS,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

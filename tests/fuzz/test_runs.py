@@ -57,7 +57,6 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
 
 @settings(
     max_examples=NUM_RUNS,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

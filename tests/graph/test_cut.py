@@ -23,7 +23,7 @@ def test_without_edges_nothing_is_cut() -> None:
 
 
 @given(cut_multigraphs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_replicas_count_each_remote_source_once_a_shard(graph: tuple[Tensor, int, Tensor]) -> None:
     edge_index, num_nodes, assignment = graph
     owner = assignment.tolist()
@@ -32,7 +32,7 @@ def test_replicas_count_each_remote_source_once_a_shard(graph: tuple[Tensor, int
 
 
 @given(cut_multigraphs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
     graph: tuple[Tensor, int, Tensor],
 ) -> None:

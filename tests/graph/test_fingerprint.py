@@ -12,7 +12,7 @@ from tests.graph.strategies import multigraphs, power_law
 
 
 @given(multigraphs())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_changed_edge_changes_the_graphs_fingerprint(graph: tuple[Tensor, int]) -> None:
     edge_index, num_nodes = graph
     before = graph_fingerprint(edge_index, num_nodes)
@@ -25,7 +25,7 @@ def test_any_changed_edge_changes_the_graphs_fingerprint(graph: tuple[Tensor, in
 
 
 @given(multigraphs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_swap_of_unequal_edges_changes_it(graph: tuple[Tensor, int]) -> None:
     edge_index, num_nodes = graph
     before = graph_fingerprint(edge_index, num_nodes)

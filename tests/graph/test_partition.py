@@ -20,7 +20,7 @@ NO_LINKS = torch.empty(2, 0, dtype=torch.int64)
 
 @pytest.mark.parametrize("method", METHODS)
 @given(graph=multigraphs(), share=st.floats(0, 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_chunk_is_empty(
     method: PartitionMethod, graph: tuple[Tensor, int], share: float
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_given_partition_is_taken_as_it_is() -> None:
     seed=st.integers(0, 99),
 )
 @example(weights=[9] * 61, num_chunks=3, seed=0)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_light_nodes_are_always_brought_within_the_bound(
     weights: list[int], num_chunks: int, seed: int
 ) -> None:

@@ -41,7 +41,7 @@ def test_the_drawn_graph_is_cut_as_drawn() -> None:
 
 
 @given(cut_multigraphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_edges_mapped_back_are_the_edges_given(graph: tuple[Tensor, int, Tensor]) -> None:
     edge_index, num_nodes, assignment = graph
     plan = plan_from_assignment(edge_index, num_nodes, assignment)
@@ -53,7 +53,7 @@ def test_edges_mapped_back_are_the_edges_given(graph: tuple[Tensor, int, Tensor]
 
 
 @given(cut_multigraphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_halo_is_the_outside_sources_by_brute_force(graph: tuple[Tensor, int, Tensor]) -> None:
     edge_index, num_nodes, assignment = graph
     plan = plan_from_assignment(edge_index, num_nodes, assignment)
@@ -69,7 +69,7 @@ def test_halo_is_the_outside_sources_by_brute_force(graph: tuple[Tensor, int, Te
 
 
 @given(cut_multigraphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_chunks_tile_nodes_and_edges_and_edges_are_sorted(
     graph: tuple[Tensor, int, Tensor],
 ) -> None:

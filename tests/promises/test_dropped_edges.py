@@ -6,12 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe import (
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    StalenessMonitor,
+    StalenessWarmup,
+)
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
@@ -124,3 +130,47 @@ def test_nothing_is_told_of_one_chunk(tmp_path: Path, caplog: pytest.LogCaptureF
         found = fit_dropped("gcn", whole, tmp_path)
     assert WARNING not in caplog.text
     assert_steps_equal(found.steps, fit_by_hand("gcn", whole, tmp_path).steps)
+
+
+def test_a_run_without_histories_is_resumed_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps after it equal those of a run that never stopped; no epoch is exact."""
+    case, module, kinds = communities(3), ReferenceModule("gcn"), _NotesKind()
+    first = fit_dropped("gcn", case, tmp_path, callbacks=[kinds])
+    assert kinds.was_exact == [False] * NUM_STEPS
+
+    def trainer(num_epochs: int) -> L.Trainer:
+        return L.Trainer(
+            accelerator="cpu",
+            strategy=GNNPipeStrategy(partition=case.partition, cross_chunk_edges="drop"),
+            max_epochs=num_epochs,
+            callbacks=[kinds],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    path = tmp_path / "half.ckpt"
+    half = trainer(NUM_STEPS // 2)
+    half.fit(module, FullGraphDataModule(case.data))
+    half.save_checkpoint(path)
+    assert [one.name for one in tmp_path.glob("half*")] == [path.name]  # no histories beside it
+    resumed = ReferenceModule("gcn", seed=2)
+    with caplog.at_level(logging.WARNING):
+        trainer(NUM_STEPS).fit(resumed, FullGraphDataModule(case.data), ckpt_path=path)
+    assert "has no histories" not in caplog.text
+    assert not any(kinds.was_exact)
+    for name, value in first.state_dict.items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-10, atol=1e-10)
+
+
+class _NotesKind(L.Callback):
+    """Whether each step was exact."""
+
+    def __init__(self) -> None:
+        self.was_exact: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.was_exact.append(trainer.strategy.collect_stats().is_exact)

@@ -131,6 +131,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "refresh": {"staleness": StalenessMethod(reads=DropoutFreeRows(3))},
     "delayed": {"staleness": StalenessMethod(DelayedGradients(0.9, 0.5))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
+    "dropped": {"cross_chunk_edges": "drop"},
 }
 
 
@@ -176,6 +177,19 @@ def test_p6_another_cut_takes_the_histories_row_by_row(num_chunks: int, tmp_path
         partition="random",
     )
     assert kinds.was_exact == [False]
+
+
+@pytest.mark.parametrize(("first", "second"), [("keep", "drop"), ("drop", "keep")])
+def test_p6_histories_of_all_edges_are_not_those_without(
+    first: str, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"num_stages": 1, "epochs": SAVED_AT}
+    fit(tmp_path / "first", cross_chunk_edges=first, **options)
+    saved, kinds = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt", NotesKind()
+    options |= {"epochs": SAVED_AT + 2, "resume": saved, "callbacks": [kinds]}
+    fit(tmp_path / "second", cross_chunk_edges=second, **options)
+    assert kinds.was_exact == [True, False]
+    assert "has no histories of this graph" in caplog.text
 
 
 def assert_same(found: Any, expected: Any, name: str) -> None:
