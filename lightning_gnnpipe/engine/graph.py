@@ -196,11 +196,11 @@ class GraphCache:
             lost = num_edges - num_kept
             log.warning(
                 "cross_chunk_edges='drop': from the whole graph to one without %s of its %s edges "
-                "(%.1f %%) in training, those between chunks. Validation, test and predict read "
+                "(%s) in training, those between chunks. Validation, test and predict read "
                 "all.",
                 f"{lost:,}",
                 f"{num_edges:,}",
-                100 * lost / num_edges,
+                f"{100 * lost / num_edges:.1f} %",
             )
         self._has_warned_of_loss = True
 

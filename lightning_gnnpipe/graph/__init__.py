@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gnnpipe.graph.build import build_chunk_plan
 from lightning_gnnpipe.graph.chunk import Chunk, Peer
 from lightning_gnnpipe.graph.cut import (
     SplitSizes,
@@ -16,7 +17,6 @@ from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.plan import (
     ChunkPlan,
-    build_chunk_plan,
     plan_from_assignment,
     shard_plan,
     trivial_plan,

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.number import cut_edges
-from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
-from lightning_gnnpipe.graph.validate import check_assignment, check_graph
-from lightning_gnnpipe.types import Partition
+from lightning_gnnpipe.graph.validate import check_assignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,35 +180,6 @@ class ChunkPlan:
             shard=None if self.shard is None else self.shard.to(device),
             _cache={},
         )
-
-
-def build_chunk_plan(
-    edge_index: Tensor,
-    num_nodes: int,
-    *,
-    num_chunks: int,
-    partition: Partition = "metis",
-    seed: int = 0,
-) -> ChunkPlan:
-    """Cut a graph into chunks.
-
-    Args:
-        edge_index: `[2, num_edges]` sources and targets; multi-edges and self-loops are kept as
-            they are.
-        num_nodes: Nodes, N.
-        num_chunks: Chunks, K, at most N.
-        partition: A method, or `[num_nodes]` the chunk of each node.
-        seed: Seed of the methods.
-
-    Raises:
-        GraphError: If the graph or the partition is malformed.
-        ConfigError: If `num_chunks` is not between 1 and N.
-    """
-    check_graph(edge_index, num_nodes)
-    assignment = partition_nodes(
-        edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
-    )
-    return plan_from_assignment(edge_index, num_nodes, assignment)
 
 
 def shard_plan(

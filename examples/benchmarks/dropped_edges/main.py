@@ -62,7 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), DropoutFreeRows())},
 }
 EVERY = 2  # epochs between two looks at the held-out sets
-NUM_LATE = 40  # epochs at the end, of which the mean accuracy is noted as well
+NUM_LATE = 20  # epochs at the end, of which the mean accuracy is noted as well
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def parse_options() -> argparse.Namespace:
     add("--chunks", type=int, nargs="+", default=[1, 2, 3, 4])
     add("--methods", nargs="+", choices=list(METHODS)[1:], default=["dropped", "constant"])
     add("--warmup", type=int, default=1, help="exact epochs at the start, with histories")
-    add("--epochs", type=int, default=100)
+    add("--epochs", type=int, default=60)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--only-report", action="store_true", help="train nothing")
     return parser.parse_args()
