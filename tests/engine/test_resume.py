@@ -33,7 +33,8 @@ H, STATISTIC, OTHER = (
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    return PlannedGraph(plan, options or HistoryOptions(), Transport(world, Meter()))
+    transport = Transport(world, Meter())
+    return PlannedGraph(plan, options or HistoryOptions(), transport, 0, is_complete=True)
 
 
 def push(graph: PlannedGraph, key: CallKey, by_node: Tensor) -> None:

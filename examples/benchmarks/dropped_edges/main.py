@@ -32,6 +32,8 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch_geometric.data import Data
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -61,8 +63,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dropout-free": {"staleness": StalenessMethod(reads=DropoutFreeRows())},
     "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), DropoutFreeRows())},
 }
-EVERY = 2  # epochs between two looks at the held-out sets
-NUM_LATE = 20  # epochs at the end, of which the mean accuracy is noted as well
+EVERY = 4  # epochs between two looks at the held-out sets
+NUM_LATE = 40  # epochs at the end, of which the mean accuracy is noted as well
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,36 @@ class Cell:
     warmup: int
     epochs: int
     seed: int
+
+
+class WordDropout(nn.Module):
+    """Dropout that draws for the words that a document has; it has few of all there are.
+
+    Args:
+        share: Share of them that is zeroed in training.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = x.nonzero(as_tuple=True)
+        kept = F.dropout(x[words], self.share, self.training)
+        return torch.zeros_like(x).index_put(words, kept)
+
+
+class WordGAT(GAT):
+    """GAT on bags of words: the same function of the same random numbers' law, in less time."""
+
+    def __init__(self, in_channels: int, out_channels: int, out_heads: int) -> None:
+        super().__init__(in_channels, 8, out_channels, out_heads=out_heads)
+        self.words = WordDropout(self.dropout.p)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first, last = self.convs
+        x = F.elu(first(self.words(x), edge_index))
+        return last(self.dropout(x), edge_index)
 
 
 class Watched(NodeClassifier):
@@ -152,7 +184,7 @@ def run(cell: Cell, root: str | None) -> dict[str, float]:
     )
     L.seed_everything(cell.seed, verbose=False)
     is_pubmed = cell.dataset == "PubMed"  # the GAT paper's settings
-    net = GAT(data.num_features, 8, datamodule.num_classes, out_heads=8 if is_pubmed else 1)
+    net = WordGAT(data.num_features, datamodule.num_classes, 8 if is_pubmed else 1)
     lr, decay = (0.01, 1e-3) if is_pubmed else (0.005, 5e-4)
     curves = Curves()
     trainer = L.Trainer(
@@ -301,7 +333,7 @@ def parse_options() -> argparse.Namespace:
     add("--chunks", type=int, nargs="+", default=[1, 2, 3, 4])
     add("--methods", nargs="+", choices=list(METHODS)[1:], default=["dropped", "constant"])
     add("--warmup", type=int, default=1, help="exact epochs at the start, with histories")
-    add("--epochs", type=int, default=60)
+    add("--epochs", type=int, default=100)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--only-report", action="store_true", help="train nothing")
     return parser.parse_args()
