@@ -154,6 +154,17 @@ def test_memory_follows_how_histories_are_kept() -> None:
     assert memory(history_device="cpu:0") == 0
 
 
+def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> None:
+    module, data = make()
+
+    def memory(edges: CrossChunkEdges) -> int:
+        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", cross_chunk_edges=edges)
+        return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
+
+    histories = 6 * 2 * NUM_NODES * WIDTH * 4
+    assert memory("drop") <= memory("keep") - histories  # and fewer activations of edges
+
+
 def test_memory_follows_how_staleness_is_met() -> None:
     """Gradients of linear layers wait in place; smoothing and kept outputs take a table each."""
     module, data = make()

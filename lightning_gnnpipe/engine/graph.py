@@ -52,7 +52,6 @@ class PlannedGraph:
         is_complete: bool,
     ) -> None:
         self.plan, self.fingerprint, self.is_complete = plan, fingerprint, is_complete
-        self.are_apart = plan.shard is None and not any(c.num_halo for c in plan.chunks)
         self.inputs = PlannedInputs(plan)
         self._transport = transport
         self.reading = MessageContext(self._shared(None), plan)

@@ -57,8 +57,8 @@ class GraphPasses:
 
     def is_free(self, graph: PlannedGraph) -> bool:
         """Whether chunks are trained without histories: there are several, and none sees others."""
-        sees_others = not graph.are_apart or self._model.intercepted.sees_all_nodes
-        return graph.plan.num_chunks > 1 and not sees_others
+        plan, layers = graph.plan, self._model.intercepted
+        return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
 
     def refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
         """Recompute all histories by an exact pass with dropout off."""

@@ -15,6 +15,7 @@ from lightning_gnnpipe.engine.measured import Measured
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, StageForecast
 from lightning_gnnpipe.engine.step_costs import LayerCost
 from lightning_gnnpipe.graph import SplitSizes
+from lightning_gnnpipe.passing import find_layers
 from lightning_gnnpipe.schedule import (
     LayoutWork,
     factorize,
@@ -194,7 +195,10 @@ class LayoutForecaster:
         return float(self._sizes.nodes.sum(0).max()) / self._measured.chunks.num_nodes
 
     def _row_frac(self) -> float:
-        """Return the rows, ghosts included, of the shard with the most, over all nodes."""
+        """Return the rows of histories, of the shard with the most, over all nodes."""
+        is_disjoint = self._num_shards == 1 and self._measured.chunks.is_disjoint
+        if is_disjoint and not find_layers(self._measured.module).sees_all_nodes:
+            return 0.0  # none are kept
         rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
         return float(rows.max()) / self._measured.chunks.num_nodes
 

@@ -16,7 +16,7 @@ class LayerCost:
         forward_s: Seconds, forward.
         backward_s: Seconds, backward.
         saved_bytes: What autograd keeps between them.
-        history_bytes: Its histories and gradient buffers.
+        history_bytes: Its histories and gradient buffers, where chunks see each other.
         pushed_row_bytes: Bytes of one node's row in all of its histories.
         num_pushes: Its histories: how often it pushes the rows of a chunk.
     """

@@ -151,6 +151,11 @@ class ChunkPlan:
         return {chunk.index: chunk.halo_chunks for chunk in self.chunks}
 
     @property
+    def is_disjoint(self) -> bool:
+        """Whether no edge joins two chunks, and all of the graph is here."""
+        return self.shard is None and not any(chunk.num_halo for chunk in self.chunks)
+
+    @property
     def halo_counts(self) -> dict[int, dict[int, int]]:
         """For each chunk the halo rows in each of the other chunks that it reads."""
         return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
