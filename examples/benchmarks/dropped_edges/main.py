@@ -3,11 +3,11 @@
     python examples/benchmarks/dropped_edges/main.py --root DIR
 
 Trains a 2-layer GAT on Cora, CiteSeer and PubMed in 1 to 4 chunks: with the edges between chunks
-dropped, and kept by histories. Chunks are runs of node numbers, as where a list of nodes is split
-for GPipe, or METIS's. Prints a table, writes it to OUTPUT/accuracy.csv, a picture to
-OUTPUT/accuracy.png, and each run to OUTPUT/cells.csv as soon as it is finished; runs that are there
-are not made again. All runs of a seed begin with the same weights. One process of one stage trains
-what any number of stages would.
+dropped, and kept by histories, with methods of `staleness`. Chunks are runs of node numbers, as
+where a list of nodes is split for GPipe, or METIS's. Prints tables, writes them to
+OUTPUT/accuracy.csv, a picture to OUTPUT/accuracy.png, and each run to OUTPUT/cells.csv as soon as
+it is finished; runs that are there are not made again. All runs of a seed begin with the same
+weights. One process of one stage trains what any number of stages would.
 
 Source: Dearing and Wang, Analyzing the Performance of Graph Neural Networks with Pipe Parallelism
 (https://arxiv.org/abs/2012.10840), whose micro-batches lose the edges between them.
@@ -20,15 +20,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import argparse
-import csv
 import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import lightning as L
 import torch
@@ -38,56 +35,18 @@ from torch_geometric.data import Data
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
-from common import print_table
+from cells import DATASETS, METHODS, Cell, read_cells, write_cell
 from graphs import load_graph
 from quiet import silence_lightning
+from report import draw, print_accuracies, summarize, write_rows
 
-from lightning_gnnpipe import (
-    DelayedGradients,
-    DropoutFreeRows,
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    StalenessMethod,
-    StalenessWarmup,
-)
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
 from lightning_gnnpipe.models import GAT, NodeClassifier
-from lightning_gnnpipe.types import PartitionMethod
 
-DATASETS = ("Cora", "CiteSeer", "PubMed")
-METHODS: dict[str, dict[str, Any]] = {
-    "one chunk": {},
-    "dropped": {"cross_chunk_edges": "drop"},
-    "constant": {"staleness": "constant"},
-    "delayed": {"staleness": "delayed"},
-    "dropout-free": {"staleness": StalenessMethod(reads=DropoutFreeRows())},
-    "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), DropoutFreeRows())},
-}
+DEFAULT = ["dropped", "constant", "delayed, dropout-free"]
 EVERY = 4  # epochs between two looks at the held-out sets
 NUM_LATE = 40  # epochs at the end, of which the mean accuracy is noted as well
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run.
-
-    Attributes:
-        dataset: Name of the graph.
-        partition: How nodes are dealt out to chunks.
-        chunks: Chunks, K.
-        method: What becomes of edges between chunks: a key of `METHODS`.
-        warmup: Exact epochs at the start.
-        epochs: Epochs.
-        seed: Of weights and dropout; the chunks are the same for all seeds.
-    """
-
-    dataset: str
-    partition: PartitionMethod
-    chunks: int
-    method: str
-    warmup: int
-    epochs: int
-    seed: int
 
 
 class WordDropout(nn.Module):
@@ -157,7 +116,9 @@ def main() -> None:
             print(cell, finished[cell], file=sys.stderr, flush=True)
     rows = summarize(finished)
     write_rows(options.output / "accuracy.csv", rows)
-    print_table(list(rows[0]), [[shown(value) for value in row.values()] for row in rows])
+    for figure in ("test", "late"):
+        print(f"\n{figure}:\n")
+        print_accuracies(rows, figure)
     draw(rows, options.output / "accuracy.png")
 
 
@@ -210,119 +171,6 @@ def run(cell: Cell, root: str | None) -> dict[str, float]:
     }
 
 
-def read_cells(path: Path) -> dict[Cell, dict[str, float]]:
-    """Return the finished runs."""
-    if not path.exists():
-        return {}
-    kinds = {field.name: int if field.type == "int" else str for field in fields(Cell)}
-    found = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            values: dict[str, Any] = {name: kind(row.pop(name)) for name, kind in kinds.items()}
-            found[Cell(**values)] = {name: float(value) for name, value in row.items()}
-    return found
-
-
-def write_cell(path: Path, cell: Cell, measured: dict[str, float]) -> None:
-    """Add a finished run."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow([*asdict(cell), *measured])
-        writer.writerow([*asdict(cell).values(), *(f"{v:.4f}" for v in measured.values())])
-
-
-def summarize(finished: dict[Cell, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return one row for each setting: means over the seeds, and differences to one chunk."""
-    groups: dict[Cell, list[tuple[int, dict[str, float]]]] = {}
-    for cell, measured in finished.items():
-        setting = Cell(**{**asdict(cell), "seed": 0})
-        groups.setdefault(setting, []).append((cell.seed, measured))
-    rows = []
-    for setting, runs in groups.items():
-        whole = Cell(setting.dataset, "contiguous", 1, "one chunk", 1, setting.epochs, 0)
-        exact = dict(groups.get(whole, []))
-        row: dict[str, Any] = asdict(setting)
-        del row["seed"]
-        row |= {"cut": runs[0][1]["cut"], "seeds": len(runs)}
-        for name in ("test", "late"):
-            values = [measured[name] for _, measured in runs]
-            pairs = [m[name] - exact[seed][name] for seed, m in runs if seed in exact]
-            row[name] = statistics.mean(values)
-            row[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else 0.0
-            row[f"{name}_change"] = statistics.mean(pairs) if pairs else float("nan")
-        rows.append(row)
-    order = {name: number for number, name in enumerate(METHODS)}
-    return sorted(
-        rows,
-        key=lambda row: (
-            DATASETS.index(row["dataset"]),
-            order[row["method"]],
-            row["warmup"],
-            row["partition"],
-            row["chunks"],
-        ),
-    )
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the table."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(rows[0])
-        writer.writerows([shown(value) for value in row.values()] for row in rows)
-
-
-def shown(value: Any) -> str:
-    """Return a cell of the table."""
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy over chunks: a panel a data set, a line a method and partition."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = [name for name in DATASETS if any(row["dataset"] == name for row in rows)]
-    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 4.4), squeeze=False)
-    methods = [m for m in METHODS if m != "one chunk" and any(r["method"] == m for r in rows)]
-    colours = dict(zip(methods, cast(Any, plt.get_cmap("tab10")).colors, strict=False))
-    for axis, name in zip(axes[0], names, strict=True):
-        here = [row for row in rows if row["dataset"] == name]
-        whole = [row for row in here if row["method"] == "one chunk"]
-        lines = {(r["method"], r["warmup"], r["partition"]): None for r in here if r not in whole}
-        for number, (method, warmup, partition) in enumerate(lines):
-            key = (method, warmup, partition)
-            own = [r for r in here if (r["method"], r["warmup"], r["partition"]) == key]
-            points = [*whole[:1], *own]
-            label = f"{method}, {partition}" + (f", warm-up {warmup}" if warmup > 1 else "")
-            axis.errorbar(
-                [row["chunks"] + 0.03 * (number - len(lines) / 2) for row in points],
-                [row["test"] for row in points],
-                [row["test_std"] for row in points],
-                label=label,
-                color=colours[method],
-                linestyle="-" if partition == "metis" else "--",
-                marker="o" if partition == "metis" else "s",
-                markersize=4,
-                capsize=3,
-                linewidth=1.3,
-            )
-        axis.set_title(name, loc="left")
-        axis.set_xlabel("chunks")
-        axis.set_xticks(sorted({row["chunks"] for row in here}))
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("test accuracy [%]")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
@@ -331,7 +179,7 @@ def parse_options() -> argparse.Namespace:
     add("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     add("--partitions", nargs="+", default=["contiguous", "metis"])
     add("--chunks", type=int, nargs="+", default=[1, 2, 3, 4])
-    add("--methods", nargs="+", choices=list(METHODS)[1:], default=["dropped", "constant"])
+    add("--methods", nargs="+", choices=list(METHODS)[1:], default=DEFAULT)
     add("--warmup", type=int, default=1, help="exact epochs at the start, with histories")
     add("--epochs", type=int, default=100)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
