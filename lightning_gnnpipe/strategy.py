@@ -64,7 +64,7 @@ class GNNPipeStrategy(PipeLoops):
         cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
             epochs as well, as a graph that was split by hand would be: nothing is stale, and no
             histories are kept (but for norms over all nodes). Validation, test and predict read all
-            edges. "keep" is the method of the paper.
+            edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed".
