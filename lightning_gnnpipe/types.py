@@ -38,6 +38,7 @@ TrafficKind = Literal[
     "input_grad",
     "tied_grad",
     "weight_grad",
+    "data_grad",
     "control",
 ]
 

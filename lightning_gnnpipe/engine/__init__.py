@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node
+from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
+from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.measured import LayoutOptions
 from lightning_gnnpipe.engine.model import Balance, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
@@ -42,6 +44,8 @@ __all__ = [
     "SavedRun",
     "StageWeights",
     "TraceEvent",
+    "average_replicated",
+    "check_replicas",
     "clip_by_total_norm",
     "drop_foreign_states",
     "forecast",

@@ -19,7 +19,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
-from lightning_gnnpipe.engine.batches import BatchPasses
+from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
@@ -136,10 +136,10 @@ class PipelineEngine:
 
     def _graph_of_node(self) -> Tensor | None:
         """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
-        vector = self.progress.graph_of_node
-        if vector is None or (True not in self._checked and int(vector[-1]) == 0):
-            return None
-        return vector
+        vector, has_replicas = self.progress.graph_of_node, self.transport.world.num_replicas > 1
+        if vector is None or has_replicas or True in self._checked or int(vector[-1]) > 0:
+            return vector
+        return None
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
@@ -274,6 +274,7 @@ class PipelineEngine:
         if has_graphs:
             self._batches.check()
         else:
+            check_replicas(transport.world.num_replicas)
             check_support(self.model.module, self.options.chunks.expected, num_shards)
         self._checked.add(has_graphs)
 

@@ -27,8 +27,12 @@ class LastStep:
             ConfigError: If no step has finished.
         """
         record, transport = self._record(), self._transport
-        gathered = transport.all_gather_objects(record.of_rank(transport.world.device))
-        return merge_stats(gathered, transport.mesh.num_stages, record.num_chunks, record.is_exact)
+        own = record.of_rank(transport.world.device)
+        gathered = transport.everyone.all_gather_objects(own)
+        mesh, num_chunks = transport.mesh, record.num_chunks
+        return merge_stats(
+            gathered, mesh.num_stages, num_chunks, record.is_exact, mesh.num_replicas
+        )
 
     def staleness(self) -> dict[int, Staleness]:
         """Return its staleness by layer, over all ranks; a collective call.
