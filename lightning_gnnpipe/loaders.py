@@ -29,7 +29,7 @@ class EvenLoader:
     """
 
     def __init__(self, loader: Any, gather: Gather) -> None:
-        self._loader, self._gather = loader, gather
+        self.loader, self._gather = loader, gather
         try:
             length = len(loader)
         except (TypeError, NotImplementedError):
@@ -39,12 +39,12 @@ class EvenLoader:
             _refuse(", ".join("unknown" if one == _UNKNOWN else str(one) for one in lengths))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # while it is copied or unpickled
+        if name == "loader":  # while it is copied or unpickled
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches.
@@ -52,7 +52,7 @@ class EvenLoader:
         Raises:
             ConfigError: If some ranks have another batch, and others do not.
         """
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         for number in count():
             batch = next(batches, _END)
             votes = [vote for [vote] in self._gather([batch is not _END])]

@@ -67,10 +67,9 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until all of the ranks are here."""
         with self.explained("meet the other ranks"):
+            # dist.barrier() would choose between backends by itself.
             met = torch.zeros(1, device=self.world.wire_device)
-            dist.all_reduce(
-                met, group=self.members.group
-            )  # dist.barrier() would choose between backends by itself
+            dist.all_reduce(met, group=self.members.group)
             met.item()
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:

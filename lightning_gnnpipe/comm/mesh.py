@@ -2,9 +2,9 @@
 
     rank = (replica * num_stages + stage) * num_shards + shard     ranks of one stage are neighbours
 
-A rank holds some layers (its stage) of some nodes (its shard), for the batches of its replica. Along
-the pipe axis activations of chunks travel, along the graph axis rows of neighbouring nodes, along
-the data axis gradients. The `World` is there from the start; the `Mesh` is made once the
+A rank holds some layers (its stage) of some nodes (its shard), for the batches of its replica.
+Along the pipe axis activations of chunks travel, along the graph axis rows of neighbouring nodes,
+along the data axis gradients. The `World` is there from the start; the `Mesh` is made once the
 layout of a replica is known, which may need a look at the model and the graph.
 """
 

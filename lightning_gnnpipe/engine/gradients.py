@@ -2,8 +2,8 @@
 
 Those of one stage are summed over its shards, or averaged over the data axis, as soon as the last
 chunk's backward has reached them; those that several stages use (tied ones), over the ranks of
-these stages, at the end. A mean over replicas is that of all that has been accumulated since the weights
-were last changed, so one in front of each optimizer step is enough.
+these stages, at the end. A mean over replicas is that of all that has been accumulated since the
+weights were last changed, so one in front of each optimizer step is enough.
 """
 
 from __future__ import annotations
