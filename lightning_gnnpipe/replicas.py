@@ -28,7 +28,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.checkpoints import PipeCheckpoints
-from lightning_gnnpipe.engine import average_replicated
 from lightning_gnnpipe.loaders import EvenLoader
 
 
@@ -74,25 +73,22 @@ class PipeReplicas(PipeCheckpoints):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over replicas, or over `group`; on one replica as it is."""
-        over = self._pipe.replicas if self._transport is not None else None
-        if not isinstance(tensor, Tensor) or over is None or not (over.has_others or group):
+        if not isinstance(tensor, Tensor) or not self._has_peers:
             return tensor
-        with over.explained("reduce a value over replicas"):
-            here = tensor.to(over.world.wire_device)
-            found = _compat.reduce_over(here, group or over.members.group, reduce_op)
-            return found.to(tensor.device)
+        return self._pipe.replicas.over(
+            tensor, group, lambda here, over: _compat.reduce_over(here, over, reduce_op)
+        )
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Return `tensor` of every replica, or of `group`, stacked; on one replica as it is."""
-        over = self._pipe.replicas if self._transport is not None else None
-        if over is None or not (over.has_others or group):
+        if not self._has_peers:
             return tensor
-        with over.explained("gather a tensor from replicas"):
-            here = tensor.to(over.world.wire_device)
-            found = super().all_gather(here, group or over.members.group, sync_grads)
-            return found.to(tensor.device)
+        gather = super().all_gather
+        return self._pipe.replicas.over(
+            tensor, group, lambda here, over: gather(here, over, sync_grads)
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -113,11 +109,8 @@ class PipeReplicas(PipeCheckpoints):
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        model = self.engine.model
-        if self.options.data_parallel > 1 and not model.is_accumulating:
-            pipelined = {id(p) for p in model.module.parameters()}
-            replicated = [p for p in module.parameters() if id(p) not in pipelined]
-            average_replicated(self._pipe, replicated)
+        pipelined = {id(p) for p in self.engine.model.module.parameters()}
+        self.engine.average(p for p in module.parameters() if id(p) not in pipelined)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -154,12 +147,9 @@ class PipeReplicas(PipeCheckpoints):
         """Return what gathers the state of a metric from all replicas; None if there is one."""
         if self.options.data_parallel == 1:
             return None
-        over = self._pipe.replicas
+        replicas = self._pipe.replicas
 
         def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
-            with over.explained("gather a metric from replicas"):
-                here = state.to(over.world.wire_device)
-                found = gather_all_tensors(here, group or over.members.group)
-                return [one.to(state.device) for one in found]
+            return replicas.over(state, group, gather_all_tensors)
 
         return gather

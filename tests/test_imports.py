@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "sidecar",
         "signals",
     },
-    "replicas": {"_compat", "checkpoints", "engine", "loaders"},
+    "replicas": {"_compat", "checkpoints", "loaders"},
     "loops": {
         "_compat",
         "controls",

@@ -105,6 +105,28 @@ class Collectives:
             dist.all_gather_object(values, value, group=self.members.group)
         return values
 
+    def over(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        work: Callable[[Tensor, dist.ProcessGroup | None], T],
+    ) -> T:
+        """Return what `work`, which talks by itself, makes of `tensor` over the ranks.
+
+        Args:
+            tensor: This rank's; it is returned if there are no others.
+            group: Ranks to use instead; None, or that of all ranks, for none.
+            work: Is given the tensor, as it can be sent, and a group; None for all ranks.
+        """
+        chosen = self.members.group if group in (None, dist.group.WORLD) else group
+        if chosen is None and not self.has_others:
+            return cast(T, tensor)
+        with self.explained("put a tensor together with other ranks"):
+            found = work(tensor.to(self.world.wire_device), chosen)
+        if isinstance(found, Tensor):
+            return cast(T, found.to(tensor.device))
+        return cast(T, [one.to(tensor.device) for one in found])
+
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a copy of it, as it can be sent."""
         return tensor.detach().to(self.world.wire_device).contiguous()

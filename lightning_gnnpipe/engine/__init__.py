@@ -7,7 +7,6 @@ from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
-from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.measured import LayoutOptions
 from lightning_gnnpipe.engine.model import Balance, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
@@ -44,7 +43,6 @@ __all__ = [
     "SavedRun",
     "StageWeights",
     "TraceEvent",
-    "average_replicated",
     "check_replicas",
     "clip_by_total_norm",
     "drop_foreign_states",

@@ -8,7 +8,7 @@ A batch of many graphs runs in micro-batches of whole graphs, both times exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
+from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
@@ -144,6 +145,15 @@ class PipelineEngine:
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
         self._has_pending = False
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average gradients of parameters outside of the module over replicas; collective.
+
+        Those of the module are averaged in its backward. Nothing is done while they accumulate.
+        """
+        if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
+            average_replicated(self.transport, parameters)
+            self.last_step.recount()
 
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run, beside weights and histories."""

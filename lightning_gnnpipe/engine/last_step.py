@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord
@@ -19,6 +21,11 @@ class LastStep:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.record: PassRecord | None = None
+
+    def recount(self) -> None:
+        """Add what has travelled since its backward."""
+        if self.record is not None:
+            self.record = replace(self.record, bytes_by_kind=self._transport.meter.read())
 
     def stats(self) -> PipelineStats:
         """Return its figures; a collective call.
