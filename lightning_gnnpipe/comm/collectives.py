@@ -122,7 +122,7 @@ class Collectives:
         if chosen is None and not self.has_others:
             return cast(T, tensor)
         with self.explained("put a tensor together with other ranks"):
-            found = work(tensor.to(self.world.wire_device), chosen)
+            found: Any = work(tensor.to(self.world.wire_device), chosen)
         if isinstance(found, Tensor):
             return cast(T, found.to(tensor.device))
         return cast(T, [one.to(tensor.device) for one in found])

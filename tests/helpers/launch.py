@@ -121,7 +121,7 @@ def run_plain(
 
 def fit_batches(
     module: L.LightningModule,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | L.LightningDataModule,
     *,
     tmp_path: Path,
     num_stages: int = 0,
@@ -141,7 +141,7 @@ def fit_batches(
     0 stages are plain Lightning: with several replicas, its DDP.
 
     Args:
-        batches: A loader, or a list.
+        batches: A loader, a list, or a data module.
         val_batches: Another, to validate on.
     """
     from lightning_gnnpipe import GNNPipeStrategy
