@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "refuse": set(),
     "guests": {"engine", "_compat"},
-    "lookahead": {"_compat"},
+    "lookahead": {"_compat", "loaders"},
     "strategy": {
         *PARTS,
         "_compat",

@@ -167,6 +167,9 @@ class UnevenModule(GraphModule):
         self.data.replica = lambda: strategy.distributed_sampler_kwargs["rank"]
         return DataLoader(self.data, batch_size=2)
 
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
 
 def make_trainer(num_ranks: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     """Return a Trainer of two replicas."""
