@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
@@ -77,17 +78,33 @@ class NormedModule(GraphModule):
 
 
 class GraphData(L.LightningDataModule):
-    """The loaders, made anew in each process."""
+    """The loaders, made anew in each process; the graphs are changed by workers at random."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graphs = draw_batch(SIZES + SIZES).to_data_list()
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.graphs, batch_size=3, shuffle=True, drop_last=True)
+        graphs = Noisy(self.graphs)
+        return DataLoader(graphs, batch_size=3, shuffle=True, drop_last=True, num_workers=1)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.graphs[:11], batch_size=2)  # one graph is validated on twice
+
+
+class Noisy(Dataset):
+    """Adds noise to the features whenever a graph is read."""
+
+    def __init__(self, graphs: list[Data]) -> None:
+        self.graphs = graphs
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, index: int) -> Data:
+        graph = copy.copy(self.graphs[index])
+        graph.x = graph.x + torch.randn_like(graph.x)
+        return graph
 
 
 class KeepsBuffers(L.Callback):
@@ -119,6 +136,7 @@ def test_one_stage_is_lightnings_ddp(accumulated: int, tmp_path: Path) -> None:
             num_replicas=2,
             max_epochs=3,
             callbacks=[KeepsBuffers(folder)],
+            seeds_workers=True,
             trainer_kwargs={
                 "limit_val_batches": 1.0,
                 "accumulate_grad_batches": accumulated,
@@ -339,6 +357,39 @@ def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path)
         assert_steps_equal(steps, expected, 1e-12)
     assert not torch.allclose(one.steps[0].outputs, one.others[0][0].outputs)
     torch.testing.assert_close(one.steps[0].outputs, run(1, 1).steps[0].outputs)
+
+
+class Optional(nn.Module):
+    """Uses other weights where a batch has something more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([gnn.SAGEConv(NUM_FEATURES, WIDTH), gnn.SAGEConv(WIDTH, 2)])
+        self.more = nn.Linear(1, NUM_FEATURES)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor, extra: Tensor | None = None
+    ) -> Tensor:
+        if extra is not None:
+            x = x + self.more(extra)
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
+class OptionalModule(GraphModule):
+    """Gives more to the module from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(net=Optional())
+
+    def training_step(self, data: Batch, batch_idx: int) -> Tensor:
+        extra = data.x[:, :1] if batch_idx > 1 else None
+        return self.net(data.x, data.edge_index, data.batch, extra=extra).square().mean()
+
+
+def test_a_batch_that_needs_other_weights_is_refused() -> None:
+    loader = DataLoader(draw_batch(SIZES).to_data_list(), batch_size=2)
+    with pytest.raises(Exception, match="every batch to use the same weights in the same stages"):
+        make_trainer(2).fit(OptionalModule(), loader)
 
 
 class Predicts(GraphModule):
