@@ -17,6 +17,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 from torchmetrics import CatMetric, MeanSquaredError
 
+from lightning_gnnpipe.sharded import read_sharded
 from tests.helpers.batches import (
     NUM_EDGE_FEATURES,
     NUM_FEATURES,
@@ -181,10 +182,15 @@ def data_grad_bytes(num_stages: int) -> int:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_path: Path) -> None:
-    """Gradients accumulate and are clipped; metrics, bytes, checkpoints; another run goes on."""
+    """Gradients accumulate and are clipped; metrics, bytes, checkpoints; another run goes on.
+
+    Checkpoints are files with one stage, and folders that all ranks write with two.
+    """
+    options = {"strategy_kwargs": {"save_distributed_checkpoint": num_stages > 1}}
     saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=-1)
     stopper = EarlyStopping("val_loss", patience=5)
-    found = fit(num_stages, tmp_path, BytesRecorder(tmp_path), Gathers(), saver, stopper)
+    callbacks = BytesRecorder(tmp_path), Gathers(), saver, stopper
+    found = fit(num_stages, tmp_path, *callbacks, **options)
 
     expected, module = train_on_union()
     for steps, own in zip([found.steps, *found.others], expected, strict=True):
@@ -207,15 +213,16 @@ def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_
     counted = [step.get("data_grad", 0) for step in torch.load(tmp_path / "bytes.pt")]
     assert counted == EPOCHS * [0, data_grad_bytes(num_stages), data_grad_bytes(num_stages)]
 
-    resumed = fit(3 - num_stages, tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt")
+    path = tmp_path / "epoch=0.ckpt"
+    resumed = fit(3 - num_stages, tmp_path, ckpt_path=path)
     for steps, own in zip([resumed.steps, *resumed.others], expected, strict=True):
         assert_steps_equal(steps, own[len(own) // EPOCHS :])
 
     ordered = DataLoader(draw_graphs(), batch_size=BATCH)
-    shared: dict[str, Any] = {
-        "tmp_path": tmp_path,
-        "max_epochs": EPOCHS,
-        "ckpt_path": tmp_path / "epoch=0.ckpt",
-    }
-    alone = fit_batches(Surrounded(), ordered, num_stages=1, num_chunks=2, **shared)
-    assert_steps_equal(alone.steps, fit_batches(Surrounded(), ordered, **shared).steps)
+    shared: dict[str, Any] = {"tmp_path": tmp_path, "max_epochs": EPOCHS}
+    alone = fit_batches(Surrounded(), ordered, num_stages=1, ckpt_path=path, **shared)
+    stock = tmp_path / "stock.ckpt"
+    is_folder = num_stages > 1
+    torch.save(read_sharded(path, weights_only=False) if is_folder else torch.load(path), stock)
+    plain = fit_batches(Surrounded(), ordered, ckpt_path=stock, **shared)
+    assert_steps_equal(alone.steps, plain.steps)
