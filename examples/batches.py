@@ -30,9 +30,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
     add("--stages", type=int, default=1, help="stages, one process each (default: 1, no pipeline)")
+    add("--data-parallel", type=int, default=1, help="replicas, each on batches of its own")
     add("--micro-batches", type=int, help="of each mini-batch (default: 4 a stage)")
     add("--norm", choices=["layer", "batch"], default="layer", help="norms (default: layer)")
-    add("--batch-size", type=int, default=64, help="graphs in a mini-batch (default: 64)")
+    add("--batch-size", type=int, default=64, help="graphs in a mini-batch of a replica")
     add("--epochs", type=int, default=10, help="epochs (default: 10)")
     add("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
     add("--seed", type=int, default=0)
@@ -48,7 +49,7 @@ def train_and_report(
 ) -> None:
     """Fit, test with the weights of the best validation metric, and print the table.
 
-    With several stages this script runs once more for each further one, as the quickstart does.
+    With several processes this script runs once more for each further one, as the quickstart does.
     """
     train, val, test = (
         DataLoader(graphs, options.batch_size, shuffle=graphs is splits[0]) for graphs in splits
@@ -63,7 +64,7 @@ def train_and_report(
     )
     trainer = L.Trainer(
         accelerator="auto",
-        devices=options.stages,
+        devices=options.stages * options.data_parallel,
         strategy=build_strategy(options),
         max_epochs=options.epochs,
         callbacks=[best, timer],
@@ -86,9 +87,10 @@ def train_and_report(
 
 def build_strategy(options: argparse.Namespace) -> Strategy | str:
     """Return the strategy for the stages; BatchNorm sees a micro-batch at a time there."""
-    if options.stages == 1 and options.micro_batches is None:
+    if options.stages * options.data_parallel == 1 and options.micro_batches is None:
         return "auto"
     return GNNPipeStrategy(
+        data_parallel=options.data_parallel,
         num_chunks=options.micro_batches or "auto",
         batch_norm="deferred" if options.norm == "batch" else None,
     )

@@ -3,10 +3,11 @@
     python examples/molecules.py
     python examples/molecules.py --root DIR --dataset ogbg-molhiv --virtual-node
     python examples/molecules.py --layers 16 --stages 2 --micro-batches 4
+    python examples/molecules.py --stages 2 --data-parallel 2
 
 The synthetic molecules need no files; those of TUDataset (MUTAG, ENZYMES, PROTEINS) and ogbg-molhiv
 are read from --root (or the folder that GNNPIPE_DATA names), or downloaded if there is none.
-`--stages` puts the layers in a pipeline.
+`--stages` puts the layers in a pipeline, `--data-parallel` trains several of them side by side.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 
 Trains on CIFAR-10 if it is below --root (or the folder that GNNPIPE_DATA names), and else on
 scikit-learn's digits. `--model pixelvig` is the network that a study of pipelines for image graphs
-trained: each pixel is a node, joined to those around it. `--stages` puts the blocks in a pipeline.
+trained: each pixel is a node, joined to those around it. `--stages` puts the blocks in a pipeline,
+`--data-parallel` trains several of them side by side.
 """
 
 from __future__ import annotations

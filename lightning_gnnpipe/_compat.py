@@ -18,6 +18,9 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.distributed import (
     _init_dist_connection as init_dist_connection,
 )
+from lightning.fabric.utilities.distributed import (
+    _sync_ddp_if_available as reduce_over,
+)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,7 +54,7 @@ def skips_backward(trainer: Trainer) -> bool:
 
 
 def keep_samplers(trainer: Trainer) -> None:
-    """Let the Trainer leave the samplers of loaders as they are: there is one replica of data."""
+    """Let the Trainer leave the samplers of loaders as they are, where there is one replica."""
     connector: Any = trainer._accelerator_connector
     connector.use_distributed_sampler = False
 
@@ -192,6 +195,7 @@ __all__ = [
     "load_file",
     "optimizers_to_device",
     "read_checkpoint",
+    "reduce_over",
     "requeue_handler",
     "skips_backward",
     "stop_at_the_end_of_the_batch",

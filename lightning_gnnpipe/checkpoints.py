@@ -177,7 +177,8 @@ class PipeCheckpoints(PipeProcesses):
         if not self._has_peers or self._is_interrupted:
             return state
         if self.options.save_distributed_checkpoint:
-            return {**state, "state": own_optimizer_state(self._pipe, state)}
+            own = own_optimizer_state(self._pipe, state)
+            return {**state, "state": {} if self._pipe.mesh.replica else own}
         return merge_optimizer_states(self._pipe, state)
 
     def save_checkpoint(
@@ -196,7 +197,7 @@ class PipeCheckpoints(PipeProcesses):
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
             has_histories = path is not None and state.graph is not None
-            ident = self._pipe.broadcast_object(sidecar.new_id()) if has_histories else None
+            ident = self._everyone.broadcast_object(sidecar.new_id()) if has_histories else None
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
             self._write_histories(sidecar.unfinished_folder(path, ident))

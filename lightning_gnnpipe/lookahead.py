@@ -11,6 +11,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gnnpipe import _compat
+from lightning_gnnpipe.loaders import EvenLoader
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -25,7 +26,8 @@ class LookAhead:
     def attach(self, trainer: pl.Trainer) -> None:
         """Look ahead in the loop that `trainer` has begun.
 
-        Where the user changes batches on their way to the device, they are not looked at before.
+        Where the user changes batches on their way to the device, or ranks must agree that there is
+        another one, they are not looked at before.
         """
         self.detach()
         owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
@@ -33,7 +35,11 @@ class LookAhead:
             owners.append((trainer.datamodule, pl.LightningDataModule))  # type: ignore[attr-defined]
         if any(is_overridden(hook, owner, kind) for owner, kind in owners for hook in _HOOKS):
             return
-        self._fetcher = _compat.fetcher_of(trainer)
+        fetcher = _compat.fetcher_of(trainer)
+        loaders = [] if fetcher is None else fetcher.combined_loader.flattened
+        if any(isinstance(one, EvenLoader) for one in loaders):  # whose ranks take batches together
+            return
+        self._fetcher = fetcher
         if self._fetcher is not None:
             self._source = self._fetcher.iterator = _Source(self._fetcher.iterator)
 

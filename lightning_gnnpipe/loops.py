@@ -15,32 +15,32 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_gnnpipe import _compat
-from lightning_gnnpipe.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.guests import GuestCallbacks
 from lightning_gnnpipe.lookahead import LookAhead
-from lightning_gnnpipe.metrics import LocalMetrics
+from lightning_gnnpipe.metrics import PipelineMetrics
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import check_sharded
+from lightning_gnnpipe.replicas import PipeReplicas
 from lightning_gnnpipe.stages import find_pipelined
 
 log = logging.getLogger(__name__)
 
 
-class PipeLoops(PipeCheckpoints):
+class PipeLoops(PipeReplicas):
     """Puts the engine behind the pipelined module's forward at the start of each loop.
 
     Args:
-        args: Of `PipeCheckpoints`, as are `kwargs`.
+        args: Of `PipeReplicas`, as are `kwargs`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.controls = Controls()
-        self._metrics = LocalMetrics()
+        self._metrics = PipelineMetrics()
         self._guests = GuestCallbacks()
         self._precision = StagePrecision()
         self._look_ahead = LookAhead()
@@ -124,7 +124,7 @@ class PipeLoops(PipeCheckpoints):
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:
             self._engine.prefer(self._ended)
-        self._metrics.attach(module)
+        self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
 

@@ -53,6 +53,7 @@ class StrategyOptions:
     start_method: StartMethod
     save_distributed_checkpoint: bool = False
     graph_parallel: int | Literal["auto"] = 1
+    data_parallel: int = 1
     halo_codec: CodecName = "fp32"
     cut_codec: CodecName = "fp32"
     async_halo: bool = False
@@ -72,6 +73,7 @@ class StrategyOptions:
                 self.graph_parallel,
                 "1 leaves the graph in one piece on each stage.",
             )
+        self._check_replicas()
         if not isinstance(self.partition, Tensor):
             _check_choice("partition", self.partition, get_args(PartitionMethod))
         if isinstance(self.balance, str):
@@ -170,11 +172,14 @@ class StrategyOptions:
         return HistoryOptions(self.method, self.recompute, dtype, device)
 
     def resolve_layout(self, world_size: int) -> tuple[int, int] | None:
-        """Return the numbers of stages and shards, S and G; None to choose them by measuring.
+        """Return the numbers of stages and shards of a replica, S and G.
+
+        None where they are chosen by measuring.
 
         Raises:
             ConfigError: If there is no way to deal out so many processes.
         """
+        world_size = self._replica_size(world_size)
         stages = None if self.num_stages == "auto" else self.num_stages
         if self.graph_parallel != "auto":
             return self._divide(world_size, stages, self.graph_parallel)
@@ -193,7 +198,11 @@ class StrategyOptions:
         return stages, world_size // stages
 
     def _divide(self, world_size: int, stages: int | None, shards: int) -> tuple[int, int]:
-        """Return the layout of so many shards, and of these stages if they are given."""
+        """Return the layout of so many shards, and of these stages if they are given.
+
+        `world_size` counts the processes of a replica.
+        """
+        replicas = self.data_parallel
         if world_size % shards:
             _refuse(
                 f"'graph_parallel' to divide the number of processes, {world_size}",
@@ -202,16 +211,29 @@ class StrategyOptions:
             )
         if stages not in (None, world_size // shards):
             _refuse(
-                f"'num_stages' to be {world_size // shards}: the number of processes, {world_size}"
-                f"{f', over graph_parallel={shards}' if shards > 1 else ''}",
+                f"'num_stages' to be {world_size // shards}: the number of processes, "
+                f"{world_size * replicas}"
+                f"{f', over graph_parallel={shards}' if shards > 1 else ''}"
+                f"{f', over data_parallel={replicas}' if replicas > 1 else ''}",
                 stages,
-                f"Use Trainer(devices={stages * shards}), or num_stages='auto'.",
+                f"Use Trainer(devices={stages * shards * replicas}), or num_stages='auto'.",
             )
         return world_size // shards, shards
 
     def most_of_layout(self, world_size: int) -> tuple[int, int]:
         """Return the most stages, and the most shards, that there may be."""
         return self.resolve_layout(world_size) or (world_size, world_size)
+
+    def _replica_size(self, world_size: int) -> int:
+        """Return the number of processes of a replica."""
+        if world_size % self.data_parallel:
+            _refuse(
+                f"'data_parallel' to divide the number of processes, {world_size}",
+                self.data_parallel,
+                f"Use Trainer(devices={self.data_parallel}) for one stage, or a multiple of it for "
+                "more.",
+            )
+        return world_size // self.data_parallel
 
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph is.
@@ -222,6 +244,20 @@ class StrategyOptions:
         """
         auto_chunks = CHUNKS_PER_STAGE * num_stages
         return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
+
+    def _check_replicas(self) -> None:
+        if not _is_count(self.data_parallel):
+            _refuse(
+                "'data_parallel' to be at least 1",
+                self.data_parallel,
+                "1 gives all processes the same batches.",
+            )
+        if self.data_parallel > 1 and self.graph_parallel != 1:
+            _refuse(
+                "'graph_parallel' to be 1 with data_parallel, which is for batches of graphs",
+                self.graph_parallel,
+                "Graphs of a batch are not split: use more stages, or more replicas.",
+            )
 
     def _check_shards(self, num_shards: int | Literal["auto"]) -> None:
         if self.history_device is not None and num_shards not in ("auto", 1):

@@ -22,6 +22,7 @@ from lightning_gnnpipe.engine import (
     ForecastOptions,
     LayoutOptions,
     PipelinePlan,
+    check_replicas,
     forecast,
     switched,
 )
@@ -105,6 +106,7 @@ def plan_pipeline(
                 "few, see strategy.collect_stats().",
             )
         )
+    check_replicas(options.data_parallel)
     num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)

@@ -1,7 +1,7 @@
 """Processes and collectives as Lightning sees them: launching, ranks, barriers, reductions.
 
-Every rank sees the same batch, loss and logged values, so reductions of logged values are the
-identity; decisions (stop now? save now?) are taken by all ranks together.
+Decisions (stop now? save now?) are taken by all ranks together. What is done over replicas of the
+data is in `replicas`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
+    Collectives,
     Meter,
     Transport,
     World,
@@ -47,7 +45,7 @@ _GRACE_S = 4.0
 
 
 class PipeProcesses(_compat.LightningStrategy):
-    """One process a stage.
+    """The processes: R replicas of S stages of G shards.
 
     Args:
         options: Of the strategy.
@@ -80,21 +78,14 @@ class PipeProcesses(_compat.LightningStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank reads the same batches: for samplers there is one replica."""
-        return {"num_replicas": 1, "rank": 0}
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give worker processes of loaders random numbers that are the same on all ranks."""
-        is_seeded = int(os.environ.get("PL_SEED_WORKERS", 0)) == 1
-        if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
-        return dataloader
-
-    @property
     def _pipe(self) -> Transport:
         assert self._transport is not None, "the processes have not been set up"
         return self._transport
+
+    @property
+    def _everyone(self) -> Collectives:
+        """What all ranks do together."""
+        return self._pipe.everyone
 
     @property
     def _has_peers(self) -> bool:
@@ -148,7 +139,12 @@ class PipeProcesses(_compat.LightningStrategy):
             layout = self.options.resolve_layout(dist.get_world_size())
             wire = choose_wire(self.root_device, backend)
         world = World(
-            self.global_rank, self.world_size, self.root_device, self.options.timeout, wire
+            self.global_rank,
+            self.world_size,
+            self.root_device,
+            self.options.timeout,
+            wire,
+            self.options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
             self._transport = Transport(world, Meter())
@@ -175,44 +171,31 @@ class PipeProcesses(_compat.LightningStrategy):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 here = tensor.data.to(self.root_device)
-                self._pipe.broadcast(here, 0, "control")
+                self._everyone.broadcast(here, 0, "control")
                 tensor.data.copy_(here)
 
     def _share_start(self, module: nn.Module) -> int:
         """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
         self._share_weights(module)
         given = os.environ.get("PL_GLOBAL_SEED")
-        state = self._pipe.broadcast_object(random_state(self.root_device))
+        state = self._everyone.broadcast_object(random_state(self.root_device))
         set_random_state(state, self.root_device)
         seed = int(given) if given is not None else torch.initial_seed()
-        return self._pipe.broadcast_object(seed)
+        return self._everyone.broadcast_object(seed)
 
     def barrier(self, name: str | None = None) -> None:
         if self._meets_peers:
-            self._pipe.barrier()
+            self._everyone.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._pipe.broadcast_object(obj, src) if self._meets_peers else obj
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor`: over replicas of the data there is nothing to reduce."""
-        return tensor
+        return self._everyone.broadcast_object(obj, src) if self._meets_peers else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all, or any, ranks decided so."""
         if not self._meets_peers:
             return decision
-        votes = [one[0] for one in self._pipe.all_gather_ints([int(decision)])]
+        votes = [one[0] for one in self._everyone.all_gather_ints([int(decision)])]
         return min(votes) == 1 if all else max(votes) == 1
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """Return `tensor` of every rank, stacked; on one rank `tensor` itself."""
-        if not self._has_peers:
-            return tensor
-        wire = self._pipe.world.wire_device
-        return super().all_gather(tensor.to(wire), group, sync_grads).to(tensor.device)
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if one fails, all do."""
@@ -222,7 +205,7 @@ class PipeProcesses(_compat.LightningStrategy):
         except Exception as found:
             error = found
         if self._has_peers:
-            texts = self._pipe.all_gather_objects(None if error is None else str(error))
+            texts = self._everyone.all_gather_objects(None if error is None else str(error))
             failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
             if error is None and failed:
                 raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")

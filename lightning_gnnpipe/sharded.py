@@ -70,7 +70,7 @@ def write_shards(
                 else:
                     scalars[index].setdefault(number, {})[name] = value
     save_shards(transport, part_of(path), tensors)
-    gathered = transport.all_gather_objects(scalars)
+    gathered = transport.everyone.all_gather_objects(scalars)
     merged: list[dict[Any, dict[str, Any]]] = [{} for _ in scalars]
     for one in gathered:
         for index, states in enumerate(one):

@@ -51,6 +51,8 @@ class GNNPipeStrategy(PipeLoops):
 
     Args:
         num_stages: Stages, S; "auto" for as many as there are devices for.
+        data_parallel: Replicas, R: so many pipelines, each with other batches of graphs, whose
+            gradients are averaged, as in DDP. There are R x S processes.
         graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
             which split every chunk and swap rows of neighbours; graph parallelism with one stage.
             "auto" for as many as there are devices for; where `num_stages` is "auto" as well, the
@@ -126,6 +128,7 @@ class GNNPipeStrategy(PipeLoops):
         *,
         num_stages: int | Literal["auto"] = "auto",
         graph_parallel: int | Literal["auto"] = 1,
+        data_parallel: int = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         cross_chunk_edges: CrossChunkEdges = "keep",
@@ -171,6 +174,7 @@ class GNNPipeStrategy(PipeLoops):
             start_method,
             save_distributed_checkpoint,
             graph_parallel,
+            data_parallel,
             halo_codec,
             cut_codec,
             async_halo,
@@ -211,9 +215,11 @@ class GNNPipeStrategy(PipeLoops):
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        _compat.keep_samplers(trainer)
-        # Logged values are equal on all ranks by construction, so this advice would be wrong.
-        warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
+        if self.options.data_parallel == 1:
+            _compat.keep_samplers(trainer)
+            # Logged values are equal on all ranks by construction, so this advice would be wrong.
+            advice = ".*recommended to use `self.log.*sync_dist=True"
+            warnings.filterwarnings("ignore", message=advice)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -267,6 +273,7 @@ class GNNPipeStrategy(PipeLoops):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
         passes = engine.num_training_passes

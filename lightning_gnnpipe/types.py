@@ -39,6 +39,7 @@ TrafficKind = Literal[
     "input_grad",
     "tied_grad",
     "weight_grad",
+    "data_grad",
     "control",
 ]
 

@@ -29,6 +29,7 @@ NAMES = [
     "lightning.fabric.utilities.cloud_io:_load",
     "lightning.fabric.utilities.distributed:_get_default_process_group_backend_for_device",
     "lightning.fabric.utilities.distributed:_init_dist_connection",
+    "lightning.fabric.utilities.distributed:_sync_ddp_if_available",
     "lightning.fabric.utilities.optimizer:_optimizers_to_device",
     "lightning.fabric.utilities.types:_PATH",
     f"{LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",

@@ -31,10 +31,12 @@ class PipelineMonitor(Callback):
       the bubble share.
     - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward` and `backward`
       between stages, `halo` and `halo_grad` between shards of the graph, `output`, `input_grad`,
-      `tied_grad`, `weight_grad`, and `control`, which is what is no payload of the step.
+      `tied_grad`, `weight_grad` (over shards), `data_grad` (over replicas), and `control`, which is
+      what is no payload of the step.
     - `pipe/peak_memory_mib/stage_<s>`: the most memory so far: what torch allocated on a GPU, else
       what the process held resident, with Python and the data set.
-    - In place of `stage_<s>`, where the graph is split over shards: `stage_<s>_shard_<g>`.
+    - In place of `stage_<s>`, where the graph is split over shards: `stage_<s>_shard_<g>`; where
+      there are replicas: `replica_<r>_stage_<s>`.
     - Those of `StalenessMonitor`, unless one is among the Trainer's callbacks.
 
     The events of a step are recorded in any case; only an epoch that is logged exchanges them. On a
@@ -105,11 +107,7 @@ class PipelineMonitor(Callback):
             "pipe/step_s": strategy.broadcast(self._step_s),
             "pipe/bubble_frac": stats.bubble_frac,
         }
-        ranks = [
-            f"stage_{stage}" + (f"_shard_{shard}" if stats.num_shards > 1 else "")
-            for stage in range(stats.num_stages)
-            for shard in range(stats.num_shards)
-        ]
+        ranks = ["_".join(name).replace(" ", "_") for name in stats.rank_names()]
         waits = zip(ranks, stats.wait_s, strict=True)
         values |= {f"pipe/wait_s/{rank}": one for rank, one in waits}
         for kind in get_args(TrafficKind):

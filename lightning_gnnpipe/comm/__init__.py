@@ -6,8 +6,9 @@ from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
 from lightning_gnnpipe.comm.codec import get_codec
 from lightning_gnnpipe.comm.collect import share_tensors
+from lightning_gnnpipe.comm.collectives import Collectives
 from lightning_gnnpipe.comm.link import Link, measure_link
-from lightning_gnnpipe.comm.mesh import Mesh, World
+from lightning_gnnpipe.comm.mesh import Members, Mesh, World
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.options import MessageOptions
 from lightning_gnnpipe.comm.payload import Codec
@@ -20,8 +21,10 @@ __all__ = [
     "GPU_BACKEND",
     "PLAIN",
     "Codec",
+    "Collectives",
     "Exchange",
     "Link",
+    "Members",
     "Mesh",
     "MessageOptions",
     "Meter",

@@ -3,8 +3,9 @@
     stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3       summed on the way
              -------- total ------------->   -------- total ----------->        and given back
 
-Only ranks of these stages take part, and each sends what crosses a cut in a step: to the stage
-before as backward does, and to the one behind. The total is one tensor, so all get the same bits.
+The first stage sums over shards and replicas. Only ranks of these stages take part, and each sends
+what crosses a cut in a step: to the stage before as backward does, and to the one behind. The total
+is one tensor, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def sum_along_pipe(
     number: int,
     *,
     num_flags: int = 0,
+    over_replicas: bool = False,
 ) -> Tensor:
     """Return the sum of the tensors that the ranks of `stages` have, all shards included.
 
@@ -39,6 +41,7 @@ def sum_along_pipe(
         kind: What it is.
         number: Of the sum, to tell it from others.
         num_flags: How many elements at its end count as control.
+        over_replicas: Whether those of all replicas are included.
     """
     mesh = transport.mesh
     place = stages.index(mesh.stage)
@@ -55,8 +58,11 @@ def sum_along_pipe(
         earlier = mesh.rank_of(stages[place - 1])
         transport.send(earlier, kind, number, [total])
         total = receive(earlier)
-    elif mesh.num_shards > 1:
-        transport.start_sum_over_shards(total, kind, num_flags=num_flags)()
+    else:
+        if mesh.num_shards > 1:
+            transport.start_sum(total, kind, mesh.shards, num_flags=num_flags)()
+        if over_replicas:
+            transport.start_sum(total, "data_grad", mesh.replicas, num_flags=num_flags)()
     if later is not None:
         transport.send(later, kind, number, [total])
     transport.flush()

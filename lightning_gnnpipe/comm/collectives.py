@@ -1,4 +1,4 @@
-"""Collective calls of all ranks: waits are bounded, and every byte is counted."""
+"""Collective calls of some ranks: waits are bounded, and every byte is counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnnpipe.comm.mesh import World
+from lightning_gnnpipe.comm.mesh import Members, World
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.types import TrafficKind
@@ -19,65 +19,74 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """What all ranks do together. With one rank, nothing is sent.
+    """What some ranks do together. With one rank, nothing is sent.
 
     Args:
-        world: The ranks.
+        world: All ranks.
         meter: Counts what travels.
+        members: The ranks that take part; None for all.
     """
 
-    def __init__(self, world: World, meter: Meter) -> None:
+    def __init__(self, world: World, meter: Meter, members: Members | None = None) -> None:
         self.world = world
         self.meter = meter
+        self.members = Members(range(world.size)) if members is None else members
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks take part."""
+        return len(self.members.ranks) > 1
 
     def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
         """Overwrite `tensor` by that of rank `source`."""
-        if not self.world.is_distributed:
+        if not self.has_others:
             return
         with self.explained(f"broadcast {kind} data from rank {source}"):
             payload = self._on_wire(tensor)
-            dist.broadcast(payload, source)
+            dist.broadcast(payload, source, group=self.members.group)
             bring(payload, tensor)
         if self.world.rank != source:
             self.meter.count(kind, tensor)
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
-        """Sum `tensor` over all ranks, in place."""
-        if self.world.is_distributed:
-            self._sum(tensor, kind, None)
+        """Sum `tensor` over the ranks, in place."""
+        if self.has_others:
+            self._sum(tensor, kind, self.members.group)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank, each a list of as many 64-bit integers."""
-        if not self.world.is_distributed:
+        if not self.has_others:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64, device=self.world.wire_device)
-        all_numbers = [torch.empty_like(own) for _ in range(self.world.size)]
+        all_numbers = [torch.empty_like(own) for _ in self.members.ranks]
         with self.explained("compare the batch with the other ranks"):
-            dist.all_gather(all_numbers, own)
+            dist.all_gather(all_numbers, own, group=self.members.group)
         self.meter.count("control", *all_numbers)
         return [one.tolist() for one in all_numbers]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all of the ranks are here."""
         with self.explained("meet the other ranks"):
+            # dist.barrier() would choose between backends by itself.
             met = torch.zeros(1, device=self.world.wire_device)
-            dist.all_reduce(met)  # dist.barrier() would choose between backends by itself
+            dist.all_reduce(met, group=self.members.group)
             met.item()
 
-    def broadcast_object(self, value: T, source: int = 0) -> T:
-        """Return the picklable `value` of rank `source`."""
-        if not self.world.is_distributed:
+    def broadcast_object(self, value: T, source: int | None = None) -> T:
+        """Return the picklable `value` of rank `source`; of the first one if that is None."""
+        if not self.has_others:
             return value
-        box = [value]
+        box, group = [value], self.members.group
+        source = self.members.ranks[0] if source is None else source
         with self.explained(f"broadcast from rank {source}"):
-            dist.broadcast_object_list(box, source, device=self.world.wire_device)
+            dist.broadcast_object_list(box, source, group, self.world.wire_device)
         return box[0]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 alone and return its result, or raise its error, on all."""
+        """Run `work` on the first rank alone; return its result, or raise its error, on all."""
         result: T | None = None
         error: Exception | None = None
-        if self.world.is_root:
+        if self.world.rank == self.members.ranks[0]:
             try:
                 result = work()
             except ValueError as found:
@@ -88,13 +97,35 @@ class Collectives:
         return cast(T, result)
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Return the picklable values of all ranks."""
-        if not self.world.is_distributed:
+        """Return the picklable values of the ranks, in their order."""
+        if not self.has_others:
             return [value]
-        values: list[Any] = [None] * self.world.size
+        values: list[Any] = [None] * len(self.members.ranks)
         with self.explained("gather from all ranks"):
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.members.group)
         return values
+
+    def over(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        work: Callable[[Tensor, dist.ProcessGroup | None], T],
+    ) -> T:
+        """Return what `work`, which talks by itself, makes of `tensor` over the ranks.
+
+        Args:
+            tensor: This rank's; it is returned if there are no others.
+            group: Ranks to use instead; None, or that of all ranks, for none.
+            work: Is given the tensor, as it can be sent, and a group; None for all ranks.
+        """
+        chosen = self.members.group if group in (None, dist.group.WORLD) else group
+        if chosen is None and not self.has_others:
+            return cast(T, tensor)
+        with self.explained("put a tensor together with other ranks"):
+            found: Any = work(tensor.to(self.world.wire_device), chosen)
+        if isinstance(found, Tensor):
+            return cast(T, found.to(tensor.device))
+        return cast(T, [one.to(tensor.device) for one in found])
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a copy of it, as it can be sent."""

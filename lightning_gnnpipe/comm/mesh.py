@@ -1,15 +1,17 @@
-"""The ranks, and the device mesh `pipe x graph` that they are dealt out to.
+"""The ranks, and the device mesh `data x pipe x graph` that they are dealt out to.
 
-    rank = stage * num_shards + shard        ranks of one stage are neighbours
+    rank = (replica * num_stages + stage) * num_shards + shard     ranks of one stage are neighbours
 
-A rank holds some layers (its stage) of some nodes (its shard). Along the pipe axis activations of
-chunks travel, along the graph axis rows of neighbouring nodes. The `World` is there from the start;
-the `Mesh` is made once the layout is known, which may need a look at the model and the graph.
+A rank holds some layers (its stage) of some nodes (its shard), for the batches of its replica.
+Along the pipe axis activations of chunks travel, along the graph axis rows of neighbouring nodes,
+along the data axis gradients. The `World` is there from the start; the `Mesh` is made once the
+layout of a replica is known, which may need a look at the model and the graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -27,6 +29,8 @@ class World:
         device: Where tensors live.
         timeout: Longest wait for another rank.
         wire: Where tensors must be to be sent; None for `device`.
+        num_replicas: Replicas of the pipeline, R, each with batches of its own: size of the data
+            axis.
     """
 
     rank: int
@@ -34,6 +38,7 @@ class World:
     device: torch.device
     timeout: timedelta
     wire: torch.device | None = None
+    num_replicas: int = 1
 
     @property
     def is_root(self) -> bool:
@@ -50,27 +55,61 @@ class World:
         """Where tensors must be to be sent."""
         return self.device if self.wire is None else self.wire
 
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.size // self.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """This rank's replica, from 0."""
+        return self.rank // self.replica_size
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Some ranks that talk together, this one among them.
+
+    Attributes:
+        ranks: Their numbers among all, ascending.
+        group: Of torch.distributed; None for all ranks, or for this one alone.
+    """
+
+    ranks: Sequence[int]
+    group: ProcessGroup | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place among stages and shards.
+    """This rank's place among replicas, stages and shards.
 
     Attributes:
         rank: This rank, from 0.
         num_stages: Stages, S: size of the pipe axis.
         num_shards: Shards of the graph, G: size of the graph axis.
-        shards: The ranks of this stage; None for all ranks, or where there is one shard.
+        num_replicas: Replicas, R: size of the data axis.
+        shards: The ranks of this stage of this replica.
+        own_replica: The ranks of this replica.
+        replicas: The ranks of this stage and shard in all replicas.
     """
 
     rank: int
     num_stages: int
     num_shards: int = 1
-    shards: ProcessGroup | None = None
+    num_replicas: int = 1
+    shards: Members = Members(())
+    own_replica: Members = Members(())
+    replicas: Members = Members(())
+
+    @property
+    def replica(self) -> int:
+        """This rank's replica, from 0."""
+        return self.rank // (self.num_stages * self.num_shards)
 
     @property
     def stage(self) -> int:
         """This rank's stage, from 0."""
-        return self.rank // self.num_shards
+        return self.rank // self.num_shards % self.num_stages
 
     @property
     def shard(self) -> int:
@@ -88,20 +127,28 @@ class Mesh:
         return self.stage == self.num_stages - 1
 
     def rank_of(self, stage: int, shard: int | None = None) -> int:
-        """Return the rank of a stage and a shard; without one, of this rank's shard."""
-        return stage * self.num_shards + (self.shard if shard is None else shard)
+        """Return the rank of a stage and a shard of this replica; without one, of this shard."""
+        first = self.replica * self.num_stages * self.num_shards
+        return first + stage * self.num_shards + (self.shard if shard is None else shard)
 
 
 def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
-    """Return the mesh of `num_stages` x `num_shards` ranks; a collective call."""
-    assert num_stages * num_shards == world.size
-    mesh = Mesh(world.rank, num_stages, num_shards)
-    if num_stages == 1 or num_shards == 1:
-        return mesh
-    groups = [
-        dist.new_group(
-            [mesh.rank_of(stage, shard) for shard in range(num_shards)], timeout=world.timeout
-        )
-        for stage in range(num_stages)  # every rank makes all of them, in the same order
-    ]
-    return Mesh(world.rank, num_stages, num_shards, groups[mesh.stage])
+    """Return the mesh of the ranks, each replica `num_stages` x `num_shards`; a collective call."""
+    assert num_stages * num_shards == world.replica_size
+    ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
+    return replace(
+        Mesh(world.rank, num_stages, num_shards, world.num_replicas),
+        shards=_own(world, ranks.flatten(0, 1).tolist()),
+        own_replica=_own(world, ranks.flatten(1).tolist()),
+        replicas=_own(world, ranks.flatten(1).t().tolist()),
+    )
+
+
+def _own(world: World, parts: Sequence[Sequence[int]]) -> Members:
+    """Return the part of all ranks that this one is in, with a group for it where it needs one."""
+    [own] = [ranks for ranks in parts if world.rank in ranks]
+    if len(parts) == 1 or len(own) == 1:
+        return Members(own)
+    # Every rank makes all groups, in the same order.
+    groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in parts]
+    return Members(own, groups[parts.index(own)])

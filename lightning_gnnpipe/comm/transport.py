@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.comm.collectives import Collectives, bring
-from lightning_gnnpipe.comm.mesh import Mesh, World, make_mesh
+from lightning_gnnpipe.comm.mesh import Members, Mesh, World, make_mesh
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.parcel import Parcel
 from lightning_gnnpipe.comm.payload import Codec
@@ -31,18 +31,22 @@ _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps 
 
 
 class Transport(Collectives):
-    """Point-to-point messages between ranks of the mesh, and sums over the shards of a stage.
+    """Messages between the ranks of a replica, their collective calls, and sums along the axes.
 
     Args:
-        world: The ranks.
+        world: All ranks.
         meter: Counts what travels.
 
     Attributes:
+        everyone: What all ranks do together, those of other replicas included.
+        replicas: What the ranks of this stage and shard do together, one of each replica.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
 
     def __init__(self, world: World, meter: Meter) -> None:
         super().__init__(world, meter)
+        self.everyone = Collectives(world, meter)
+        self.replicas = Collectives(world, meter, Members((world.rank,)))
         self.waited_s = 0.0
         self._mesh: Mesh | None = None
         self._meshes: dict[tuple[int, int], Mesh] = {}  # torch has no cheap way to end a group
@@ -52,7 +56,7 @@ class Transport(Collectives):
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's place among stages and shards, once it has one."""
+        """This rank's place among replicas, stages and shards, once it has one."""
         assert self._mesh is not None, "the layout has not been settled"
         return self._mesh
 
@@ -62,14 +66,17 @@ class Transport(Collectives):
         return self._mesh is not None
 
     def settle(self, layout: tuple[int, int] | None) -> None:
-        """Deal the ranks out to so many stages of so many shards; a collective call.
+        """Deal the ranks of each replica out to so many stages of so many shards; collective.
 
-        None leaves the layout open until the next call.
+        None leaves the layout open until the next call, where there is one replica.
         """
+        assert layout is not None or self.world.num_replicas == 1
         if layout is not None and layout not in self._meshes:
             with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
                 self._meshes[layout] = make_mesh(self.world, *layout)
         self._mesh = None if layout is None else self._meshes[layout]
+        if self._mesh is not None:
+            self.members, self.replicas.members = self._mesh.own_replica, self._mesh.replicas
 
     def begin_step(self, seed: int) -> None:
         """Draw the random numbers of codecs from `seed` on; each message takes the next one."""
@@ -134,21 +141,22 @@ class Transport(Collectives):
         """Sum `tensor` over the ranks of this stage, in place."""
         if self.mesh.num_shards > 1:
             with self.waiting():
-                self._sum(tensor, kind, self.mesh.shards)
+                self._sum(tensor, kind, self.mesh.shards.group)
 
-    def start_sum_over_shards(
-        self, tensor: Tensor, kind: TrafficKind, *, num_flags: int = 0
+    def start_sum(
+        self, tensor: Tensor, kind: TrafficKind, over: Members, *, num_flags: int = 0
     ) -> Callable[[], None]:
-        """Start to sum `tensor` over the ranks of this stage; return what waits for it.
+        """Start to sum `tensor` over some ranks; return what waits for it.
 
         Its last `num_flags` elements count as control.
         """
+        assert len(over.ranks) > 1
         payload = self._on_wire(tensor)
         with self.explained(f"sum {kind} data over ranks"):
-            work = dist.all_reduce(payload, group=self.mesh.shards, async_op=True)
+            work = dist.all_reduce(payload, group=over.group, async_op=True)
         flag_bytes = num_flags * tensor.element_size()
-        self._count_sum(tensor.nbytes - flag_bytes, kind, self.mesh.shards)
-        self._count_sum(flag_bytes, "control", self.mesh.shards)
+        self._count_sum(tensor.nbytes - flag_bytes, kind, over.group)
+        self._count_sum(flag_bytes, "control", over.group)
 
         def wait() -> None:
             with self.explained(f"sum {kind} data over ranks"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Progress:
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
         signals: Bits that this rank wants all to know.
+        is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
+            none may wait for another.
     """
 
     step_index: int = 0
@@ -36,6 +38,7 @@ class Progress:
     graph_of_node: Tensor | None = None
     loss: float = 0.0
     signals: int = 0
+    is_uneven: bool = False
 
 
 class BatchFingerprints:
@@ -72,6 +75,8 @@ def graph_of_node(batch: Any) -> Tensor | None:
 def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> int:
     """Refuse to go on if the ranks differ; return the signals of all of them. A collective call.
 
+    Batch and loss are compared within each replica, and all ranks see what is found in any.
+
     Args:
         transport: The ranks.
         progress: Of this rank.
@@ -84,7 +89,7 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
-    ranks = transport.all_gather_ints(numbers)
+    ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
             explain(
@@ -93,13 +98,25 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
                 remedy="Let every rank take the same path through the LightningModule.",
             )
         )
+    size = transport.world.replica_size
+    for start in range(0, len(ranks), size):
+        _compare(ranks[start : start + size])
+    signals = 0
+    for rank in ranks:
+        signals |= rank[4]
+    return signals
+
+
+def _compare(ranks: Sequence[Sequence[int]]) -> None:
+    """Refuse to go on if the ranks of a replica differ; see `agree`."""
     if len({(rank[1], rank[3]) for rank in ranks}) > 1:
         raise GraphError(
             explain(
                 expected="the same batch on every rank",
                 found="batches that differ",
                 remedy="Call lightning.seed_everything(...) before random splits and transforms, "
-                "and use the same data set everywhere; the strategy cuts the graph itself.",
+                "and use the same data set everywhere; the strategy cuts the graph itself. A "
+                "sampler of your own takes strategy.distributed_sampler_kwargs.",
             )
         )
     losses = [struct.unpack("<d", struct.pack("<q", rank[2]))[0] for rank in ranks]
@@ -113,10 +130,6 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
                 "in training_step.",
             )
         )
-    signals = 0
-    for rank in ranks:
-        signals |= rank[4]
-    return signals
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -17,10 +17,26 @@ from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.step_costs import StepCosts
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import NativeContext, check_graph_batches, check_norms
 from lightning_gnnpipe.stages import Call, Inputs, Layers
+
+
+def check_replicas(num_replicas: int) -> None:
+    """Refuse to train several replicas on one graph.
+
+    Raises:
+        UnsupportedError: If there are several.
+    """
+    if num_replicas > 1:
+        raise UnsupportedError(
+            explain(
+                expected="batches of graphs for data_parallel",
+                found=f"one graph, on which each of {num_replicas} replicas would train alike",
+                remedy="Use data_parallel=1, and the devices for more stages or shards.",
+            )
+        )
 
 
 class BatchPasses:

@@ -60,12 +60,16 @@ def run_segments(
     context.leave()
 
 
-def make_seeds(seed: int, step: int, shard: int = 0) -> SeedOf:
-    """Return the seeds of one training step: they depend on (seed, step, segment, chunk, shard)."""
+def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:
+    """Return the seeds of one training step.
+
+    They depend on (seed, step, segment, chunk, shard, replica), and on nothing else.
+    """
+    place = (shard, replica) if replica else (shard,) if shard else ()
 
     def seed_of(segment: int, chunk: int) -> int:
         mixed = 0
-        for number in (seed, step, segment, chunk, *((shard,) if shard else ())):
+        for number in (seed, step, segment, chunk, *place):
             mixed = _split_mix((mixed + number + 1) & _MASK)
         return mixed >> 1
 

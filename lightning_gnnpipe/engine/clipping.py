@@ -20,8 +20,8 @@ def clip_by_total_norm(
 ) -> Tensor:
     """Scale the gradients of `parameters` so that their norm over all stages is at most `max_norm`.
 
-    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank. A
-    collective call.
+    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank, all
+    in each replica. A collective call.
 
     Args:
         model: The pipelined model.
@@ -56,4 +56,4 @@ def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> se
     pipelined = {id(named[name]) for name in model.pipelined if name in named}
     owned = {id(named[name]) for name in model.owned if name in named}
     replicated = {id(p) for p in root.parameters()} - pipelined
-    return owned | replicated if transport.world.is_root else owned
+    return owned | replicated if transport.mesh.is_first else owned

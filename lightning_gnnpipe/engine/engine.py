@@ -8,7 +8,7 @@ A batch of many graphs runs in micro-batches of whole graphs, both times exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
-from lightning_gnnpipe.engine.batches import BatchPasses
+from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
+from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
@@ -136,14 +137,23 @@ class PipelineEngine:
 
     def _graph_of_node(self) -> Tensor | None:
         """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
-        vector = self.progress.graph_of_node
-        if vector is None or (True not in self._checked and int(vector[-1]) == 0):
-            return None
-        return vector
+        vector, has_replicas = self.progress.graph_of_node, self.transport.world.num_replicas > 1
+        if vector is None or has_replicas or True in self._checked or int(vector[-1]) > 0:
+            return vector
+        return None
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came."""
         self._has_pending = False
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average gradients of parameters outside of the module over replicas; collective.
+
+        Those of the module are averaged in its backward. Nothing is done while they accumulate.
+        """
+        if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
+            average_replicated(self.transport, parameters)
+            self.last_step.recount()
 
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run, beside weights and histories."""
@@ -274,6 +284,7 @@ class PipelineEngine:
         if has_graphs:
             self._batches.check()
         else:
+            check_replicas(transport.world.num_replicas)
             check_support(self.model.module, self.options.chunks.expected, num_shards)
         self._checked.add(has_graphs)
 

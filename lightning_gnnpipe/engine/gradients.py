@@ -1,33 +1,42 @@
-"""Sums of gradients of parameters that several ranks use.
+"""Sums of gradients of parameters that several ranks use, and means over replicas.
 
-Those of one stage are summed over its shards, each as soon as the last chunk's backward has reached
-it; those that several stages use (tied ones), over the ranks of these stages, at the end.
+Those of one stage are summed over its shards, or averaged over the data axis, as soon as the last
+chunk's backward has reached them; those that several stages use (tied ones), over the ranks of
+these stages, at the end. A mean over replicas is that of all that has been accumulated since the
+weights were last changed, so one in front of each optimizer step is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, sum_along_pipe
-from lightning_gnnpipe.types import TrafficKind
+from lightning_gnnpipe.engine.buckets import BucketSums, flatten, put_back
 
 
 class GradientSums:
     """The sums of one backward pass.
 
-    What the parameters' gradients were before is added at the end.
+    What the gradients were before is added to the sums over stages and shards, at the end; means
+    over replicas take it in.
 
     Args:
         module: The pipelined module.
         users: The stages of each of its tensors.
         transport: The ranks.
+        averages: Whether gradients are averaged over replicas, if there are several.
     """
 
     def __init__(
-        self, module: nn.Module, users: Mapping[str, set[int]], transport: Transport
+        self,
+        module: nn.Module,
+        users: Mapping[str, set[int]],
+        transport: Transport,
+        *,
+        averages: bool = True,
     ) -> None:
         self._transport = transport
         mesh = transport.mesh
@@ -37,73 +46,70 @@ class GradientSums:
             if p.requires_grad and mesh.stage in users.get(name, ())
         }
         self._tied = {name: p for name, p in used.items() if len(users[name]) > 1}
-        is_split = mesh.num_shards > 1
-        self._own = {n: p for n, p in used.items() if is_split and n not in self._tied}
         self._groups = group_tied(module, users)
-        self._order = list(reversed(self._own))  # that in which backward reaches them, about
-        self._before = {name: p.grad for name, p in (*self._tied.items(), *self._own.items())}
-        self._finish: dict[str, Callable[[], None]] = {}
-        self._ready: set[str] = set()
-        for parameter in (*self._tied.values(), *self._own.values()):
+        self._averages = averages and mesh.num_replicas > 1
+        self._scale = 1 / mesh.num_replicas if self._averages else 1.0
+        own = {name: p for name, p in used.items() if name not in self._tied}
+        self._earlier: dict[str, Tensor | None] = {}
+        for name, parameter in self._tied.items():
+            if self._averages and mesh.stage == min(users[name]):
+                continue  # counts what was accumulated in, for all of its stages
+            self._earlier[name] = None if self._averages else parameter.grad
             parameter.grad = None
+        self._own: BucketSums | None = None
+        if self._averages:
+            assert mesh.num_shards == 1
+            over = mesh.replicas
+            self._own = BucketSums(own, transport, "data_grad", over, scale=self._scale)
+        elif mesh.num_shards > 1:
+            earlier = {name: p.grad for name, p in own.items()}
+            for parameter in own.values():
+                parameter.grad = None
+            over = mesh.shards
+            self._own = BucketSums(own, transport, "weight_grad", over, earlier=earlier)
 
     def watch(self) -> list[Callable[[], None]]:
         """Start sums as soon as gradients are there, from now on; return what ends that."""
-
-        def note(name: str) -> Callable[[Tensor], None]:
-            def run(parameter: Tensor) -> None:
-                self._ready.add(name)
-                self._start_ready()
-
-            return run
-
-        return [
-            parameter.register_post_accumulate_grad_hook(note(name)).remove  # type: ignore[no-untyped-call]
-            for name, parameter in self._own.items()
-        ]
+        return [] if self._own is None else self._own.watch()
 
     def finish(self) -> None:
         """Wait for all sums and add what was there before."""
-        self._ready.update(self._order)
-        self._start_ready()
-        for finish in self._finish.values():
-            finish()
+        if self._own is not None:
+            self._own.finish()
         for number, (stages, names) in enumerate(self._groups):
             if self._transport.mesh.stage in stages:
                 self._sum_tied(number, stages, [(name, self._tied[name]) for name in names])
-
-    def _start_ready(self) -> None:
-        """Start the sums whose turn it is: all ranks must take them in the same order."""
-        while self._order and self._order[0] in self._ready:
-            name = self._order.pop(0)
-            self._start(name, self._own[name])
-
-    def _start(self, name: str, parameter: nn.Parameter) -> None:
-        total = _flagged([parameter])
-        wait = self._transport.start_sum_over_shards(total, "weight_grad", num_flags=1)
-
-        def finish() -> None:
-            wait()
-            self._take(total, [(name, parameter)])
-
-        self._finish[name] = finish
 
     def _sum_tied(
         self, number: int, stages: Sequence[int], tied: Sequence[tuple[str, nn.Parameter]]
     ) -> None:
         """Sum the gradients of parameters that the same stages use."""
-        own = _flagged([parameter for _, parameter in tied])
-        kind: TrafficKind = "tied_grad"
-        total = sum_along_pipe(self._transport, own, stages, kind, number, num_flags=len(tied))
-        self._take(total, tied)
+        total = sum_along_pipe(
+            self._transport,
+            flatten(tied, self._scale),
+            stages,
+            "tied_grad",
+            number,
+            num_flags=len(tied),
+            over_replicas=self._averages,
+        )
+        put_back(total, tied, self._earlier)
 
-    def _take(self, total: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Give parameters their parts of the sums, and what their gradients were before."""
-        *sums, flags = torch.split(total, [*(p.numel() for _, p in named), len(named)])
-        for (name, parameter), flat, flag in zip(named, sums, flags.tolist(), strict=True):
-            summed = flat.view_as(parameter) if flag else None
-            both = [one for one in (self._before[name], summed) if one is not None]
-            parameter.grad = both[0] + both[1] if len(both) == 2 else next(iter(both), None)
+
+def average_replicated(transport: Transport, parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of parameters that no stage owns over all replicas; collective.
+
+    Every stage has the same ones. They are summed over all ranks at once, so that all get the same
+    bits.
+
+    Args:
+        transport: The ranks.
+        parameters: Alike on all of them, in the same order.
+    """
+    named = {str(number): p for number, p in enumerate(parameters) if p.requires_grad}
+    if named:
+        everyone, scale = transport.everyone.members, 1 / transport.world.size
+        BucketSums(named, transport, "data_grad", everyone, scale=scale).finish()
 
 
 def group_tied(
@@ -116,10 +122,3 @@ def group_tied(
         if parameter.requires_grad and len(stages) > 1:
             groups.setdefault((stages, parameter.dtype), []).append(name)
     return [(stages, names) for (stages, _), names in groups.items()]
-
-
-def _flagged(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the gradients in one row, then a 1 for each that is there: one may have no use."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flags = grads[0].new_tensor([0.0 if p.grad is None else 1.0 for p in parameters])
-    return torch.cat([*(grad.flatten() for grad in grads), flags])

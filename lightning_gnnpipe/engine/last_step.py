@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.trace import PipelineStats, merge_stats
 from lightning_gnnpipe.engine.training import PassRecord
@@ -20,6 +22,11 @@ class LastStep:
         self._transport = transport
         self.record: PassRecord | None = None
 
+    def recount(self) -> None:
+        """Add what has travelled since its backward."""
+        if self.record is not None:
+            self.record = replace(self.record, bytes_by_kind=self._transport.meter.read())
+
     def stats(self) -> PipelineStats:
         """Return its figures; a collective call.
 
@@ -27,8 +34,12 @@ class LastStep:
             ConfigError: If no step has finished.
         """
         record, transport = self._record(), self._transport
-        gathered = transport.all_gather_objects(record.of_rank(transport.world.device))
-        return merge_stats(gathered, transport.mesh.num_stages, record.num_chunks, record.is_exact)
+        own = record.of_rank(transport.world.device)
+        gathered = transport.everyone.all_gather_objects(own)
+        mesh, num_chunks = transport.mesh, record.num_chunks
+        return merge_stats(
+            gathered, mesh.num_stages, num_chunks, record.is_exact, mesh.num_replicas
+        )
 
     def staleness(self) -> dict[int, Staleness]:
         """Return its staleness by layer, over all ranks; a collective call.

@@ -22,7 +22,7 @@ from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
-from lightning_gnnpipe.engine.weights import StageWeights
+from lightning_gnnpipe.engine.weights import StageWeights, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
@@ -84,6 +84,7 @@ class PipelinedModel:
         self._users: dict[str, set[int]] = {}
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
+        self.is_accumulating = False  # then gradients stay in this replica for now
 
     @property
     def is_split(self) -> bool:
@@ -125,7 +126,7 @@ class PipelinedModel:
         if key not in self._modes or not self._modes[key].stages:
             with self.whole():
                 self.trace(call, inputs, also_train=also_train)
-                self._deal_out(inputs, measure)
+                self._deal_out(inputs, measure, trains=also_train)
         return self._modes[key]
 
     def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
@@ -196,7 +197,8 @@ class PipelinedModel:
 
     def begin_backward(self) -> GradientSums:
         """Return the sums of gradients over the ranks that share parameters."""
-        return GradientSums(self.module, self._users, self._transport)
+        averages = not self.is_accumulating
+        return GradientSums(self.module, self._users, self._transport, averages=averages)
 
     def _trace(self, call: Call, inputs: Inputs) -> Hashable:
         """Trace the module in its present mode, if that is new; return the key of the mode."""
@@ -215,7 +217,7 @@ class PipelinedModel:
         self._modes[key] = Mode(layers, (), reads, self.module.training)
         return key
 
-    def _deal_out(self, inputs: Inputs, measure: Measure) -> None:
+    def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
         is_first_time = self._counts is None
         if self._counts is None:
             self._counts = self._count_layers(inputs, measure)
@@ -231,6 +233,8 @@ class PipelinedModel:
                 self._modes[key] = mode
             for name, stages in find_users(mode.stages, self.module).items():
                 users[name] = users.get(name, set()) | stages
+        if trains and not is_first_time and self._transport.world.num_replicas > 1:
+            check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users)
@@ -270,7 +274,7 @@ class PipelinedModel:
             if self._transport.world.is_root:
                 self.costs = self.costs or measure(layers)
                 counts = self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
-            counts = self._transport.broadcast_object(counts)
+            counts = self._transport.everyone.broadcast_object(counts)  # alike in all replicas
         return counts
 
     def _fill(self) -> None:

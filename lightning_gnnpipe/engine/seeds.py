@@ -32,7 +32,7 @@ class PassSeeds:
     def of_training(self) -> SeedOf:
         """Begin a training pass and return its seeds."""
         transport = self._transport
-        seeds = make_seeds(self._seed, self._progress.step_index, transport.mesh.shard)
+        seeds = self._make(self._seed, self._progress.step_index)
         transport.begin_step(seeds(transport.world.rank, -1))
         return seeds
 
@@ -41,4 +41,8 @@ class PassSeeds:
         if not self._module.training:
             return None
         self.num_inferences += 1
-        return make_seeds(~self._seed, self.num_inferences, self._transport.mesh.shard)
+        return self._make(~self._seed, self.num_inferences)
+
+    def _make(self, seed: int, number: int) -> SeedOf:
+        mesh = self._transport.mesh
+        return make_seeds(seed, number, mesh.shard, mesh.replica)

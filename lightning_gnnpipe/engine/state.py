@@ -41,10 +41,10 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
 def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, mesh: Mesh) -> State:
     """Return the part of the state dict of `root` that this rank writes; no two write the same.
 
-    What belongs to no stage is the first one's; a stage's first rank writes. For
-    the other arguments see `full_state_dict`.
+    What belongs to no stage is the first one's; a stage's first rank writes, of the first
+    replica. For the other arguments see `full_state_dict`.
     """
-    if mesh.shard:
+    if mesh.shard or mesh.replica:
         return {}
     named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     owned, pipelined = model.owned, model.pipelined
@@ -59,9 +59,12 @@ def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, mesh: Me
 
 
 def own_optimizer_state(transport: Transport, state: State) -> State:
-    """Return the optimizer's states that this rank writes: of parameters of no earlier rank."""
+    """Return the optimizer's states that this rank writes: of parameters of no earlier rank.
+
+    The ranks are those of a replica; each replica has all states.
+    """
     kept = [set(keys) for keys in transport.all_gather_objects(list(state["state"]))]
-    earlier = set().union(*kept[: transport.world.rank])
+    earlier = set().union(*kept[: transport.members.ranks.index(transport.world.rank)])
     return {key: value for key, value in state["state"].items() if key not in earlier}
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class PipelineStats:
 
     Attributes:
         num_stages: Stages, S.
-        num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G`.
+        num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G % S`.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step ran the exact schedule.
         bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
@@ -43,6 +44,7 @@ class PipelineStats:
         peak_memory_bytes: For each rank the most memory that its process has held so far: of its
             GPU, as allocated by torch, or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
+        num_replicas: Replicas, R; rank `r` is one of replica `r // (G S)`.
     """
 
     num_stages: int
@@ -54,6 +56,18 @@ class PipelineStats:
     wait_s: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
     events: tuple[TraceEvent, ...]
+    num_replicas: int = 1
+
+    def rank_names(self) -> list[list[str]]:
+        """Return for each rank the parts of its name, such as "stage 1", "shard 0"."""
+        sizes = {
+            "replica": self.num_replicas,
+            "stage": self.num_stages,
+            "shard": self.num_shards,
+        }
+        named = [axis for axis, size in sizes.items() if size > 1 or axis == "stage"]
+        places = product(*(range(sizes[axis]) for axis in named))
+        return [[f"{axis} {i}" for axis, i in zip(named, one, strict=True)] for one in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,11 @@ class Recorder:
 
 
 def merge_stats(
-    gathered: Sequence[RankRecord], num_stages: int, num_chunks: int, is_exact: bool
+    gathered: Sequence[RankRecord],
+    num_stages: int,
+    num_chunks: int,
+    is_exact: bool,
+    num_replicas: int = 1,
 ) -> PipelineStats:
     """Put the records of all ranks, in their order, together."""
     events = _align(event for one in gathered for event in one.events)
@@ -113,7 +131,7 @@ def merge_stats(
     waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
         num_stages,
-        len(gathered) // num_stages,
+        len(gathered) // (num_stages * num_replicas),
         num_chunks,
         is_exact,
         total,
@@ -121,6 +139,7 @@ def merge_stats(
         wait_s=tuple(one / 1e6 for one in waits),
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
         events=events,
+        num_replicas=num_replicas,
     )
 
 

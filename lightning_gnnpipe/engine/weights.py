@@ -12,9 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages import Shape, fill_husks, make_husks
 
 Users = Mapping[str, set[int]]
+
+
+def check_same(before: Users, users: Users) -> None:
+    """Refuse a batch that makes a stage use other weights: other replicas do not know of it.
+
+    Args:
+        before: The stages of each tensor so far.
+        users: Those with this batch.
+
+    Raises:
+        UnsupportedError: If they differ.
+    """
+    changed = sorted(name for name in users if users[name] != before.get(name))
+    if changed:
+        raise UnsupportedError(
+            explain(
+                expected="every batch to use the same weights in the same stages, for "
+                "data_parallel",
+                found=f"'{changed[0]}' used in stages {sorted(users[changed[0]])} by a batch of "
+                "another form",
+                remedy="Give all batches the same attributes, or use data_parallel=1.",
+            )
+        )
 
 
 class StageWeights:

@@ -99,7 +99,7 @@ class GraphClassifier(L.LightningModule):
             self.log, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.numel()
         )
         if split != "test":
-            log(f"{split}_loss", loss)
+            log(f"{split}_loss", loss, sync_dist=True)
         log(f"{split}_{self.metric}", metric)
         return loss
 

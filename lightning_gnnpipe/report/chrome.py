@@ -37,10 +37,7 @@ def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str
 
 def _names(stats: PipelineStats, title: str) -> list[dict[str, Any]]:
     """Return what names the process and its threads: 0 for the phases, 1 + r for rank r."""
-    shards = stats.num_shards
-    ranks = range(stats.num_stages * shards)
-    names = (f"stage {r // shards}" + (f" shard {r % shards}" if shards > 1 else "") for r in ranks)
-    threads = ["phase", *names]
+    threads = ["phase", *(" ".join(name) for name in stats.rank_names())]
     named = [_metadata("process_name", 0, name=title)]
     for thread, name in enumerate(threads):
         named.append(_metadata("thread_name", thread, name=name))

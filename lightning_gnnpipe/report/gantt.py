@@ -51,7 +51,7 @@ def check_matplotlib() -> None:
 
 
 def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
-    """Return one line on the step: stages, chunks, its bubble share.
+    """Return one line on the step: replicas, stages, chunks, its bubble share.
 
     At best that is (S - 1) / (K + S - 1), with chunks of equal cost that are sent in no time.
 
@@ -63,8 +63,9 @@ def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
     least = (stages - 1) / (chunks + stages - 1)
     kind = "exact step" if stats.is_exact else f"{chunks} chunk{'s' if chunks > 1 else ''}"
     start = "" if epoch is None else f"Epoch {epoch}: "
+    replicas = f"{stats.num_replicas} replicas of " if stats.num_replicas > 1 else ""
     return (
-        f"{start}{stages} stage{'s' if stages > 1 else ''}, {kind}, bubble share "
+        f"{start}{replicas}{stages} stage{'s' if stages > 1 else ''}, {kind}, bubble share "
         f"{stats.bubble_frac:.1%} (at best {least:.1%})"
     )
 

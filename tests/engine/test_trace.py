@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_gnnpipe.engine import TraceEvent, memory, phases
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
 from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.report import timeline_title
 from tests.helpers.steps import make_stats
 
 
@@ -86,6 +88,18 @@ def test_waiting_for_a_slow_shard_is_no_computing(
     assert len(waited_us) == 4 and min(waited_us) > 0.9 * 2 * late_s * 1e6
     assert first > 0.9 * num_exchanges * late_s
     assert second < first - 0.5 * num_exchanges * late_s
+
+
+def test_ranks_are_named_after_their_places() -> None:
+    stats = make_stats("F0 B0", "F0 B0")
+    assert stats.rank_names() == [["stage 0"], ["stage 1"]]
+    shards = replace(stats, num_stages=1, num_shards=2)
+    assert shards.rank_names() == [["stage 0", "shard 0"], ["stage 0", "shard 1"]]
+    replicas = replace(stats, num_replicas=2)
+    assert replicas.rank_names() == [
+        [f"replica {replica}", f"stage {stage}"] for replica in range(2) for stage in range(2)
+    ]
+    assert timeline_title(replicas).startswith("2 replicas of 2 stages, 2 chunks, ")
 
 
 def test_bytes_are_summed_and_memory_is_not() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class FitResult:
     state_dict: Named
     """Of the module, in the process that called ``fit``, after it."""
     trainer: L.Trainer
+    others: list[list[Step]] = field(default_factory=list)
+    """The steps of each replica but the first, likewise."""
 
     @property
     def losses(self) -> Tensor:
@@ -119,10 +121,11 @@ def run_plain(
 
 def fit_batches(
     module: L.LightningModule,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | L.LightningDataModule,
     *,
     tmp_path: Path,
     num_stages: int = 0,
+    num_replicas: int = 1,
     num_chunks: int = 1,
     max_epochs: int = 1,
     seed: int = SEED,
@@ -133,24 +136,30 @@ def fit_batches(
     ckpt_path: Path | None = None,
     seeds_workers: bool = False,
 ) -> FitResult:
-    """Train on batches of graphs, in forked processes; 0 stages are plain Lightning.
+    """Train on batches of graphs, in forked processes.
+
+    0 stages are plain Lightning: with several replicas, its DDP.
 
     Args:
-        batches: A loader, or a list.
+        batches: A loader, a list, or a data module.
         val_batches: Another, to validate on.
     """
     from lightning_gnnpipe import GNNPipeStrategy
 
-    strategy: Any = "auto"
+    strategy: Any = "auto" if num_replicas == 1 else "ddp_fork"
     if num_stages:
         strategy = GNNPipeStrategy(
-            num_chunks=num_chunks, start_method="fork", **(strategy_kwargs or {})
+            num_chunks=num_chunks,
+            data_parallel=num_replicas,
+            start_method="fork",
+            **(strategy_kwargs or {}),
         )
     folder = _empty_folder(tmp_path, f"batches_{num_stages}")
+    num_ranks = max(num_stages, 1) * num_replicas
     with _one_thread():
         L.seed_everything(seed, workers=seeds_workers, verbose=False)
         trainer = L.Trainer(
-            devices=max(num_stages, 1),
+            devices=num_ranks,
             strategy=strategy,
             callbacks=[*callbacks, StepRecorder(folder)],
             **_quiet(tmp_path, {"max_epochs": max_epochs, **(trainer_kwargs or {})}),
@@ -161,7 +170,7 @@ def fit_batches(
             BatchList(val_batches) if isinstance(val_batches, list) else val_batches,
             ckpt_path=ckpt_path,
         )
-    return _result(trainer, module, folder, max(num_stages, 1))
+    return _result(trainer, module, folder, num_ranks, num_replicas)
 
 
 class BatchList(Iterable[Any]):
@@ -223,11 +232,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def _result(
-    trainer: L.Trainer, module: L.LightningModule, folder: Path, num_ranks: int
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    folder: Path,
+    num_ranks: int,
+    num_replicas: int = 1,
 ) -> FitResult:
     ranks = load_ranks(folder, num_ranks)
+    size = num_ranks // num_replicas
+    steps, *others = [merge_ranks(ranks[i : i + size]) for i in range(0, num_ranks, size)]
     return FitResult(
-        steps=merge_ranks(ranks),
+        steps=steps,
+        others=others,
         held_by_rank=[set(steps[-1].weights) for steps in ranks],
         state_dict={name: value.detach().clone() for name, value in module.state_dict().items()},
         trainer=trainer,

@@ -24,8 +24,9 @@ import lightning_gnnpipe.engine.choice as choice
 import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GCN, GIN, GraphClassifier, NodeClassifier
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
@@ -61,9 +62,9 @@ def fail(place):
 
 
 def failing(name, work):
-    def run(*args):
+    def run(*args, **kwargs):
         fail(name)
-        return work(*args)
+        return work(*args, **kwargs)
     return run
 
 
@@ -71,12 +72,13 @@ for op, method in list(steps._METHODS.items()):
     steps._METHODS[op] = failing(op.name, method)
 sidecar.write_stage = failing("save", sidecar.write_stage)
 Transport.exchange = failing("exchange", Transport.exchange)
+Transport.start_sum = failing("average", Transport.start_sum)
 Transport.settle = failing("settle", Transport.settle)
 choice.measure_link = failing("link", choice.measure_link)
 choice.compare_layouts = failing("compare", choice.compare_layouts)
 
 
-class Classifier(NodeClassifier):
+class Fails:
     def training_step(self, batch, batch_idx):
         fail("training_step")
         return super().training_step(batch, batch_idx)
@@ -87,6 +89,12 @@ class Classifier(NodeClassifier):
 
     def on_train_epoch_end(self):
         print(f"rank {self.trainer.global_rank} is process {os.getpid()}", flush=True)
+
+
+class OfNodes(Fails, NodeClassifier): ...
+
+
+class OfGraphs(Fails, GraphClassifier): ...
 
 
 class Watches(L.Callback):
@@ -113,8 +121,14 @@ if __name__ == "__main__":
             start_method=start_method, timeout=timedelta(seconds=8), **options
         ),
     )
-    net = GCN(4, 8, 3, num_layers=num_layers)
-    trainer.fit(Classifier(net, 3), datamodule=FullGraphDataModule(data))
+    if "data_parallel" in options:
+        data.y = data.y[:1]
+        graphs = DataLoader([data] * 12, batch_size=3)
+        net = GIN(4, 8, 3, num_layers=num_layers)
+        trainer.fit(OfGraphs(net, 3), graphs, graphs)
+    else:
+        net = GCN(4, 8, 3, num_layers=num_layers)
+        trainer.fit(OfNodes(net, 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """
 
@@ -196,6 +210,37 @@ def test_p7_a_lost_shard_ends_all_ranks(
     assert "ended by itself" not in text
     assert re.search(cause, text), text[-3000:]
     assert seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "rank", "start_method", "cause"),
+    [
+        ("training_step", "raise", 2, "fork", MISTAKE),
+        ("validation_step", "kill", 3, "fork", "SIGKILL"),
+        ("B", "kill", 3, "fork", "SIGKILL"),
+        ("F", "stall", 1, "fork", "did not answer within 8 s"),
+        ("average", "kill", 2, "fork", "SIGKILL"),
+    ],
+)
+def test_p7_a_rank_lost_in_any_replica_ends_all(
+    where: str, how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+) -> None:
+    """Two replicas of two stages, on batches of graphs."""
+    options = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
+    status, text, seconds = run(tmp_path, where, how, rank, start_method, **options)
+    assert status != 0
+    assert "ended by itself" not in text
+    assert re.search(cause, text), text[-3000:]
+    assert seconds < 80
+
+
+def test_p7_sigterm_to_one_replica_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
+    options = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
+    _, text, _ = run(tmp_path, "training_step", "SIGTERM", 3, "fork", **options)
+    assert "ended by itself" not in text
+    saved = torch.load(tmp_path / "checkpoints" / "last-sigterm.ckpt", weights_only=True)
+    assert saved["epoch"] in (2, 3)
+    assert all(tensor.numel() for tensor in saved["state_dict"].values())
 
 
 @pytest.mark.parametrize(
