@@ -168,9 +168,9 @@ def summary(steps: dict[str, Any]) -> str:
 
 
 def row_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    base = base_of(row, rows)
-    kinds = [f"{kind} {n / 1e6:.1f}" for kind, n in row["kinds"].items() if n]
     is_alone = row["mode"].startswith(ONE)
+    base = None if is_alone else base_of(row, rows)
+    kinds = [f"{kind} {n / 1e6:.1f}" for kind, n in row["kinds"].items() if n]
     return [
         str(row["layers"]),
         "-" if is_alone else row["rate"],
