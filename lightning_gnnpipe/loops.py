@@ -8,7 +8,7 @@ one rank alone, gets its own forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import check_sharded
 from lightning_gnnpipe.replicas import PipeReplicas
+from lightning_gnnpipe.replay import StepReplay, check_replay
 from lightning_gnnpipe.stages import find_pipelined
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,13 @@ class PipeLoops(PipeReplicas):
         if "forward" not in self.engine.model.module.__dict__:
             self.engine.attach()
 
+    def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Let the engine run a training step again on outputs that have come out early."""
+        module, pipelined = self.lightning_module, self.engine.model.module
+        assert module is not None
+        replay = StepReplay(module, pipelined, step, args, self.root_device)
+        self.engine.batches.early_loss.run = replay
+
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
         """Make the engine of the pipelined module; it takes over when a loop starts."""
         options = self.options
@@ -124,6 +132,8 @@ class PipeLoops(PipeReplicas):
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:
             self._engine.prefer(self._ended)
+        if is_fitting and engine_options.schedule != "fill_drain":
+            check_replay(module)
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from lightning_gnnpipe.types import (
     Partition,
     PartitionMethod,
     RepeatOption,
+    ScheduleName,
     StalenessName,
     StartMethod,
 )
@@ -63,6 +64,8 @@ class StrategyOptions:
     batch_norm: Literal["deferred"] | None = None
     repeat_encoder: RepeatOption = "auto"
     cross_chunk_edges: CrossChunkEdges = "keep"
+    schedule: ScheduleName = "fill_drain"
+    num_virtual: int = 2
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -95,6 +98,7 @@ class StrategyOptions:
         self._check_shards(self.graph_parallel)
         _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
         _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
+        self._check_schedule()
         if self.batch_norm is not None:
             _check_choice("batch_norm", self.batch_norm, ("deferred",))
         if not 0 <= self.halo_momentum < 1:
@@ -149,7 +153,14 @@ class StrategyOptions:
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
             self.batch_norm == "deferred",
             self.repeat_encoder,
+            self.schedule,
+            self.stages_of_rank,
         )
+
+    @property
+    def stages_of_rank(self) -> int:
+        """Stages of each rank, V, where there are several ranks."""
+        return self.num_virtual if self.schedule == "interleaved" else 1
 
     @property
     def messages(self) -> MessageOptions:
@@ -257,6 +268,17 @@ class StrategyOptions:
                 "'graph_parallel' to be 1 with data_parallel, which is for batches of graphs",
                 self.graph_parallel,
                 "Graphs of a batch are not split: use more stages, or more replicas.",
+            )
+
+    def _check_schedule(self) -> None:
+        _check_choice("schedule", self.schedule, get_args(ScheduleName))
+        if not _is_count(self.num_virtual):
+            _refuse("'num_virtual' to be at least 1", self.num_virtual, "Leave it at 2.")
+        if self.schedule != "fill_drain" and self.graph_parallel != 1:
+            _refuse(
+                f"'graph_parallel' to be 1 where schedule={self.schedule!r}",
+                self.graph_parallel,
+                "Only batches of graphs can go back early, and they have no shards.",
             )
 
     def _check_shards(self, num_shards: int | Literal["auto"]) -> None:

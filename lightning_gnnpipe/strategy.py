@@ -37,6 +37,7 @@ from lightning_gnnpipe.types import (
     OrderName,
     Partition,
     RepeatOption,
+    ScheduleName,
     StalenessName,
     StartMethod,
 )
@@ -93,6 +94,13 @@ class GNNPipeStrategy(PipeLoops):
             gradients are summed over stages. True: wherever that is possible. "auto": where it
             spares bytes and uses at most 128 weights for each byte of a row. Batches of many graphs
             repeat nothing.
+        schedule: In which order batches of many graphs go forward and back. "fill_drain": all
+            micro-batches forward, then all back. "1f1b": a micro-batch goes back as soon as it has
+            come out, so that each rank keeps no more of them than there are stages; the last one
+            evaluates `training_step` for each. "interleaved": the same with several stages a rank,
+            which are idle for less time and send more.
+        num_virtual: Stages of each rank, V, where they are interleaved: stage `s` is on rank
+            `s % R` of R ranks.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
@@ -142,6 +150,8 @@ class GNNPipeStrategy(PipeLoops):
         halo_momentum: float = 0.0,
         batch_norm: Literal["deferred"] | None = None,
         repeat_encoder: RepeatOption = "auto",
+        schedule: ScheduleName = "fill_drain",
+        num_virtual: int = 2,
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -184,6 +194,8 @@ class GNNPipeStrategy(PipeLoops):
             batch_norm,
             repeat_encoder,
             cross_chunk_edges,
+            schedule,
+            num_virtual,
         )
         super().__init__(
             options,
@@ -277,6 +289,8 @@ class GNNPipeStrategy(PipeLoops):
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
         passes = engine.num_training_passes
+        if engine.batches.needs_loss:
+            self._prepare_replay(super().training_step, args)
         output = super().training_step(*args, **kwargs)
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)

@@ -28,6 +28,7 @@ CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
 StalenessName = Literal["constant", "scaled", "gnnpipe", "delayed"]
+ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
 CrossChunkEdges = Literal["keep", "drop"]
 TrafficKind = Literal[

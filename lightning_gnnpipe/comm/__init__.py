@@ -14,7 +14,7 @@ from lightning_gnnpipe.comm.options import MessageOptions
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.comm.rendezvous import restart_store
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
-from lightning_gnnpipe.comm.transport import PLAIN, Exchange, Transport
+from lightning_gnnpipe.comm.transport import PLAIN, Exchange, Label, Transport
 from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Codec",
     "Collectives",
     "Exchange",
+    "Label",
     "Link",
     "Members",
     "Mesh",

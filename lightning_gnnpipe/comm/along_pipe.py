@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm.transport import Transport
+from lightning_gnnpipe.comm.transport import Label, Transport
 from lightning_gnnpipe.types import TrafficKind
 
 
@@ -43,20 +43,20 @@ def sum_along_pipe(
         num_flags: How many elements at its end count as control.
         over_replicas: Whether those of all replicas are included.
     """
-    mesh = transport.mesh
+    mesh, label = transport.mesh, Label(kind, number)
     place = stages.index(mesh.stage)
     later = None if place + 1 == len(stages) else mesh.rank_of(stages[place + 1])
 
     def receive(source: int) -> Tensor:
-        transport.post_receive(source, kind, number, [torch.empty_like(own)])
-        [received] = transport.wait_receive(kind, number)
+        transport.post_receive(source, label, [torch.empty_like(own)])
+        [received] = transport.wait_receive(label)
         transport.meter.recount(kind, "control", num_flags * own.element_size())
         return received
 
     total = own if later is None else own + receive(later)
     if place > 0:
         earlier = mesh.rank_of(stages[place - 1])
-        transport.send(earlier, kind, number, [total])
+        transport.send(earlier, label, [total])
         total = receive(earlier)
     else:
         if mesh.num_shards > 1:
@@ -64,6 +64,6 @@ def sum_along_pipe(
         if over_replicas:
             transport.start_sum(total, "data_grad", mesh.replicas, num_flags=num_flags)()
     if later is not None:
-        transport.send(later, kind, number, [total])
+        transport.send(later, label, [total])
     transport.flush()
     return total

@@ -1,9 +1,9 @@
 """Messages between stages, and between shards: sizes are known from the plan.
 
 Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited
-for at the end of a phase, so both run while the stage computes. A tensor that is being sent is kept
-alive until then. A tensor that is not where messages travel (see `wire`) is sent as a copy, and
-received into one.
+for at the end of a phase, or once they are known to have arrived, so both run while the stage
+computes. A tensor that is being sent is kept alive until then. A tensor that is not where messages
+travel (see `wire`) is sent as a copy, and received into one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +26,22 @@ from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # tensors as they are
 
-_MAX_TENSORS = 1024
+_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES = 2**10, 2**14, 2**6  # told apart by tags of 31 bits
 _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
+
+
+class Label(NamedTuple):
+    """What a message is.
+
+    Attributes:
+        kind: What it carries.
+        chunk: Of which chunk, or micro-batch.
+        stage: Of which stage, where ranks have several.
+    """
+
+    kind: TrafficKind
+    chunk: int
+    stage: int = 0
 
 
 class Transport(Collectives):
@@ -50,8 +64,8 @@ class Transport(Collectives):
         self.waited_s = 0.0
         self._mesh: Mesh | None = None
         self._meshes: dict[tuple[int, int], Mesh] = {}  # torch has no cheap way to end a group
-        self._sends: list[tuple[Any, Tensor]] = []
-        self._receives: dict[tuple[TrafficKind, int], tuple[list[Any], list[Parcel]]] = {}
+        self._sends: list[tuple[Label, Any, Tensor]] = []
+        self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
         self._seed = 0
 
     @property
@@ -83,59 +97,57 @@ class Transport(Collectives):
         self._seed = seed
 
     def post_receive(
-        self,
-        source: int,
-        kind: TrafficKind,
-        chunk: int,
-        buffers: Sequence[Tensor],
-        codec: Codec = PLAIN,
+        self, source: int, label: Label, buffers: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
-        """Start to receive the tensors of `chunk` from rank `source` into `buffers`."""
+        """Start to receive the tensors of a message from rank `source` into `buffers`."""
         parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
-        with self.explained(f"receive {kind} data of chunk {chunk} from rank {source}"):
+        with self.explained(f"receive {label.kind} data of chunk {label.chunk} from rank {source}"):
             works = [
-                dist.irecv(parcel.place, source, tag=_tag(kind, chunk, i))
+                dist.irecv(parcel.place, source, tag=_tag(label, i))
                 for i, parcel in enumerate(parcels)
                 if parcel.num_bytes
             ]
-        self._receives[kind, chunk] = (works, parcels)
+        self._receives[label] = (works, parcels)
 
-    def wait_receive(self, kind: TrafficKind, chunk: int) -> list[Tensor]:
-        """Wait for the tensors of `chunk` and return them."""
-        works, parcels = self._receives.pop((kind, chunk))
-        with self.explained(f"wait for {kind} data of chunk {chunk}"):
+    def wait_receive(self, label: Label) -> list[Tensor]:
+        """Wait for the tensors of a message and return them."""
+        works, parcels = self._receives.pop(label)
+        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}"):
             for work in works:
                 work.wait(self.world.timeout)
-        self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
+        self.meter.count_bytes(label.kind, sum(parcel.num_bytes for parcel in parcels))
         return [parcel.open() for parcel in parcels]
 
     def send(
-        self,
-        target: int,
-        kind: TrafficKind,
-        chunk: int,
-        tensors: Sequence[Tensor],
-        codec: Codec = PLAIN,
+        self, target: int, label: Label, tensors: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
-        """Start to send the tensors of `chunk` to rank `target`."""
-        with self.explained(f"send {kind} data of chunk {chunk} to rank {target}"):
+        """Start to send the tensors of a message to rank `target`."""
+        with self.explained(f"send {label.kind} data of chunk {label.chunk} to rank {target}"):
             for i, tensor in enumerate(tensors):
                 payload = self._encode(tensor, codec)
                 if payload.numel():
-                    work = dist.isend(payload, target, tag=_tag(kind, chunk, i))
-                    self._sends.append((work, payload))
+                    work = dist.isend(payload, target, tag=_tag(label, i))
+                    self._sends.append((label, work, payload))
 
     @property
     def num_sends(self) -> int:
-        """Messages that have been sent, and not been waited for."""
+        """Tensors that have been sent, and not been waited for."""
         return len(self._sends)
 
+    def release(self, label: Label) -> None:
+        """Let go of a message that the other rank has received."""
+        self._wait_sends([one for one in self._sends if one[0] == label])
+        self._sends = [one for one in self._sends if one[0] != label]
+
     def flush(self, num_sends: int | None = None) -> None:
-        """Wait until the oldest `num_sends` messages have left; None for all."""
-        with self.explained("wait for sent data to be received"):
-            for work, _ in self._sends[:num_sends]:
-                work.wait(self.world.timeout)
+        """Wait until the oldest `num_sends` tensors have left; None for all."""
+        self._wait_sends(self._sends[:num_sends])
         del self._sends[:num_sends]
+
+    def _wait_sends(self, sends: Sequence[tuple[Label, Any, Tensor]]) -> None:
+        with self.explained("wait for sent data to be received"):
+            for _, work, _ in sends:
+                work.wait(self.world.timeout)
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the ranks of this stage, in place."""
@@ -232,6 +244,8 @@ class Exchange:
         return [parcel.open() for parcel in self._parcels]
 
 
-def _tag(kind: TrafficKind, chunk: int, index: int) -> int:
+def _tag(label: Label, index: int) -> int:
+    """Return a number that no other message on its way between two ranks has."""
     assert index < _MAX_TENSORS
-    return (2 * chunk + (kind == "backward")) * _MAX_TENSORS + index
+    place = label.stage % _MAX_STAGES * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
+    return (2 * place + (label.kind == "backward")) * _MAX_TENSORS + index

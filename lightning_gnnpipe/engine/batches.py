@@ -7,16 +7,23 @@ Every batch is another one, so nothing of it is kept, and nothing is looked up b
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from lightning_gnnpipe.comm import Transport, get_codec
+from lightning_gnnpipe.engine.alternating import AlternatingPass
 from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.batch_probe import check_graphs, norms_without_batch
+from lightning_gnnpipe.engine.batch_schedules import BatchSchedules
 from lightning_gnnpipe.engine.costs import measure_batch
+from lightning_gnnpipe.engine.early_grads import EarlyGrads
+from lightning_gnnpipe.engine.early_loss import EarlyLoss
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.seeds import PassSeeds
-from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.step_costs import StepCosts
+from lightning_gnnpipe.engine.step_parts import StepParts
+from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import NativeContext, check_graph_batches, check_norms
@@ -58,12 +65,20 @@ class BatchPasses:
     ) -> None:
         self._model, self._transport, self._options = model, transport, options
         self._seeds = seeds
+        self._schedules = BatchSchedules(options.schedule)
+        self.early_loss = EarlyLoss()
 
     def identify(self, inputs: Inputs) -> int:
         """Return a number that is the same on ranks with the same sizes of graphs."""
         assert inputs.graphs is not None
         sizes = (inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes)
         return hash(sizes) & ((1 << 62) - 1)
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether this rank needs the loss before all outputs are there."""
+        is_settled = self._transport.is_settled
+        return self._schedules.alternates and (not is_settled or self._transport.mesh.is_last)
 
     def check(self) -> None:
         """Refuse what cannot be done with batches of graphs.
@@ -113,6 +128,21 @@ class BatchPasses:
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
+    def training(self, mode: Mode, call: Call, inputs: Inputs, codec: str) -> TrainingPass:
+        """Return the training pass over the batch; for the arguments see `parts`."""
+        parts = self.parts(mode, call, inputs, is_training=True, codec=codec)
+        num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
+        schedule = self._schedules.get(num_ranks, num_virtual, parts.plan.num_chunks)
+        is_exact = codec == "fp32"
+        if not self._schedules.alternates:
+            return TrainingPass(parts, None, self._model, schedule, is_exact=is_exact)
+
+        def differentiate(outputs: list[Tensor]) -> list[Tensor]:
+            return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
+
+        early = EarlyGrads(parts, differentiate)
+        return AlternatingPass(parts, self._model, schedule, early, is_exact=is_exact)
+
     def parts(
         self,
         mode: Mode,
@@ -125,7 +155,8 @@ class BatchPasses:
         """Return what a pass over the batch is made of."""
         plan = self.plan(inputs)
         return StepParts(
-            stage=mode.stages[self._transport.mesh.stage],
+            stages=mode.on_rank(self._transport.mesh),
+            num_stages=len(mode.stages),
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=plan,
             inputs=BatchInputs(call, inputs, plan),

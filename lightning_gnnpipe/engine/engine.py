@@ -19,6 +19,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
+from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
@@ -39,6 +40,7 @@ from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.passing import check_support, guard_losses
+from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.stages import (
     Call,
     Inputs,
@@ -67,7 +69,12 @@ class PipelineEngine:
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(
-            module, transport, options.balance, options.repeat_encoder, self._check
+            module,
+            transport,
+            options.balance,
+            options.repeat_encoder,
+            options.num_virtual,
+            self._check,
         )
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
@@ -76,9 +83,9 @@ class PipelineEngine:
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
         )
-        self._batches = BatchPasses(self.model, transport, options, self._seeds)
+        self.batches = BatchPasses(self.model, transport, options, self._seeds)
         self._known_kinds: KnownKinds = {}
-        self.stream = BatchStream(self.model, transport, self._batches, self._known_kinds)
+        self.stream = BatchStream(self.model, transport, self.batches, self._known_kinds)
         self._checked: set[bool] = set()
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
@@ -106,6 +113,8 @@ class PipelineEngine:
             UnsupportedError: If the module cannot be pipelined, or is called twice before a
                 backward.
         """
+        if self.batches.early_loss.is_running:
+            return self.batches.early_loss.answer()
         is_training = torch.is_grad_enabled() and self.options.is_fitting
         if is_training and self._has_pending:
             raise UnsupportedError(
@@ -118,7 +127,7 @@ class PipelineEngine:
         call = take_apart(self.model.module, args, kwargs)
         call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
         has_graphs = inputs.graphs is not None
-        number = (self._batches.identify if has_graphs else self._identity.of)(inputs)
+        number = (self.batches.identify if has_graphs else self._identity.of)(inputs)
         if is_training or not has_graphs:
             self.stream.end()
         else:
@@ -196,6 +205,7 @@ class PipelineEngine:
         self.choice.prefer((len(state.stage_layers), state.num_shards))
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
+        check_schedule(self.options.schedule)
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
@@ -214,7 +224,8 @@ class PipelineEngine:
             seed=self.options.seed,
             order=self.options.chunk_order,
         )
-        running = TrainingPass(parts, graph.store, self.model, order, is_exact=is_exact)
+        schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, tuple(order)))
+        running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
         graph.is_renewed = False
@@ -224,12 +235,9 @@ class PipelineEngine:
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = None  # there are no histories to take
-        mode = self._batches.mode(call, inputs)
+        mode = self.batches.mode(call, inputs)
         codec = self._passes.messages(self.controls.is_exact).cut_codec
-        parts = self._batches.parts(mode, call, inputs, is_training=True, codec=codec)
-        order, is_exact = range(parts.plan.num_chunks), codec == "fp32"
-        running = TrainingPass(parts, None, self.model, order, is_exact=is_exact)
-        return self._run(running, call, mode)
+        return self._run(self.batches.training(mode, call, inputs, codec), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
         """Run the forward phase, and let the backward phase follow the user's."""
@@ -282,7 +290,7 @@ class PipelineEngine:
         is_settled = transport.is_settled
         num_shards = transport.mesh.num_shards if is_settled else transport.world.size
         if has_graphs:
-            self._batches.check()
+            self.batches.check()
         else:
             check_replicas(transport.world.num_replicas)
             check_support(self.model.module, self.options.chunks.expected, num_shards)
@@ -291,7 +299,7 @@ class PipelineEngine:
     def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
         trains = self.options.is_fitting and (self.model.module.training or torch.is_grad_enabled())
         if inputs.graphs is not None:
-            self._batches.check_layers(layers, call, inputs, trains=trains)
+            self.batches.check_layers(layers, call, inputs, trains=trains)
             return
         module, is_cut = self.model.module, self.graphs.is_cut(inputs)
         if self.options.self_check and (is_cut or is_listed(module)):

@@ -20,8 +20,8 @@ from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
-from lightning_gnnpipe.engine.step import StepParts
 from lightning_gnnpipe.engine.step_costs import StepCosts
+from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.stages import Call, Inputs, Layers
 
@@ -110,7 +110,8 @@ class GraphPasses:
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
         return StepParts(
-            stage=mode.stages[self._transport.mesh.stage],
+            stages=mode.on_rank(self._transport.mesh),
+            num_stages=len(mode.stages),
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=graph.plan.whole if is_exact else graph.plan,
             inputs=graph.inputs,

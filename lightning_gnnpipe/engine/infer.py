@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.model import PipelinedModel
-from lightning_gnnpipe.engine.step import Step, StepParts
+from lightning_gnnpipe.engine.step import Step
+from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.passing import intercept
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 
@@ -22,7 +23,10 @@ def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
     """
     mesh, device = parts.transport.mesh, parts.transport.world.device
     order = tuple(range(parts.plan.num_chunks))
-    schedule = add_transfers(fill_drain(mesh.num_stages, order, backward=False))
+    num_virtual = len(parts.stages)
+    schedule = add_transfers(
+        fill_drain(parts.num_stages, order, backward=False, num_virtual=num_virtual)
+    )
     with (
         intercept(model.intercepted, parts.context),
         own_random_stream(device),

@@ -36,9 +36,14 @@ class LastStep:
         record, transport = self._record(), self._transport
         own = record.of_rank(transport.world.device)
         gathered = transport.everyone.all_gather_objects(own)
-        mesh, num_chunks = transport.mesh, record.num_chunks
+        mesh, num_virtual = transport.mesh, record.num_virtual
         return merge_stats(
-            gathered, mesh.num_stages, num_chunks, record.is_exact, mesh.num_replicas
+            gathered,
+            mesh.num_stages * num_virtual,
+            record.num_chunks,
+            record.is_exact,
+            mesh.num_replicas,
+            num_virtual,
         )
 
     def staleness(self) -> dict[int, Staleness]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
 
 
@@ -26,6 +27,10 @@ class Mode:
     stages: tuple[Stage, ...]
     reads: Hashable
     is_training: bool
+
+    def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
+        """Return the stages of this rank: they are dealt out in turn along the pipe axis."""
+        return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:

@@ -31,6 +31,7 @@ from lightning_gnnpipe.stages import (
     Layers,
     Stage,
     check_counts,
+    check_num_virtual,
     choose_held,
     choose_repeated,
     cut_module,
@@ -58,6 +59,7 @@ class PipelinedModel:
         transport: The ranks.
         balance: How layers are dealt out.
         repeat: Whether stages compute again what they can, rather than to receive it.
+        num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
     """
@@ -68,6 +70,7 @@ class PipelinedModel:
         transport: Transport,
         balance: Balance,
         repeat: RepeatOption,
+        num_virtual: int,
         check: Check,
     ) -> None:
         self.module = module
@@ -75,6 +78,7 @@ class PipelinedModel:
         self._transport = transport
         self._balance = balance
         self._repeat = repeat
+        self._num_virtual = num_virtual
         self._check = check
         self._modes: dict[Hashable, Mode] = {}
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
@@ -92,6 +96,11 @@ class PipelinedModel:
         return self._counts is not None
 
     @property
+    def num_virtual(self) -> int:
+        """Stages of each rank; one rank alone has one."""
+        return self._num_virtual if self._transport.mesh.num_stages > 1 else 1
+
+    @property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of each stage; empty before they are dealt out."""
         return self._counts or ()
@@ -102,9 +111,9 @@ class PipelinedModel:
 
     @property
     def owned(self) -> set[str]:
-        """Names of the parameters that count as this stage's; the first stage owns tied ones."""
-        stage = self._transport.mesh.stage
-        return {name for name, users in self._users.items() if min(users) == stage}
+        """Names of the parameters that count as this rank's; the first one owns tied ones."""
+        place = self._transport.mesh.stage
+        return {name for name, users in self._users.items() if min(users) == place}
 
     @property
     def pipelined(self) -> set[str]:
@@ -232,14 +241,15 @@ class PipelinedModel:
                 mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
                 self._modes[key] = mode
             for name, stages in find_users(mode.stages, self.module).items():
-                users[name] = users.get(name, set()) | stages
+                places = {stage % self._transport.mesh.num_stages for stage in stages}
+                users[name] = users.get(name, set()) | places
         if trains and not is_first_time and self._transport.world.num_replicas > 1:
             check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users)
         if is_first_time:
-            self._tell_split(self._modes[modes[0][0]].stages, inputs)
+            self._tell_split([self._modes[key] for key, _ in modes], inputs)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 
@@ -247,10 +257,12 @@ class PipelinedModel:
         num_shards = self._transport.mesh.num_shards
         return choose_repeated(layers, self._repeat, inputs.num_rows, num_shards)
 
-    def _tell_split(self, stages: Sequence[Stage], inputs: Inputs) -> None:
+    def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
+        stages = modes[0].stages
         if self.on_split is not None:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
-            self.on_split(stages, self._users, [sum(c.compute_s for c in one) for one in costs])
+            users = find_users([stage for mode in modes for stage in mode.stages], self.module)
+            self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
         is_in_vain = self._repeat is True and not any(stage.repeated for stage in stages)
         if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
             takes_more = "it takes more than the batch's own rows"
@@ -262,7 +274,9 @@ class PipelinedModel:
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers = next(iter(self._modes.values())).layers
-        num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
+        num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
+        num_stages = num_ranks * self.num_virtual
+        check_num_virtual(num_layers, num_ranks, self.num_virtual)
         if not isinstance(self._balance, str):
             return check_counts(self._balance, num_layers, num_stages)
         costs = [1.0] * num_layers

@@ -8,7 +8,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.history import HistoryOptions
-from lightning_gnnpipe.types import OrderName, RepeatOption
+from lightning_gnnpipe.types import OrderName, RepeatOption, ScheduleName
 
 _EXACT = MessageOptions()
 
@@ -45,6 +45,8 @@ class EngineOptions:
         search: How the layout is chosen, if it is left open.
         defers_batch_norm: Whether BatchNorm may normalise each micro-batch of graphs by itself.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
+        schedule: In which order batches of graphs go forward and back.
+        num_virtual: Stages of each rank, if there are several ranks.
     """
 
     chunks: ChunkOptions
@@ -58,3 +60,5 @@ class EngineOptions:
     search: LayoutSearch = _NOTHING
     defers_batch_norm: bool = False
     repeat_encoder: RepeatOption = "auto"
+    schedule: ScheduleName = "fill_drain"
+    num_virtual: int = 1

@@ -11,57 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Codec, Transport
-from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
-from lightning_gnnpipe.engine.inputs import PassInputs
+from lightning_gnnpipe.comm import Label
+from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.recompute import run_recomputed
+from lightning_gnnpipe.engine.step_parts import Piece, StepParts
 from lightning_gnnpipe.engine.trace import Recorder
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
-from lightning_gnnpipe.passing import MessageContext, NativeContext
-from lightning_gnnpipe.schedule import Action, Op
+from lightning_gnnpipe.schedule import Action, Arrived, Op
 from lightning_gnnpipe.stages import Stage, Value
-from lightning_gnnpipe.types import TrafficKind
 
-Piece = Chunk | MicroBatch
+_NOTHING: Arrived = {}
 
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """What one pass is made of.
-
-    Attributes:
-        stage: This rank's layers.
-        outputs: What is known of the model's outputs, on every rank.
-        plan: The chunks; the one-chunk plan in exact passes over one graph.
-        inputs: The batch, loaded.
-        context: Serves message passing.
-        transport: The other ranks.
-        seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
-        is_training: Whether a backward pass follows.
-        recompute: Whether backward computes activations again instead of keeping them.
-        codec: Of what stages send each other.
-    """
-
-    stage: Stage
-    outputs: tuple[Value, ...]
-    plan: ChunkPlan | BatchPlan
-    inputs: PassInputs
-    context: MessageContext | NativeContext
-    transport: Transport
-    seed_of: SeedOf | None
-    is_training: bool
-    recompute: bool
-    codec: Codec
+GradsOf = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
+"""From a chunk, and the outputs in the user's order, to the gradients of the chunk's rows."""
 
 
 @dataclass(slots=True)
 class _ChunkState:
-    """Where a chunk's autograd graph begins and ends on this stage."""
+    """Where a chunk's autograd graph begins and ends on a stage."""
 
     received: list[Tensor]
     leaves: dict[str, Tensor]
@@ -84,12 +56,8 @@ class Step:
         parts.context.leaves = parts.inputs
         self._mesh = parts.transport.mesh
         self._device = parts.transport.world.device
-        self._leaves = parts.stage.leaves
-        self._chunks: dict[int, _ChunkState] = {}
-        self._output_grads: Sequence[Tensor] = ()
-        self._previous = self._mesh.rank_of(self._mesh.stage - 1)
-        self._next = self._mesh.rank_of(self._mesh.stage + 1)
-        self._sent_values = [parts.stage.values[name] for name in parts.stage.sent]
+        self._chunks: dict[tuple[int, int], _ChunkState] = {}
+        self._grads_of: GradsOf | None = None
         self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
         self._outputs = [
             torch.empty(
@@ -116,18 +84,21 @@ class Step:
             self._share(output)
         return outputs
 
-    def _share(self, output: Tensor) -> None:
-        """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
-        transport, last = self.parts.transport, self._mesh.num_stages - 1
-        shard = self.parts.plan.shard
-        if shard is None:
-            transport.broadcast(output, self._mesh.rank_of(last), "output")
-            return
-        for index in range(self._mesh.num_shards):
-            nodes = shard.nodes(index)
-            rows = output[nodes]
-            transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
-            output[nodes] = rows
+    def alternate(
+        self, actions: Sequence[Action], arrived: Arrived, grads_of: GradsOf
+    ) -> list[Tensor]:
+        """Run forward and backward in turn; return the outputs as `forward` does.
+
+        Args:
+            actions: This rank's.
+            arrived: By action, what has been received by then, and is let go.
+            grads_of: Of a chunk whose outputs have come out.
+        """
+        self._grads_of = grads_of
+        self.run(actions, arrived)
+        self.parts.transport.flush()
+        self._grads_of = None
+        return self.collect()
 
     def backward(
         self,
@@ -142,121 +113,140 @@ class Step:
             output_grads: The gradients of the outputs, in the user's order.
             on_last: Called before the last chunk.
         """
-        self._output_grads = output_grads
+        self._grads_of = lambda chunk, _: [
+            grad[self.parts.inputs.places(chunk, value)]
+            for grad, value in zip(output_grads, self.parts.outputs, strict=True)
+        ]
         last = max(i for i, action in enumerate(actions) if action.op is Op.B)
         self.run(actions[:last])
         on_last()
         self.run(actions[last:])
         self.parts.transport.flush()
-        self._output_grads = ()
+        self._grads_of = None
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Run `actions`; what they send need not have left."""
+    def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
+        """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
         for action in actions:
-            _METHODS[action.op](self, self.parts.plan.chunks[action.chunk])
+            stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
+            _METHODS[action.op](self, stage, chunk)
+            for send in arrived.get(action, ()):
+                self.parts.transport.release(_label(send))
 
-    def _forward(self, chunk: Piece) -> None:
-        """Compute one chunk on this stage.
+    def _share(self, output: Tensor) -> None:
+        """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
+        transport, last = self.parts.transport, self._mesh.num_stages - 1
+        shard = self.parts.plan.shard
+        if shard is None:
+            transport.broadcast(output, self._mesh.rank_of(last), "output")
+            return
+        for index in range(self._mesh.num_shards):
+            nodes = shard.nodes(index)
+            rows = output[nodes]
+            transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
+            output[nodes] = rows
+
+    def _forward(self, stage: Stage, chunk: Piece) -> None:
+        """Compute one chunk on a stage.
 
         Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
         needs.
         """
         parts = self.parts
-        received = self._wait_forward(chunk)
-        with self.recorder.record(f"{self._mesh.stage}F{chunk.index}"):
-            leaves = parts.inputs.slice(chunk, self._leaves)
-            values = {**leaves, **dict(zip(parts.stage.received, received, strict=True))}
+        received = self._wait_forward(stage, chunk)
+        with self.recorder.record(f"{stage.index}F{chunk.index}"):
+            leaves = parts.inputs.slice(chunk, stage.leaves)
+            values = {**leaves, **dict(zip(stage.received, received, strict=True))}
             run = run_recomputed if parts.recompute and parts.is_training else run_segments
-            run(
-                parts.stage.computed,
-                values,
-                chunk,
-                parts.context,
-                parts.seed_of,
-                parts.stage.sent,
-            )
-            sent = [values[name] for name in parts.stage.sent]
+            run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
+            sent = [values[name] for name in stage.sent]
             if not parts.is_training:
                 received = []
-            self._chunks[chunk.index] = _ChunkState(received, leaves, sent)
-            for value, part in zip(self._sent_values, sent, strict=True):
+            self._chunks[stage.index, chunk.index] = _ChunkState(received, leaves, sent)
+            for value, part in zip(_sent_values(stage), sent, strict=True):
                 self._check_rows(chunk, value, part)
-            if self._mesh.is_last:
+            if self._is_last(stage):
                 for output, value, part in zip(self._outputs, parts.outputs, sent, strict=True):
                     output[parts.inputs.places(chunk, value)] = part.detach()
                 if not parts.is_training:
-                    del self._chunks[chunk.index]
+                    del self._chunks[stage.index, chunk.index]
 
-    def _backward(self, chunk: Piece) -> None:
-        """Take the gradients of one chunk back through this stage.
+    def _backward(self, stage: Stage, chunk: Piece) -> None:
+        """Take the gradients of one chunk back through a stage.
 
         Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
         parameters.
         """
         parts = self.parts
-        state = self._chunks[chunk.index]
-        grads = self._wait_backward(chunk)
-        with self.recorder.record(f"{self._mesh.stage}B{chunk.index}"):
+        state = self._chunks[stage.index, chunk.index]
+        grads = [] if self._is_last(stage) else self._wait_backward(stage, chunk)
+        with self.recorder.record(f"{stage.index}B{chunk.index}"):
+            if self._is_last(stage):
+                assert self._grads_of is not None
+                grads = list(self._grads_of(chunk, self._outputs))
             roots = [(t, g) for t, g in zip(state.sent, grads, strict=True) if t.requires_grad]
             if roots:
-                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+                with torch.autocast(self._device.type, enabled=False):
+                    torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             parts.inputs.add_grads(chunk, state.leaves)
-        if self._mesh.is_first:
-            del self._chunks[chunk.index]
+        if stage.index == 0:
+            del self._chunks[stage.index, chunk.index]
 
-    def _receive_forward(self, chunk: Piece) -> None:
-        stage = self.parts.stage
+    def _receive_forward(self, stage: Stage, chunk: Piece) -> None:
         buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
-        self._post(self._previous, "forward", chunk, buffers)
+        label = Label("forward", chunk.index, stage.index - 1)
+        self._post(stage.index - 1, label, buffers)
 
-    def _send_forward(self, chunk: Piece) -> None:
-        sent = self._chunks[chunk.index].sent
-        self._send(self._next, "forward", chunk, sent)
+    def _send_forward(self, stage: Stage, chunk: Piece) -> None:
+        sent = self._chunks[stage.index, chunk.index].sent
+        self._send(stage.index + 1, Label("forward", chunk.index, stage.index), sent)
         if not self.parts.is_training:
-            del self._chunks[chunk.index]
+            del self._chunks[stage.index, chunk.index]
 
-    def _receive_backward(self, chunk: Piece) -> None:
-        known = self._sent_values
+    def _receive_backward(self, stage: Stage, chunk: Piece) -> None:
+        known = _sent_values(stage)
         buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
-        self._post(self._next, "backward", chunk, buffers)
+        self._post(stage.index + 1, Label("backward", chunk.index, stage.index + 1), buffers)
 
-    def _send_backward(self, chunk: Piece) -> None:
-        state = self._chunks.pop(chunk.index)
+    def _send_backward(self, stage: Stage, chunk: Piece) -> None:
+        state = self._chunks.pop((stage.index, chunk.index))
         grads = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for tensor in state.received
             if tensor.requires_grad
         ]
-        self._send(self._previous, "backward", chunk, grads)
+        self._send(stage.index - 1, Label("backward", chunk.index, stage.index), grads)
 
-    def _post(self, rank: int, kind: TrafficKind, chunk: Piece, buffers: Sequence[Tensor]) -> None:
+    def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:
         parts = self.parts
-        parts.transport.post_receive(rank, kind, chunk.index, buffers, parts.codec)
+        parts.transport.post_receive(self._rank_of(stage), label, buffers, parts.codec)
 
-    def _send(self, rank: int, kind: TrafficKind, chunk: Piece, tensors: Sequence[Tensor]) -> None:
+    def _send(self, stage: int, label: Label, tensors: Sequence[Tensor]) -> None:
         parts = self.parts
-        parts.transport.send(rank, kind, chunk.index, tensors, parts.codec)
+        parts.transport.send(self._rank_of(stage), label, tensors, parts.codec)
 
-    def _wait_forward(self, chunk: Piece) -> list[Tensor]:
+    def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
         parts = self.parts
-        if self._mesh.is_first:
+        if stage.index == 0:
             return []
-        received = parts.transport.wait_receive("forward", chunk.index)
-        for name, tensor in zip(parts.stage.received, received, strict=True):
-            tensor.requires_grad_(parts.is_training and parts.stage.values[name].requires_grad)
+        label = Label("forward", chunk.index, stage.index - 1)
+        received = parts.transport.wait_receive(label)
+        for name, tensor in zip(stage.received, received, strict=True):
+            tensor.requires_grad_(parts.is_training and stage.values[name].requires_grad)
         return received
 
-    def _wait_backward(self, chunk: Piece) -> list[Tensor]:
+    def _wait_backward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
         """Return one gradient for each sent value; an empty one where no gradient flows."""
-        parts = self.parts
-        if self._mesh.is_last:
-            return [
-                grad[parts.inputs.places(chunk, value)]
-                for grad, value in zip(self._output_grads, parts.outputs, strict=True)
-            ]
-        received = iter(parts.transport.wait_receive("backward", chunk.index))
-        known = self._sent_values
+        label = Label("backward", chunk.index, stage.index + 1)
+        received = iter(self.parts.transport.wait_receive(label))
+        known = _sent_values(stage)
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.index == self.parts.num_stages - 1
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage: they are dealt out in turn."""
+        return self._mesh.rank_of(stage % self._mesh.num_stages)
 
     def _buffer(self, chunk: Piece, value: Value) -> Tensor:
         shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
@@ -278,7 +268,16 @@ class Step:
             )
 
 
-_METHODS: dict[Op, Callable[[Step, Piece], None]] = {
+def _sent_values(stage: Stage) -> list[Value]:
+    return [stage.values[name] for name in stage.sent]
+
+
+def _label(send: Action) -> Label:
+    """Return what the message of a send is called: by the stage that sends."""
+    return Label("backward" if send.op.is_backward else "forward", send.chunk, send.stage)
+
+
+_METHODS: dict[Op, Callable[[Step, Stage, Piece], None]] = {
     Op.F: Step._forward,
     Op.B: Step._backward,
     Op.SEND_F: Step._send_forward,

@@ -133,13 +133,17 @@ class _Pass:
         self.mode, self._step, self._model = mode, step, model
         self._transport = step.parts.transport
         mesh, num_chunks = self._transport.mesh, step.parts.plan.num_chunks
-        schedule = add_transfers(stream(mesh.num_stages, [num_chunks]))
+        num_virtual = len(step.parts.stages)
+        built = stream(len(mode.stages), [num_chunks], num_virtual=num_virtual)
+        schedule = add_transfers(built)
         self._actions = list(schedule.forward(mesh.stage))
         last = mesh.num_stages - 1
         num_ahead = -(-num_chunks * (last - mesh.stage) // max(last, 1))
         computes = [i for i, action in enumerate(self._actions) if action.op is Op.F]
+        later = (n for n, i in enumerate(computes) if self._actions[i].stage != mesh.stage)
+        num_ahead = min(num_ahead, next(later, num_chunks))  # what comes back waits for the others
         self._ahead = len(self._actions)
-        if num_ahead < num_chunks:
+        if num_ahead < len(computes):
             self._ahead = computes[num_ahead] if num_ahead else 0
         self._num_done = 0
 

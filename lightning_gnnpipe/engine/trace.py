@@ -40,11 +40,13 @@ class PipelineStats:
         wait_s: For each rank the seconds of the forward and of the backward phase in which it did
             not compute: between its actions, and within them in exchanges with other shards. A
             phase lasts from the start of its first compute action on any stage to the end of its
-            last; what lies between the phases, outputs and loss, is in neither.
+            last; what lies between the phases, outputs and loss, is in neither. Where a rank goes
+            forward and back in turn the step is one phase, and the loss counts as computing.
         peak_memory_bytes: For each rank the most memory that its process has held so far: of its
             GPU, as allocated by torch, or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
         num_replicas: Replicas, R; rank `r` is one of replica `r // (G S)`.
+        num_virtual: Stages of each rank, V; stage `s` is on rank `s % (S / V)` where V is not 1.
     """
 
     num_stages: int
@@ -57,15 +59,20 @@ class PipelineStats:
     peak_memory_bytes: tuple[int, ...]
     events: tuple[TraceEvent, ...]
     num_replicas: int = 1
+    num_virtual: int = 1
 
     def rank_names(self) -> list[list[str]]:
-        """Return for each rank the parts of its name, such as "stage 1", "shard 0"."""
+        """Return for each rank the parts of its name, such as "stage 1", "shard 0".
+
+        A rank with several stages is called by its place among the ranks of its pipeline.
+        """
+        place = "stage" if self.num_virtual == 1 else "rank"
         sizes = {
             "replica": self.num_replicas,
-            "stage": self.num_stages,
+            place: self.num_stages // self.num_virtual,
             "shard": self.num_shards,
         }
-        named = [axis for axis, size in sizes.items() if size > 1 or axis == "stage"]
+        named = [axis for axis, size in sizes.items() if size > 1 or axis == place]
         places = product(*(range(sizes[axis]) for axis in named))
         return [[f"{axis} {i}" for axis, i in zip(named, one, strict=True)] for one in places]
 
@@ -118,6 +125,7 @@ def merge_stats(
     num_chunks: int,
     is_exact: bool,
     num_replicas: int = 1,
+    num_virtual: int = 1,
 ) -> PipelineStats:
     """Put the records of all ranks, in their order, together."""
     events = _align(event for one in gathered for event in one.events)
@@ -131,7 +139,7 @@ def merge_stats(
     waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
         num_stages,
-        len(gathered) // (num_stages * num_replicas),
+        len(gathered) * num_virtual // (num_stages * num_replicas),
         num_chunks,
         is_exact,
         total,
@@ -140,17 +148,21 @@ def merge_stats(
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
         events=events,
         num_replicas=num_replicas,
+        num_virtual=num_virtual,
     )
 
 
 def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
-    """Return first start and last end, in microseconds, of the forward and the backward phase."""
-    found = []
-    for is_backward in (False, True):
-        phase = [e for e in events if ("B" in e.action) == is_backward]
-        if phase:
-            found.append((min(e.start_us for e in phase), max(e.end_us for e in phase)))
-    return found
+    """Return first start and last end, in microseconds, of the forward and the backward phase.
+
+    They are one where a rank goes forward and back in turn.
+    """
+    back = [event for event in events if "B" in event.action]
+    ahead = [event for event in events if "B" not in event.action]
+    first = {event.rank: event.start_us for event in sorted(back, key=lambda e: -e.start_us)}
+    alternates = any(e.start_us > first.get(e.rank, e.start_us) for e in ahead)
+    spans = [[*ahead, *back]] if alternates else [ahead, back]
+    return [(min(e.start_us for e in s), max(e.end_us for e in s)) for s in spans if s]
 
 
 def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:

@@ -17,12 +17,13 @@ from lightning_gnnpipe.controls import Controls, OnChunk
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
-from lightning_gnnpipe.engine.step import Step, StepParts
+from lightning_gnnpipe.engine.step import Step
+from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.history import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
-from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
+from lightning_gnnpipe.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class PassRecord:
     events: list[TraceEvent]
     bytes_by_kind: dict[str, int]
     staleness: dict[int, Staleness]
+    num_virtual: int = 1
 
     def of_rank(self, device: torch.device) -> RankRecord:
         """Return what this rank adds to the figures of the step."""
@@ -47,7 +49,7 @@ class TrainingPass:
         parts: What the pass is made of.
         store: The histories of the graph; None for graphs in micro-batches, which have none.
         model: The pipelined model.
-        order: Chunks in the order of the forward phase.
+        schedule: What every rank does, with transfers.
         is_exact: Whether nothing stale is read, and nothing rounded.
     """
 
@@ -56,15 +58,13 @@ class TrainingPass:
         parts: StepParts,
         store: HistoryStore | None,
         model: PipelinedModel,
-        order: Sequence[int],
+        schedule: Schedule,
         *,
         is_exact: bool,
     ) -> None:
         self._parts, self._store, self._model = parts, store, model
-        self._stage = parts.transport.mesh.stage
-        self._schedule: Schedule = add_transfers(
-            fill_drain(parts.transport.mesh.num_stages, tuple(order))
-        )
+        self._place = parts.transport.mesh.stage
+        self._schedule = schedule
         self._step = Step(parts)
         self._is_done = False
         self.is_exact = is_exact
@@ -84,7 +84,7 @@ class TrainingPass:
             own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
         ):
-            outputs = self._step.forward(self._schedule.forward(self._stage))
+            outputs = self._step.forward(self._schedule.forward(self._place))
         if self._store is not None:
             self._store.after_forward(is_exact=self.is_exact)
         return outputs
@@ -100,16 +100,8 @@ class TrainingPass:
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
-        if self._is_done:
-            raise UnsupportedError(
-                explain(
-                    expected="one backward for each pipelined forward",
-                    found="a second one",
-                    remedy="Sum the losses first, and call backward once.",
-                )
-            )
-        self._is_done = True
-        actions = self._schedule.backward(self._stage)
+        self._begin_backward()
+        actions = self._schedule.backward(self._place)
         with ExitStack() as stack:
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
@@ -126,13 +118,29 @@ class TrainingPass:
         sums.finish()
         if self._store is not None:
             self._store.end_step(is_exact=self.is_exact)
-        leaf_grads: list[Tensor | None] = []
+        return self._leaf_grads(slots)
+
+    def _begin_backward(self) -> None:
+        if self._is_done:
+            raise UnsupportedError(
+                explain(
+                    expected="one backward for each pipelined forward",
+                    found="a second one",
+                    remedy="Sum the losses first, and call backward once.",
+                )
+            )
+        self._is_done = True
+
+    def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
+        """Return the gradients of the batch's tensors number `slots`, over all ranks."""
+        found: list[Tensor | None] = []
         for slot in slots:
             grad = self._parts.inputs.take_grad(slot)
+            grad = grad if factor == 1 else grad * factor
             self._parts.transport.all_reduce(grad, "input_grad")
-            leaf_grads.append(grad)
+            found.append(grad)
         self._parts.inputs.release()
-        return leaf_grads
+        return found
 
     def record(self) -> PassRecord:
         """Return what there is to tell of the finished pass."""
@@ -145,11 +153,12 @@ class TrainingPass:
             self._step.recorder.read(),
             self._parts.transport.meter.read(),
             {} if recorder is None else _by_segment(recorder),
+            len(self._parts.stages),
         )
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
-            total = 2 * self._parts.plan.num_chunks
+            total = 2 * self._parts.plan.num_chunks * len(self._parts.stages)
             self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
 
 

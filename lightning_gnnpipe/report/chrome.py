@@ -51,7 +51,8 @@ def _metadata(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
     found = phases(stats.events)
-    named = list(zip(("forward", "backward"), found, strict=False))
+    names = ("forward", "backward") if len(found) == 2 else ("forward and backward",)
+    named = list(zip(names, found, strict=False))
     if len(found) == 2:
         named.append(("outputs, loss", (found[0][1], max(found[0][1], found[1][0]))))
     return [_complete(name, "phase", 0, start, end) for name, (start, end) in named]

@@ -4,7 +4,8 @@
     rank 1  |##|F2|F0|F3|F1|   loss   |B1|B3|B0|B2|####|
 
 Grey is time of the forward or backward phase in which the rank did not compute. Between the phases
-the outputs are shared and the loss is taken; that time is left white.
+the outputs are shared and the loss is taken; that time is left white. Where forward and backward
+alternate there is one phase.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ def check_matplotlib() -> None:
 def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
     """Return one line on the step: replicas, stages, chunks, its bubble share.
 
-    At best that is (S - 1) / (K + S - 1), with chunks of equal cost that are sent in no time.
+    At best that is (R - 1) / (V K + R - 1), with R ranks of V stages, and chunks of equal cost that
+    are sent in no time.
 
     Args:
         stats: The step.
         epoch: Its epoch, if it is to be named.
     """
     stages, chunks = stats.num_stages, stats.num_chunks
-    least = (stages - 1) / (chunks + stages - 1)
+    num_places = stages // stats.num_virtual
+    least = (num_places - 1) / (chunks * stats.num_virtual + num_places - 1)
     kind = "exact step" if stats.is_exact else f"{chunks} chunk{'s' if chunks > 1 else ''}"
     start = "" if epoch is None else f"Epoch {epoch}: "
     replicas = f"{stats.num_replicas} replicas of " if stats.num_replicas > 1 else ""

@@ -5,6 +5,7 @@ Build (`fill_drain`; for independent micro-batches `one_f_one_b`, `interleaved`,
 """
 
 from lightning_gnnpipe.schedule.action import Action, Op
+from lightning_gnnpipe.schedule.arrived import Arrived, arrived_sends
 from lightning_gnnpipe.schedule.build import Loss, Schedule, fill_drain
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
@@ -18,6 +19,7 @@ from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_by
 
 __all__ = [
     "Action",
+    "Arrived",
     "Event",
     "LayoutTimes",
     "LayoutWork",
@@ -27,6 +29,7 @@ __all__ = [
     "StaleRead",
     "Timeline",
     "add_transfers",
+    "arrived_sends",
     "check",
     "factorize",
     "fill_drain",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.stages.balance import check_counts, check_num_stages, solve_balance
+from lightning_gnnpipe.stages.balance import (
+    check_counts,
+    check_num_stages,
+    check_num_virtual,
+    solve_balance,
+)
 from lightning_gnnpipe.stages.call import Call, take_apart
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import find_pipelined
@@ -48,6 +53,7 @@ __all__ = [
     "Value",
     "check_counts",
     "check_num_stages",
+    "check_num_virtual",
     "choose_held",
     "choose_repeated",
     "classify",

@@ -80,3 +80,20 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
                 "or use a deeper model.",
             )
         )
+
+
+def check_num_virtual(num_layers: int, num_ranks: int, num_virtual: int) -> None:
+    """Refuse so many stages on each rank that there are not as many layers.
+
+    Raises:
+        ConfigError: With the numbers.
+    """
+    if num_virtual > 1 and num_ranks * num_virtual > num_layers:
+        raise ConfigError(
+            explain(
+                expected="at least one layer for each stage",
+                found=f"{num_ranks} ranks of {num_virtual} stages, and {num_layers} layers that "
+                "can be cut apart",
+                remedy=f"Use num_virtual={max(num_layers // num_ranks, 1)}, or a deeper model.",
+            )
+        )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe.comm import (
+    Label,
     Meter,
     Transport,
     World,
@@ -46,15 +47,16 @@ def exchange(transport: Transport, folder: Path) -> None:
     """Chunks of unequal, and empty, sizes; received in another order than they were posted."""
     if transport.mesh.is_first:
         for chunk, size in enumerate(SIZES):
-            transport.send(1, "forward", chunk, [torch.full(size, chunk), torch.ones(2).double()])
+            tensors = [torch.full(size, chunk), torch.ones(2).double()]
+            transport.send(1, Label("forward", chunk), tensors)
         transport.flush()
         assert transport.meter.read() == {}
         return
     for chunk, size in enumerate(SIZES):
         buffers = [torch.empty(size, dtype=torch.int64), torch.empty(2).double()]
-        transport.post_receive(0, "forward", chunk, buffers)
+        transport.post_receive(0, Label("forward", chunk), buffers)
     for chunk in (3, 0, 2, 1):
-        first, second = transport.wait_receive("forward", chunk)
+        first, second = transport.wait_receive(Label("forward", chunk))
         assert first.shape == SIZES[chunk] and bool((first == chunk).all())
         assert second.sum() == 2
     assert transport.meter.read() == {"forward": 11 * 2 * 8 + 4 * 2 * 8}
@@ -98,10 +100,10 @@ def waits_in_vain(transport: Transport, folder: Path) -> None:
     if transport.mesh.is_first:
         time.sleep(5)
         return
-    transport.post_receive(0, "forward", 4, [torch.empty(3)])
+    transport.post_receive(0, Label("forward", 4), [torch.empty(3)])
     started = time.monotonic()
     with pytest.raises(PeerError, match=r"wait for forward data of chunk 4.*within 2 s"):
-        transport.wait_receive("forward", 4)
+        transport.wait_receive(Label("forward", 4))
     assert time.monotonic() - started < 4
 
 

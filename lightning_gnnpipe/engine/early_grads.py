@@ -1,0 +1,103 @@
+"""Gradients of a micro-batch's outputs before those of all micro-batches have come out.
+
+    outputs, in the user's order     o0 o0 .. o1 o1 .. ..        two micro-batches have come out
+    what the loss is evaluated on    o0 o0 o0 o1 o1 o0 o1        others stand in for the rest
+    gradients that are used          -- -- -- g1 g1 -- --        those of the one just come out
+
+If the loss is a sum over graphs, or nodes, of terms that each depend on the outputs of their own
+graph, the gradient of a micro-batch's outputs does not depend on what the others are: means, masks,
+weights of classes and heads with dropout are right as they are, for the loss is that of the whole
+mini-batch. If it is not, the gradients that the user's own backward brings differ from those that
+were used, and the step is refused before any weight has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.engine.step_parts import Piece, StepParts
+
+Differentiate = Callable[[list[Tensor]], list[Tensor]]
+"""From all outputs to the gradients of the loss: zeros for those that have none."""
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+_ROUGH = 2e-2  # half precision
+
+
+class EarlyGrads:
+    """The gradients of one step's outputs, on the rank of the last stage.
+
+    Args:
+        parts: What the pass is made of.
+        differentiate: Evaluates the loss.
+    """
+
+    def __init__(self, parts: StepParts, differentiate: Differentiate) -> None:
+        self._inputs, self._values = parts.inputs, parts.outputs
+        self._differentiate = differentiate
+        self._known: list[list[Tensor]] = [[] for _ in parts.outputs]
+        self._used: list[Tensor] = []
+
+    def of(self, chunk: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the rows of `chunk`, which have just come out.
+
+        Args:
+            chunk: The micro-batch.
+            outputs: Each `[num_rows, *]`, in the user's order; rows that have not come out yet hold
+                anything.
+        """
+        places = [self._inputs.places(chunk, value) for value in self._values]
+        for known, new in zip(self._known, places, strict=True):
+            known.append(new)
+        self._used = self._used or [torch.zeros_like(output) for output in outputs]
+        filled = [_fill(o, torch.cat(k)) for o, k in zip(outputs, self._known, strict=True)]
+        grads = self._differentiate(filled)
+        rows = [grad[place] for grad, place in zip(grads, places, strict=True)]
+        for used, place, part in zip(self._used, places, rows, strict=True):
+            used[place] = part
+        return rows
+
+    def factor(self, grads: Sequence[Tensor]) -> float:
+        """Return what all gradients used must be multiplied by to be `grads`; NaN if nothing is.
+
+        It is 1 but for rounding, unless the loss was scaled on its way to backward.
+        """
+        pairs = [
+            (used.double(), grad.double())
+            for used, grad in zip(self._used, grads, strict=True)
+            if used.is_floating_point()
+        ]
+        if any(not torch.equal(u.isfinite(), g.isfinite()) for u, g in pairs):
+            return float("nan")
+        finite = [(u.nan_to_num(0, 0, 0), g.nan_to_num(0, 0, 0)) for u, g in pairs]
+        size = sum(float(used.square().sum()) for used, _ in finite)
+        factor = sum(float((used * grad).sum()) for used, grad in finite) / size if size else 1.0
+        for (used, grad), value in zip(finite, self._floating(), strict=True):
+            tolerance = _TOLERANCE.get(value.dtype, _ROUGH)
+            factor = 1.0 if abs(factor - 1) <= tolerance else factor
+            most = abs(factor) * _largest(used)
+            if _largest(grad - factor * used) > tolerance * most:
+                return float("nan")
+        return factor
+
+    def _floating(self) -> list[Tensor]:
+        return [used for used in self._used if used.is_floating_point()]
+
+
+def _fill(output: Tensor, known: Tensor) -> Tensor:
+    """Return a copy of `output` in which rows `known`, in turn, stand for all others."""
+    filled = torch.zeros_like(output)
+    if known.numel():
+        is_missing = torch.ones(output.size(0), dtype=torch.bool, device=output.device)
+        is_missing[known] = False
+        missing = is_missing.nonzero().flatten()
+        turn = torch.arange(missing.numel(), device=known.device) % known.numel()
+        filled[known], filled[missing] = output[known], output[known[turn]]
+    return filled
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,190 @@
+"""The user's training_step run again within itself, as if for the first time and without a trace.
+
+It begins with the batch, the random numbers and the state of the LightningModule that the step
+began with, and leaves all of them as they were when it was called for. What it logs is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.randomness import random_state, set_random_state
+
+Restore = Callable[[], None]
+
+_MUTED = ("log", "log_dict", "print")
+_REGISTRIES = ("_parameters", "_modules")  # not the step's to change
+
+
+class StepReplay:
+    """One training_step, to be run again while it runs.
+
+    Args:
+        module: The LightningModule.
+        pipelined: The module whose calls are answered; its own state is left alone.
+        step: Runs the step on given arguments.
+        args: Its arguments.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipelined: nn.Module,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        self._module, self._step, self._device = module, step, device
+        self._args = [_shallow(one) for one in args]
+        inner = set(pipelined.modules()) - {module} if pipelined is not module else set()
+        self._modules = [one for one in module.modules() if one not in inner]
+        self._tensors = [one for arg in args for one in _tensors(arg)]
+        self._begin = self._capture()
+
+    def __call__(self) -> Tensor:
+        """Return the loss as its backward would begin: divided for accumulation, and scaled.
+
+        Raises:
+            UnsupportedError: If the step returns none, or writes to the batch.
+        """
+        resume = self._capture()
+        versions = [version_of(one) for one in self._tensors]
+        self._begin()
+        try:
+            with _muted(self._module):
+                output = self._step(*map(_shallow, self._args))
+        finally:
+            resume()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise _refuse("training_step to return a loss", f"{type(loss).__name__}")
+        if versions != [version_of(one) for one in self._tensors]:
+            raise _refuse("training_step to leave the batch's tensors as they are", "one changed")
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        trainer = self._module.trainer
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        loss = loss / trainer.accumulate_grad_batches
+        return loss if scaler is None else scaler.scale(loss)
+
+    def _capture(self) -> Restore:
+        """Return what puts random numbers and modules back into their present state."""
+        random = random_state(self._device)
+        modules = [_keep(vars(one)) for one in self._modules]
+
+        def restore() -> None:
+            set_random_state(random, self._device)
+            for one in modules:
+                one()
+
+        return restore
+
+
+def check_replay(module: pl.LightningModule) -> None:
+    """Refuse modules whose training_step cannot be run again.
+
+    Raises:
+        UnsupportedError: With the reason.
+    """
+    if not module.automatic_optimization:
+        raise _refuse("automatic optimization", "automatic_optimization=False")
+
+
+def _keep(value: Any) -> Restore:
+    """Return what gives a container, or tensor, its present contents back."""
+    if isinstance(value, Tensor):
+        if value.is_inference():  # nothing can change it in training
+            return lambda: None
+        saved = value.detach().clone()
+
+        def restore_tensor() -> None:
+            value.data.copy_(saved)  # not a write that autograd would object to
+
+        return restore_tensor
+    if isinstance(value, MutableMapping):
+        items = dict(value)
+        kept = [_keep(one) for name, one in items.items() if name not in _REGISTRIES]
+
+        def restore_items() -> None:
+            value.clear()
+            value.update(items)
+            for one in kept:
+                one()
+
+        return restore_items
+    if isinstance(value, list | deque | set):
+        elements = list(value)
+        inner = [_keep(one) for one in elements]
+
+        def restore_elements() -> None:
+            value.clear()
+            value.update(elements) if isinstance(value, set) else value.extend(elements)
+            for one in inner:
+                one()
+
+        return restore_elements
+    return lambda: None
+
+
+def _shallow(value: Any) -> Any:
+    """Return `value` with containers of its own, and the same tensors."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_shallow, value))
+    if isinstance(value, list):
+        return [_shallow(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _shallow(one) for name, one in value.items()}
+    return value if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield from _tensors(value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "to_dict"):
+        yield from _tensors(value.to_dict())
+
+
+@contextmanager
+def _muted(module: pl.LightningModule) -> Iterator[None]:
+    """Let `module` log nothing within the block, and refuse what asks other ranks."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _refuse("no collective call in training_step", "self.all_gather")
+
+    state = vars(module)
+    before = {name: state[name] for name in (*_MUTED, "all_gather") if name in state}
+    state.update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None), all_gather=refuse)
+    try:
+        yield
+    finally:
+        for name in (*_MUTED, "all_gather"):
+            state.pop(name, None)
+        state.update(before)
+
+
+def _refuse(expected: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected=f"{expected}, where it runs again for each micro-batch",
+            found=found,
+            remedy="Use schedule='fill_drain', under which it runs once.",
+        )
+    )
