@@ -23,6 +23,7 @@ from lightning_gnnpipe.engine import (
     LayoutOptions,
     PipelinePlan,
     check_replicas,
+    check_schedule,
     forecast,
     switched,
 )
@@ -107,6 +108,7 @@ def plan_pipeline(
             )
         )
     check_replicas(options.data_parallel)
+    check_schedule(options.schedule)
     num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)

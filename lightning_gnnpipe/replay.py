@@ -7,6 +7,7 @@ began with, and leaves all of them as they were when it was called for. What it 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,8 @@ def check_replay(module: pl.LightningModule) -> None:
     """
     if not module.automatic_optimization:
         raise _refuse("automatic optimization", "automatic_optimization=False")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise _refuse("training_step to be given a batch", "an iterator")
 
 
 def _keep(value: Any) -> Restore:

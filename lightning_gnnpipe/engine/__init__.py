@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node
+from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
@@ -44,6 +45,7 @@ __all__ = [
     "StageWeights",
     "TraceEvent",
     "check_replicas",
+    "check_schedule",
     "clip_by_total_norm",
     "drop_foreign_states",
     "forecast",

@@ -25,6 +25,7 @@ import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GCN, GIN, GraphClassifier, NodeClassifier
+from lightning_gnnpipe.replay import StepReplay
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
@@ -78,6 +79,9 @@ choice.measure_link = failing("link", choice.measure_link)
 choice.compare_layouts = failing("compare", choice.compare_layouts)
 
 
+StepReplay.__call__ = failing("loss", StepReplay.__call__)
+
+
 class Fails:
     def training_step(self, batch, batch_idx):
         fail("training_step")
@@ -121,7 +125,7 @@ if __name__ == "__main__":
             start_method=start_method, timeout=timedelta(seconds=8), **options
         ),
     )
-    if "data_parallel" in options:
+    if "data_parallel" in options or "schedule" in options:
         data.y = data.y[:1]
         graphs = DataLoader([data] * 12, batch_size=3)
         net = GIN(4, 8, 3, num_layers=num_layers)
@@ -210,6 +214,28 @@ def test_p7_a_lost_shard_ends_all_ranks(
     assert "ended by itself" not in text
     assert re.search(cause, text), text[-3000:]
     assert seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "rank", "schedule", "cause"),
+    [
+        ("F", "kill", 0, "1f1b", "SIGKILL"),
+        ("B", "raise", 1, "1f1b", MISTAKE),
+        ("loss", "kill", 1, "1f1b", "SIGKILL"),
+        ("loss", "stall", 1, "1f1b", "did not answer within 8 s"),
+        ("SEND_B", "kill", 1, "interleaved", "SIGKILL"),
+        ("RECV_F", "raise", 0, "interleaved", MISTAKE),
+    ],
+)
+def test_p7_a_rank_lost_between_forward_and_back_ends_all(
+    where: str, how: str, rank: int, schedule: str, cause: str, tmp_path: Path
+) -> None:
+    options = {"schedule": schedule, "num_chunks": 3}
+    status, text, seconds = run(tmp_path, where, how, rank, "fork", **options)
+    assert status != 0
+    assert "ended by itself" not in text
+    assert re.search(cause, text), text[-3000:]
+    assert seconds < 80
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""A module for schedules of micro-batches: layers before and after the net, a loss that changes.
+
+Its training_step does all that could go wrong where it runs again: it counts, draws random numbers
+of all kinds, keeps lists, updates a metric, drops out behind the net and logs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric import nn as gnn
+from torch_geometric.data import Batch
+from torchmetrics import MeanSquaredError
+
+from tests.helpers.batches import NUM_FEATURES, NUM_TARGETS, WIDTH, draw_batch
+from tests.helpers.launch import BatchList
+
+NUM_LAYERS = 7
+LOSSES = ("mean over graphs", "sum", "mean over nodes", "class weights", "mask", "both")
+
+
+class Deep(nn.Module):
+    """Seven layers on bare tensors; rows of nodes and of graphs, and integers."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.norm = gnn.GraphNorm(WIDTH, eps=0.1)  # a graph of one node has no variance
+        self.dropout = dropout
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int
+    ) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        for conv in self.convs:
+            h = self.norm(conv(x, edge_index), batch).tanh()
+            x = x + F.dropout(h, self.dropout, training=self.training)
+        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
+
+
+class Staged(L.LightningModule):
+    """Another loss in each batch, see `LOSSES`.
+
+    Args:
+        losses: Those to take in turn.
+        dropout: In the net.
+    """
+
+    def __init__(self, losses: tuple[str, ...] = LOSSES, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.losses = losses
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.before = nn.Linear(NUM_FEATURES, WIDTH).double()
+            self.net = Deep(dropout).double()
+            self.after = nn.Linear(WIDTH, NUM_TARGETS).double()
+        self.metric = MeanSquaredError()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.num_steps, self.kept, self.sizes = 0, [0.0], {"largest": 0}
+        self.outputs = torch.empty(0)
+
+    def training_step(self, data: Batch, batch_idx: int) -> dict[str, Tensor]:
+        self.num_steps += 1
+        noise = torch.rand(()) + random.random() + float(np.random.rand())
+        data.x = self.before(data.x) + 0.1 * noise
+        out = self.net(data.x, data.edge_index, data.batch, data.num_graphs)
+        graphs, nodes = out["graphs"][0], out["nodes"]
+        assert torch.equal(out["graphs"][1], nodes.argmax(-1))
+        predicted = self.after(F.dropout(graphs, 0.3))
+        self.kept.append(float(predicted.detach().sum()))
+        self.sizes["largest"] = max(self.sizes["largest"], data.num_nodes)
+        self.total += 1
+        self.metric(predicted.detach(), data.y)
+        loss = self.loss(self.losses[batch_idx % len(self.losses)], predicted, nodes, data)
+        self.log("train_loss", loss, batch_size=data.num_graphs)
+        self.log("metric", self.metric, on_epoch=True, on_step=True, batch_size=1)
+        draws = torch.rand(()) + random.random() + float(np.random.rand())
+        values = {"count": self.num_steps, "kept": sum(self.kept), "total": self.total}
+        self.log_dict({**values, "noise": noise, "draws": draws, **self.sizes}, batch_size=1)
+        self.outputs = torch.cat([graphs.detach().flatten(), nodes.detach().flatten()])
+        return {"loss": loss}
+
+    def loss(self, kind: str, predicted: Tensor, nodes: Tensor, data: Batch) -> Tensor:
+        classes = (data.y[:, 0] > 0).long()
+        weight = torch.tensor([0.3, 2.0], dtype=predicted.dtype)
+        match kind:
+            case "mean over graphs":
+                return F.mse_loss(predicted, data.y)
+            case "sum":
+                return F.mse_loss(predicted, data.y, reduction="sum")
+            case "mean over nodes":
+                return nodes.square().mean()
+            case "class weights":
+                return F.cross_entropy(predicted, classes, weight=weight)
+            case "mask":
+                mask = data.edge_weight.new_zeros(data.num_nodes).bool()
+                mask[::3] = True
+                return nodes[mask].abs().mean()
+            case "both":
+                return F.l1_loss(predicted, data.y) + nodes[:, 0].sum() * 0.2
+        raise KeyError(kind)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class LogRecorder(L.Callback):
+    """Writes what every rank has logged in each step, and what its module keeps at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Staged, *args: Any) -> None:
+        self.steps.append({name: float(v) for name, v in trainer.callback_metrics.items()})
+        self.steps[-1] |= {"kept": sum(module.kept), "next": float(torch.rand(()))}
+
+    def on_train_end(self, trainer: L.Trainer, module: Staged) -> None:
+        self.steps.append({name: float(v) for name, v in trainer.callback_metrics.items()})
+        torch.save(self.steps, self.folder / f"logged{trainer.global_rank}.pt")
+
+
+class FreshBatches(BatchList):
+    """Yield copies, as a loader does: the step puts other features in."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(copy.copy, self.batches)
+
+
+def batches_of_all_sizes() -> list[Batch]:
+    """Return batches of 1, 2, 5 and more than 10 graphs, some of them empty or single nodes."""
+    shapes = [(9,), (4, 7), (3, 0, 5, 2, 1, 6), (4, 7, 1, 9, 5, 6, 3, 8, 5, 4, 6, 2)]
+    shapes += [(5, 3, 8, 2, 4), (2, 9, 1, 1, 4, 6, 3, 5, 2, 7)]
+    return [draw_batch(sizes, seed) for seed, sizes in enumerate(shapes)]
