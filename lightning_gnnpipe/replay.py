@@ -52,6 +52,7 @@ class StepReplay:
         self._modules = [one for one in module.modules() if one not in inner]
         self._tensors = [one for arg in args for one in _tensors(arg)]
         self._begin = self._capture()
+        self._resume: Restore | None = None
 
     def __call__(self) -> Tensor:
         """Return the loss as its backward would begin: divided for accumulation, and scaled.
@@ -59,14 +60,14 @@ class StepReplay:
         Raises:
             UnsupportedError: If the step returns none, or writes to the batch.
         """
-        resume = self._capture()
+        self._resume = self._resume or self._capture()  # it waits: nothing changes in between
         versions = [version_of(one) for one in self._tensors]
         self._begin()
         try:
             with _muted(self._module):
                 output = self._step(*map(_shallow, self._args))
         finally:
-            resume()
+            self._resume()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise _refuse("training_step to return a loss", f"{type(loss).__name__}")
@@ -83,11 +84,11 @@ class StepReplay:
     def _capture(self) -> Restore:
         """Return what puts random numbers and modules back into their present state."""
         random = random_state(self._device)
-        modules = [_keep(vars(one)) for one in self._modules]
+        kept = [one for one in (_keep(vars(each)) for each in self._modules) if one is not None]
 
         def restore() -> None:
             set_random_state(random, self._device)
-            for one in modules:
+            for one in kept:
                 one()
 
         return restore
@@ -105,40 +106,39 @@ def check_replay(module: pl.LightningModule) -> None:
         raise _refuse("training_step to be given a batch", "an iterator")
 
 
-def _keep(value: Any) -> Restore:
-    """Return what gives a container, or tensor, its present contents back."""
+def _keep(value: Any) -> Restore | None:
+    """Return what gives a container, or tensor, its present contents back; None for others."""
     if isinstance(value, Tensor):
-        if value.is_inference():  # nothing can change it in training
-            return lambda: None
-        saved = value.detach().clone()
-
-        def restore_tensor() -> None:
-            value.data.copy_(saved)  # not a write that autograd would object to
-
-        return restore_tensor
+        return None if value.is_inference() else _keep_tensor(value)
     if isinstance(value, MutableMapping):
-        items = dict(value)
-        kept = [_keep(one) for name, one in items.items() if name not in _REGISTRIES]
-
-        def restore_items() -> None:
-            value.clear()
-            value.update(items)
-            for one in kept:
-                one()
-
-        return restore_items
+        inner = [one for name, one in value.items() if name not in _REGISTRIES]
+        return _keep_all(value, dict(value), inner)
     if isinstance(value, list | deque | set):
-        elements = list(value)
-        inner = [_keep(one) for one in elements]
+        return _keep_all(value, list(value), list(value))
+    return None
 
-        def restore_elements() -> None:
-            value.clear()
-            value.update(elements) if isinstance(value, set) else value.extend(elements)
-            for one in inner:
-                one()
 
-        return restore_elements
-    return lambda: None
+def _keep_tensor(tensor: Tensor) -> Restore:
+    saved = tensor.detach().clone()
+
+    def restore() -> None:
+        tensor.data.copy_(saved)  # not a write that autograd would object to
+
+    return restore
+
+
+def _keep_all(container: Any, items: Any, inner: Sequence[Any]) -> Restore:
+    """Return what refills a container by `items` and gives `inner` their contents back."""
+    kept = [one for one in map(_keep, inner) if one is not None]
+    fill = container.extend if hasattr(container, "extend") else container.update
+
+    def restore() -> None:
+        container.clear()
+        fill(items)
+        for one in kept:
+            one()
+
+    return restore
 
 
 def _shallow(value: Any) -> Any:
