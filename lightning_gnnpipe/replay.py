@@ -24,7 +24,6 @@ from lightning_gnnpipe.randomness import random_state, set_random_state
 Restore = Callable[[], None]
 
 _MUTED = ("log", "log_dict", "print")
-_REGISTRIES = ("_parameters", "_modules")  # not the step's to change
 
 
 class StepReplay:
@@ -108,11 +107,11 @@ def check_replay(module: pl.LightningModule) -> None:
 
 def _keep(value: Any) -> Restore | None:
     """Return what gives a container, or tensor, its present contents back; None for others."""
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else _keep_tensor(value)
+    if isinstance(value, Tensor):  # weights are not the step's to change
+        is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
+        return None if is_fixed else _keep_tensor(value)
     if isinstance(value, MutableMapping):
-        inner = [one for name, one in value.items() if name not in _REGISTRIES]
-        return _keep_all(value, dict(value), inner)
+        return _keep_all(value, dict(value), list(value.values()))
     if isinstance(value, list | deque | set):
         return _keep_all(value, list(value), list(value))
     return None
