@@ -88,6 +88,10 @@ class Staged(L.LightningModule):
         self.outputs = torch.cat([graphs.detach().flatten(), nodes.detach().flatten()])
         return {"loss": loss}
 
+    def predict_step(self, data: Batch, batch_idx: int) -> Tensor:
+        out = self.net(data.x, data.edge_index, data.batch, data.num_graphs)
+        return torch.cat([out["graphs"][0], out["nodes"]])
+
     def loss(self, kind: str, predicted: Tensor, nodes: Tensor, data: Batch) -> Tensor:
         classes = (data.y[:, 0] > 0).long()
         weight = torch.tensor([0.3, 2.0], dtype=predicted.dtype)

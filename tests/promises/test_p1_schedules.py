@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 import lightning_gnnpipe.engine.step as steps
+from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.schedule import Schedule, interleaved, simulate
 from tests.helpers.batches import WIDTH, draw_batch
 from tests.helpers.launch import FitResult, fit_batches
@@ -155,7 +156,7 @@ class LiveRecorder(L.Callback):
     def watch(self, method: Callable[..., None]) -> Callable[..., None]:
         def run(step: Any, stage: Any, chunk: Any) -> None:
             method(step, stage, chunk)
-            states, transport = step._chunks, step._parts.transport
+            states, transport = step._chunks, step.parts.transport
             for state in states.values():
                 self.tensors.setdefault(id(state.sent[0]), weakref.ref(state.sent[0]))
             alive = {key: one for key, one in self.tensors.items() if one() is not None}
@@ -198,6 +199,48 @@ def test_what_is_kept_is_what_the_simulator_says(
             most_sends.append(sends)
     # what is sent is let go as well: no more with 24 micro-batches than with 12
     assert most_sends[0::3] == most_sends[1::3]
+
+
+class Predictions(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: list[Tensor] = []
+
+    def on_predict_batch_end(self, trainer: L.Trainer, module: Any, out: Any, *args: Any) -> None:
+        self.found.append(out)
+
+    def on_predict_end(self, trainer: L.Trainer, *args: Any) -> None:
+        torch.save(self.found, self.folder / f"predicted{trainer.global_rank}.pt")
+
+
+def widened(x: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=-1)[:, :WIDTH]
+
+
+@pytest.mark.parametrize(("num_stages", "num_virtual"), [(2, 2), (2, 3), (3, 2)])
+def test_predictions_of_ranks_with_several_stages(
+    num_stages: int, num_virtual: int, tmp_path: Path
+) -> None:
+    """Batch after batch in a stream, ranks ahead of each other as far as they can be."""
+    batches = [data.update({"x": widened(data.x)}) for data in batches_of_all_sizes()]
+    loader = FreshBatches(batches)
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
+    plain = L.Trainer(accelerator="cpu", devices=1, **options).predict(Staged(), loader)
+    strategy = GNNPipeStrategy(
+        schedule="interleaved", num_virtual=num_virtual, num_chunks=4, start_method="fork"
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=strategy,
+        callbacks=[Predictions(tmp_path)],
+        **options,
+    )
+    trainer.predict(Staged(), loader, return_predictions=False)
+    for rank in range(num_stages):
+        found = torch.load(tmp_path / f"predicted{rank}.pt")
+        for ours, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "num_cuts"), [("1f1b", 1), ("interleaved", 3)])
