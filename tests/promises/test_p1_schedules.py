@@ -11,7 +11,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch_geometric import nn as gnn
 
 import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import GNNPipeStrategy
@@ -19,7 +21,7 @@ from lightning_gnnpipe.schedule import Schedule, interleaved, simulate
 from tests.helpers.batches import WIDTH, draw_batch
 from tests.helpers.launch import FitResult, fit_batches
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.staged import FreshBatches, LogRecorder, Staged, batches_of_all_sizes
+from tests.helpers.staged import Deep, FreshBatches, LogRecorder, Staged, batches_of_all_sizes
 from tests.promises.test_p1_batches import assert_transparent
 from tests.promises.test_p5_bytes import BytesRecorder
 
@@ -138,6 +140,105 @@ def test_half_precision_is_that_of_fill_drain(tmp_path: Path) -> None:
                 for step in (ours, theirs)
             )
             assert (left - right).norm() < 2e-2 * right.norm()
+
+
+class Overflowing(Staged):
+    """The gradient of a weight overflows in the third step."""
+
+    def on_fit_start(self) -> None:
+        self.net.convs[2].lin_l.bias.register_hook(self.overflow)
+
+    def overflow(self, grad: Tensor) -> Tensor:
+        return grad * torch.inf if self.num_steps == 3 else grad
+
+    def loss(self, kind: str, *args: Any) -> Tensor:
+        self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), batch_size=1)
+        return super().loss(kind, *args)
+
+
+def test_a_loss_scale_is_that_of_fill_drain(tmp_path: Path) -> None:
+    """It grows after two steps, and falls where a gradient overflows on one rank."""
+    batches = [single(data) for data in batches_of_all_sizes()]
+    runs = []
+    for name, num_stages in (("fill_drain", 1), ("1f1b", 1), ("interleaved", 2)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        module = Overflowing(("mean over graphs", "mean over nodes")).float()
+        trainer = {"plugins": plugins}
+        runs.append(
+            fit(name, num_stages, tmp_path, module=module, batches=batches, trainer_kwargs=trainer)
+        )
+    scales = [step["scale"] for step in runs[0][1][0]]
+    assert scales[:6] == [1024, 1024, 2048, 1024, 1024, 2048]
+    for result, logged in runs[1:]:
+        assert all([step["scale"] for step in rank] == scales for rank in logged)
+        for ours, theirs in zip(result.steps, runs[0][0].steps, strict=True):
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
+            for name, weight in theirs.weights.items():
+                torch.testing.assert_close(ours.weights[name], weight, rtol=1e-2, atol=1e-4)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.SAGEConv(WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
+        x = self.first(x, edge_index)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + conv(norm(x), edge_index).tanh()
+        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
+
+
+def test_deferred_batch_norm_is_that_of_fill_drain(tmp_path: Path) -> None:
+    def run(name: str, num_stages: int, recompute: bool) -> FitResult:
+        module = Staged()
+        torch.manual_seed(0)
+        module.net = Normed().double()
+        options = {"batch_norm": "deferred", "recompute": recompute}
+        batches = batches_of_all_sizes()[3:]
+        arguments = {"batches": batches, "num_chunks": 3, "strategy_kwargs": options}
+        return fit(name, num_stages, tmp_path, module=module, **arguments)[0]
+
+    expected = run("fill_drain", 1, False)
+    assert expected.state_dict["net.norms.0.num_batches_tracked"] == 3
+    for arguments in (("1f1b", 1, True), ("1f1b", 2, True), ("interleaved", 2, False)):
+        assert_transparent(run(*arguments), expected)
+
+
+class Whole(Staged):
+    """Has its layers itself, so that it is the pipelined module, metric and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs, self.norm = self.net.convs, self.net.norm
+        del self.net
+        self.dropout = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
+        return Deep.forward(self, x, edge_index, batch, size)
+
+    def training_step(self, data: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.num_steps += 1
+        self.kept.append(float(torch.rand(())))
+        out = self(widened(data.x), data.edge_index, data.batch, data.num_graphs)
+        loss = out["nodes"].square().mean() + (out["graphs"][0] - self.kept[-1]).abs().sum()
+        self.metric(out["graphs"][0].detach(), out["graphs"][0].detach() * self.num_steps)
+        self.log("train_loss", loss, batch_size=1)
+        self.log_dict({"metric": self.metric, "count": self.num_steps}, batch_size=1)
+        self.outputs = out["nodes"].detach()
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.convs.parameters(), *self.norm.parameters()], lr=1e-3)
+
+
+def test_a_lightning_module_that_is_pipelined_whole(tmp_path: Path) -> None:
+    plain = fit(None, 0, tmp_path, module=Whole())
+    for schedule, num_stages in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
+        assert_same(fit(schedule, num_stages, tmp_path, module=Whole()), plain)
 
 
 def single(data: Any) -> Any:
