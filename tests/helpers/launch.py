@@ -14,7 +14,14 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from tests.helpers.modules import ReferenceModule
-from tests.helpers.record import Named, Step, StepRecorder, load_ranks, merge_ranks
+from tests.helpers.record import (
+    Named,
+    Step,
+    StepRecorder,
+    assert_steps_equal,
+    load_ranks,
+    merge_ranks,
+)
 
 SEED = 7
 
@@ -171,6 +178,14 @@ def fit_batches(
             ckpt_path=ckpt_path,
         )
     return _result(trainer, module, folder, num_ranks, num_replicas)
+
+
+def assert_transparent(piped: FitResult, plain: FitResult) -> None:
+    """Compare all steps, and the weights at the end."""
+    assert_steps_equal(piped.steps, plain.steps)
+    assert piped.state_dict.keys() == plain.state_dict.keys()
+    for name, value in plain.state_dict.items():
+        torch.testing.assert_close(piped.state_dict[name], value, rtol=1e-10, atol=1e-10)
 
 
 class BatchList(Iterable[Any]):

@@ -24,7 +24,7 @@ from tests.helpers.batches import (
     GraphModule,
     draw_batch,
 )
-from tests.helpers.launch import FitResult, fit_batches
+from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import assert_steps_equal
 from tests.promises.test_p5_bytes import BytesRecorder
 
@@ -49,13 +49,6 @@ def fit_both(
         **options,
     )
     return piped, plain
-
-
-def assert_transparent(piped: FitResult, plain: FitResult) -> None:
-    assert_steps_equal(piped.steps, plain.steps)
-    assert piped.state_dict.keys() == plain.state_dict.keys()
-    for name, value in plain.state_dict.items():
-        torch.testing.assert_close(piped.state_dict[name], value, rtol=1e-10, atol=1e-10)
 
 
 def batches_of(sizes: tuple[int, ...]) -> list[Any]:
