@@ -24,8 +24,8 @@ from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
 from lightning_gnnpipe.refuse import check_sharded
-from lightning_gnnpipe.replicas import PipeReplicas
 from lightning_gnnpipe.replay import StepReplay, check_replay
+from lightning_gnnpipe.replicas import PipeReplicas
 from lightning_gnnpipe.stages import find_pipelined
 
 log = logging.getLogger(__name__)

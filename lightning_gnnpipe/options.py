@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.axis_options import check_axes, is_count
 from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, LayoutSearch
 from lightning_gnnpipe.errors import ConfigError, explain
@@ -70,13 +71,12 @@ class StrategyOptions:
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
         _check_count("num_chunks", self.num_chunks, "the number of nodes")
-        if not _is_count(self.graph_parallel) and self.graph_parallel != "auto":
+        if not is_count(self.graph_parallel) and self.graph_parallel != "auto":
             _refuse(
                 "'graph_parallel' to be at least 1, or 'auto'",
                 self.graph_parallel,
                 "1 leaves the graph in one piece on each stage.",
             )
-        self._check_replicas()
         if not isinstance(self.partition, Tensor):
             _check_choice("partition", self.partition, get_args(PartitionMethod))
         if isinstance(self.balance, str):
@@ -98,7 +98,8 @@ class StrategyOptions:
         self._check_shards(self.graph_parallel)
         _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
         _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
-        self._check_schedule()
+        _check_choice("schedule", self.schedule, get_args(ScheduleName))
+        check_axes(self.data_parallel, self.graph_parallel, self.schedule, self.num_virtual)
         if self.batch_norm is not None:
             _check_choice("batch_norm", self.batch_norm, ("deferred",))
         if not 0 <= self.halo_momentum < 1:
@@ -154,13 +155,8 @@ class StrategyOptions:
             self.batch_norm == "deferred",
             self.repeat_encoder,
             self.schedule,
-            self.stages_of_rank,
+            self.num_virtual if self.schedule == "interleaved" else 1,
         )
-
-    @property
-    def stages_of_rank(self) -> int:
-        """Stages of each rank, V, where there are several ranks."""
-        return self.num_virtual if self.schedule == "interleaved" else 1
 
     @property
     def messages(self) -> MessageOptions:
@@ -256,31 +252,6 @@ class StrategyOptions:
         auto_chunks = CHUNKS_PER_STAGE * num_stages
         return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
 
-    def _check_replicas(self) -> None:
-        if not _is_count(self.data_parallel):
-            _refuse(
-                "'data_parallel' to be at least 1",
-                self.data_parallel,
-                "1 gives all processes the same batches.",
-            )
-        if self.data_parallel > 1 and self.graph_parallel != 1:
-            _refuse(
-                "'graph_parallel' to be 1 with data_parallel, which is for batches of graphs",
-                self.graph_parallel,
-                "Graphs of a batch are not split: use more stages, or more replicas.",
-            )
-
-    def _check_schedule(self) -> None:
-        _check_choice("schedule", self.schedule, get_args(ScheduleName))
-        if not _is_count(self.num_virtual):
-            _refuse("'num_virtual' to be at least 1", self.num_virtual, "Leave it at 2.")
-        if self.schedule != "fill_drain" and self.graph_parallel != 1:
-            _refuse(
-                f"'graph_parallel' to be 1 where schedule={self.schedule!r}",
-                self.graph_parallel,
-                "Only batches of graphs can go back early, and they have no shards.",
-            )
-
     def _check_shards(self, num_shards: int | Literal["auto"]) -> None:
         if self.history_device is not None and num_shards not in ("auto", 1):
             _refuse(
@@ -290,12 +261,8 @@ class StrategyOptions:
             )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _check_count(name: str, value: object, limit: str) -> None:
-    if value != "auto" and not _is_count(value):
+    if value != "auto" and not is_count(value):
         _refuse(
             f"'{name}' to be between 1 and {limit}, or 'auto'",
             value,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -63,8 +63,8 @@ class StepReplay:
         versions = [version_of(one) for one in self._tensors]
         self._begin()
         try:
-            with _muted(self._module):
-                output = self._step(*map(_shallow, self._args))
+            _mute(self._module, self._modules)
+            output = self._step(*map(_shallow, self._args))
         finally:
             self._resume()
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -164,22 +164,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(value.to_dict())
 
 
-@contextmanager
-def _muted(module: pl.LightningModule) -> Iterator[None]:
-    """Let `module` log nothing within the block, and refuse what asks other ranks."""
+def _mute(module: pl.LightningModule, modules: Iterable[nn.Module]) -> None:
+    """Let `module` log nothing, and metrics among `modules` compute on their own.
+
+    What asks other ranks is refused: they do not run the step again, or not as often. All of it
+    lasts until the state of the modules is put back.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise _refuse("no collective call in training_step", "self.all_gather")
 
-    state = vars(module)
-    before = {name: state[name] for name in (*_MUTED, "all_gather") if name in state}
-    state.update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None), all_gather=refuse)
-    try:
-        yield
-    finally:
-        for name in (*_MUTED, "all_gather"):
-            state.pop(name, None)
-        state.update(before)
+    vars(module).update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None), all_gather=refuse)
+    for metric in (one for one in modules if isinstance(one, Metric)):
+        metric.distributed_available_fn = lambda: False
 
 
 def _refuse(expected: str, found: str) -> UnsupportedError:

@@ -68,14 +68,8 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.model = PipelinedModel(
-            module,
-            transport,
-            options.balance,
-            options.repeat_encoder,
-            options.num_virtual,
-            self._check,
-        )
+        chosen = options.balance, options.repeat_encoder, options.num_virtual
+        self.model = PipelinedModel(module, transport, *chosen, self._check)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()

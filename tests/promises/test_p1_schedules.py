@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
+from torch_geometric.loader import DataLoader
 
+from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.batches import WIDTH, draw_batch
 from tests.helpers.launch import FitResult, assert_transparent
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.staged import Deep, Staged, batches_of_all_sizes
+from tests.helpers.staged import Deep, LogRecorder, Staged, batches_of_all_sizes
 from tests.helpers.staged_fits import NUM_VIRTUAL, assert_same, fit, widened
 
 NUM_EPOCHS = 3
@@ -153,3 +156,48 @@ def test_a_run_resumed_under_another_schedule_goes_on_as_if_never_stopped(tmp_pa
     for names in (("interleaved", "1f1b"), ("fill_drain", "interleaved")):
         resumed = run(*names, tmp_path / names[0])
         assert_steps_equal(resumed.steps, plain.steps[4:])
+
+
+class Logging(Staged):
+    """Computes its metric over replicas in each step, and logs the mean over them."""
+
+    def training_step(self, data: Any, batch_idx: int) -> dict[str, Tensor]:
+        result = super().training_step(data, batch_idx)
+        self.log("total_error", self.metric.compute(), batch_size=1)
+        self.log("mean_loss", result["loss"], sync_dist=True, batch_size=1)
+        return result
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_replicas_are_those_of_fill_drain(schedule: str, tmp_path: Path) -> None:
+    """Two pipelines of two stages, of which each has other batches, some with fewer graphs."""
+    runs = []
+    for name in ("fill_drain", schedule):
+        folder = tmp_path / name
+        folder.mkdir()
+        strategy = GNNPipeStrategy(
+            schedule=name, data_parallel=2, num_chunks=4, start_method="fork", balance="uniform"
+        )
+        L.seed_everything(7, verbose=False)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=4,
+            strategy=strategy,
+            max_epochs=2,
+            callbacks=[LogRecorder(folder)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=2,
+        )
+        graphs = [graph for data in batches_of_all_sizes() for graph in data.to_data_list()]
+        module = Logging()
+        trainer.fit(module, DataLoader(graphs, batch_size=5, shuffle=True))
+        logged = [torch.load(folder / f"logged{rank}.pt") for rank in range(4)]
+        runs.append((module.state_dict(), logged))
+    for name, value in runs[0][0].items():
+        torch.testing.assert_close(runs[1][0][name], value, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(runs[1][1], runs[0][1], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-6, abs=1e-12)
