@@ -44,13 +44,20 @@ def main() -> None:
     for num in options.micro_batches:
         settings[f"1 stage, {num} micro-batches"] = {"micro_batches": num}
     for num in options.micro_batches:
-        settings[f"2 stages, {num} micro-batches"] = {"micro_batches": num, "stages": 2}
+        two = {"micro_batches": num, "stages": 2}
+        settings[f"2 stages, {num} micro-batches"] = two
+        interleaved = {**two, "schedule": "interleaved"}
+        settings[f"2 processes of 2 stages, {num} micro-batches"] = interleaved
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for name, setting in settings.items():
             for mode in ("train", "test"):
-                runs.setdefault((name, mode), []).append(run_once(mode, setting, options))
-                print(f"round {number + 1}/{options.rounds}: {name}, {mode}", file=sys.stderr)
+                found = run_once(mode, setting, options)
+                runs.setdefault((name, mode), []).append(found)
+                step_s = statistics.median(found["training_s"] or found["test_s"])
+                print(
+                    f"{number + 1}/{options.rounds}: {name}, {mode}: {step_s:.3f}", file=sys.stderr
+                )
     seconds = {
         name: (
             median_of(runs[name, "train"], "training_s"),
@@ -82,7 +89,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
     add("--dataset", choices=["cifar10", "digits"], default="cifar10")
-    add("--batch-size", type=int, default=40, help="images in a mini-batch (default: 40)")
+    add("--batch-size", type=int, default=20, help="images in a mini-batch (default: 20)")
     add("--micro-batches", type=int, nargs="+", default=[5, 10])
     add("--steps", type=int, default=8, help="mini-batches that are timed, of each run")
     add("--rounds", type=int, default=2)

@@ -85,7 +85,9 @@ def main() -> None:
     module = GraphClassifier(PixelViG(batches[0].x.size(1)), num_classes=10)
     strategy: Any = "auto"
     if options.micro_batches:
-        strategy = GNNPipeStrategy(num_chunks=options.micro_batches, start_method="fork")
+        strategy = GNNPipeStrategy(
+            num_chunks=options.micro_batches, schedule=options.schedule, start_method="fork"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         trainer = L.Trainer(
@@ -117,7 +119,8 @@ def parse_options() -> argparse.Namespace:
     add("--root")
     add("--stages", type=int, default=1)
     add("--micro-batches", type=int, default=0, help="0: plain Trainer")
-    add("--batch-size", type=int, default=40, help="images in a mini-batch")
+    add("--schedule", choices=["fill_drain", "1f1b", "interleaved"], default="fill_drain")
+    add("--batch-size", type=int, default=20, help="images in a mini-batch")
     add("--num-batches", type=int, default=4, help="mini-batches that are gone through in turn")
     add("--warm", type=int, default=2, help="mini-batches that are not timed")
     add("--steps", type=int, default=8)
