@@ -176,7 +176,7 @@ def stats_of(*rows: str, num_virtual: int) -> PipelineStats:
         slots = enumerate(row.split())
         events = [TraceEvent(rank, a, 100.0 * i, 100.0 * (i + 1)) for i, a in slots if a != ".."]
         records.append(RankRecord(events, {}, 0))
-    return merge_stats(records, len(rows) * num_virtual, 2, False, num_virtual)
+    return merge_stats(records, len(rows) * num_virtual, 2, False, 1, num_virtual)
 
 
 def test_a_step_that_alternates_is_one_phase(tmp_path: Path) -> None:
@@ -193,7 +193,8 @@ def test_a_step_that_alternates_is_one_phase(tmp_path: Path) -> None:
 def test_ranks_of_several_stages_have_names_of_their_own() -> None:
     rows = "0F0 2F0 .. .. 2B0 0B0", ".. 1F0 3F0 3B0 1B0 .."
     stats = stats_of(*rows, num_virtual=2)
-    assert stats.rank_names == ("rank 0", "rank 1")
+    assert stats.rank_names() == [["rank 0"], ["rank 1"]]
     assert (stats.num_stages, stats.num_shards, stats.num_virtual) == (4, 1, 2)
     assert "(at best 20.0%)" in timeline_title(stats)
-    assert stats_of("0F0 0B0", "1F0 1B0", num_virtual=1).rank_names == ("stage 0", "stage 1")
+    plain = stats_of("0F0 0B0", "1F0 1B0", num_virtual=1)
+    assert plain.rank_names() == [["stage 0"], ["stage 1"]]
