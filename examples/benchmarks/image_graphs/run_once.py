@@ -96,6 +96,7 @@ def main() -> None:
             strategy=strategy,
             max_epochs=1,
             callbacks=[Measure(path)],
+            precision=options.precision,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -121,6 +122,7 @@ def parse_options() -> argparse.Namespace:
     add("--micro-batches", type=int, default=0, help="0: plain Trainer")
     add("--schedule", choices=["fill_drain", "1f1b", "interleaved"], default="fill_drain")
     add("--batch-size", type=int, default=20, help="images in a mini-batch")
+    add("--precision", choices=["32-true", "64-true"], default="32-true")
     add("--num-batches", type=int, default=4, help="mini-batches that are gone through in turn")
     add("--warm", type=int, default=2, help="mini-batches that are not timed")
     add("--steps", type=int, default=8)
@@ -131,10 +133,14 @@ def make_batches(options: argparse.Namespace) -> list[Batch]:
     images, labels = load_images(options.dataset, options.root)[0]
     graphs = ImageGraphs((images, labels), patch=1, has_edges=True)
     size = options.batch_size
-    return [
+    batches = [
         Batch.from_data_list([graphs[i] for i in range(first, first + size)])
         for first in range(0, size * options.num_batches, size)
     ]
+    if options.precision == "64-true":
+        for batch in batches:  # Lightning converts tensors in tuples and dicts, not those of graphs
+            batch.x = batch.x.double()
+    return batches
 
 
 if __name__ == "__main__":
