@@ -13,4 +13,4 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
-.venv/bin/pytest
+.venv/bin/pytest -n 2 --dist worksteal  # most tests wait for processes of their own
