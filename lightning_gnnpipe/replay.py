@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -51,7 +54,6 @@ class StepReplay:
         self._modules = [one for one in module.modules() if one not in inner]
         self._tensors = [one for arg in args for one in _tensors(arg)]
         self._begin = self._capture()
-        self._resume: Restore | None = None
 
     def __call__(self) -> Tensor:
         """Return the loss as its backward would begin: divided for accumulation, and scaled.
@@ -59,14 +61,14 @@ class StepReplay:
         Raises:
             UnsupportedError: If the step returns none, or writes to the batch.
         """
-        self._resume = self._resume or self._capture()  # it waits: nothing changes in between
+        resume = self._capture()
         versions = [version_of(one) for one in self._tensors]
         self._begin()
         try:
             _mute(self._module, self._modules)
             output = self._step(*map(_shallow, self._args))
         finally:
-            self._resume()
+            resume()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise _refuse("training_step to return a loss", f"{type(loss).__name__}")
@@ -82,11 +84,11 @@ class StepReplay:
 
     def _capture(self) -> Restore:
         """Return what puts random numbers and modules back into their present state."""
-        random = random_state(self._device)
+        streams = random_state(self._device)
         kept = [one for one in (_keep(vars(each)) for each in self._modules) if one is not None]
 
         def restore() -> None:
-            set_random_state(random, self._device)
+            set_random_state(streams, self._device)
             for one in kept:
                 one()
 
@@ -114,6 +116,14 @@ def _keep(value: Any) -> Restore | None:
         return _keep_all(value, dict(value), list(value.values()))
     if isinstance(value, list | deque | set):
         return _keep_all(value, list(value), list(value))
+    if isinstance(value, torch.Generator):
+        return cast(Restore, partial(value.set_state, value.get_state()))
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, value.copy())
     return None
 
 

@@ -292,6 +292,7 @@ class GNNPipeStrategy(PipeLoops):
         if engine.batches.needs_loss:
             self._prepare_replay(super().training_step, args)
         output = super().training_step(*args, **kwargs)
+        engine.batches.early_loss.run = None
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output

@@ -66,9 +66,9 @@ class EarlyGrads:
         It is 1 but for rounding, unless the loss was scaled on its way to backward.
         """
         pairs = [
-            (used.double(), grad.double())
+            (_real(used).double(), _real(grad).double())
             for used, grad in zip(self._used, grads, strict=True)
-            if used.is_floating_point()
+            if used.is_floating_point() or used.is_complex()
         ]
         if any(not torch.equal(u.isfinite(), g.isfinite()) for u, g in pairs):
             return float("nan")
@@ -76,7 +76,7 @@ class EarlyGrads:
         size = sum(float(used.square().sum()) for used, _ in finite)
         factor = sum(float((used * grad).sum()) for used, grad in finite) / size if size else 1.0
         for (used, grad), value in zip(finite, self._floating(), strict=True):
-            tolerance = _TOLERANCE.get(value.dtype, _ROUGH)
+            tolerance = _TOLERANCE.get(_real(value).dtype, _ROUGH)
             factor = 1.0 if abs(factor - 1) <= tolerance else factor
             most = abs(factor) * _largest(used)
             if _largest(grad - factor * used) > tolerance * most:
@@ -84,7 +84,7 @@ class EarlyGrads:
         return factor
 
     def _floating(self) -> list[Tensor]:
-        return [used for used in self._used if used.is_floating_point()]
+        return [used for used in self._used if used.is_floating_point() or used.is_complex()]
 
 
 def _fill(output: Tensor, known: Tensor) -> Tensor:
@@ -97,6 +97,10 @@ def _fill(output: Tensor, known: Tensor) -> Tensor:
         turn = torch.arange(missing.numel(), device=known.device) % known.numel()
         filled[known], filled[missing] = output[known], output[known[turn]]
     return filled
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _largest(tensor: Tensor) -> float:

@@ -42,7 +42,7 @@ class EarlyLoss:
             rebuild: Puts them into the structure that the model returns.
         """
         assert self.run is not None
-        wanted = [t.requires_grad_() for t in outputs if t.is_floating_point()]
+        wanted = [t.requires_grad_() for t in outputs if t.is_floating_point() or t.is_complex()]
         self._answers, self.is_running = [rebuild(outputs)], True
         try:
             loss = self.run()

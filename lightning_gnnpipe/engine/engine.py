@@ -125,7 +125,7 @@ class PipelineEngine:
         if is_training or not has_graphs:
             self.stream.end()
         else:
-            number = hash((number, self.stream.look(call, (args, kwargs)))) & _MASK
+            number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
         signals = agree(self.transport, self.progress, is_training, number)
         if signals:
             self.on_signals(signals)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
 
@@ -46,6 +47,16 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     is_autocast = torch.is_autocast_enabled(device.type)
     signature = (call.signature, inputs.edge_sets, form)
     return flags, options, frozen, leaves, signature, is_autocast
+
+
+def state_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
+    """Return what is another where these arguments may now give something else.
+
+    Writes through `Tensor.data`, which torch does not count, are not seen.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
+    return trace_key(module, call, inputs, device), versions
 
 
 def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:

@@ -13,7 +13,7 @@ and nothing is foreseen until the loop ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_gnnpipe.engine.agree import graph_of_node
 from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.foresight import Arguments, Foreseen, foretell
-from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.mode import Mode, state_key
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.step import Step
 from lightning_gnnpipe.errors import GNNPipeError
@@ -56,6 +56,7 @@ class BatchStream:
         self._peek: Callable[[], Any] = _see_nothing
         self._next: Foreseen | None = None
         self._begun: tuple[Foreseen, _Pass] | None = None
+        self._state: Hashable = None  # of the module, when that pass was begun
         self._has_come = True
 
     def enter_step(self, batch: Any, peek: Callable[[], Any]) -> None:
@@ -66,20 +67,27 @@ class BatchStream:
         """Forget them."""
         self._batch, self._peek = None, _see_nothing
 
-    def look(self, call: Call, arguments: Arguments) -> int:
+    def look(self, call: Call, inputs: Inputs, arguments: Arguments) -> int:
         """Find out whether `call` was foreseen, and what the next one will be.
+
+        Args:
+            call: The call.
+            inputs: What its leaves are.
+            arguments: What the module was called with.
 
         Returns:
             A number that is the same on ranks which have found the same.
         """
         if self._begun is not None:
-            self._has_come = self._begun[0].has_come(call)
+            is_same = self._state_of(call, inputs) == self._state
+            self._has_come = is_same and self._begun[0].has_come(call)
         self._next = self._foresee(arguments) if self._has_come else None
         number = 0 if self._next is None else self._passes.identify(self._next.inputs)
         return 2 * number + self._has_come
 
     def _foresee(self, arguments: Arguments) -> Foreseen | None:
-        following = None if self._model.module.training else self._peek()
+        is_training = any(module.training for module in self._model.module.modules())
+        following = None if is_training else self._peek()
         found = None if following is None else foretell(self._batch, arguments, following)
         if found is None:
             return None
@@ -103,6 +111,7 @@ class BatchStream:
             if self._next is not None:
                 following = self._begin(self._next.call, self._next.inputs)
                 following.run_ahead()
+                self._state = self._state_of(self._next.call, self._next.inputs)
                 self._begun, self._next = (self._next, following), None
             return current.mode, current.collect(num_sends)
 
@@ -113,6 +122,9 @@ class BatchStream:
             with self._transport.meter.paused():
                 begun[1].drop()
         self._has_come = True
+
+    def _state_of(self, call: Call, inputs: Inputs) -> Hashable:
+        return state_key(self._model.module, call, inputs, self._transport.world.device)
 
     def _begin(self, call: Call, inputs: Inputs) -> _Pass:
         mode = self._passes.mode(call, inputs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,8 +16,8 @@ from torch_geometric import nn as gnn
 from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
-from tests.helpers.batches import WIDTH, draw_batch
-from tests.helpers.launch import FitResult, assert_transparent
+from tests.helpers.batches import NUM_FEATURES, WIDTH, draw_batch
+from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.staged import Deep, LogRecorder, Staged, batches_of_all_sizes
 from tests.helpers.staged_fits import NUM_VIRTUAL, assert_same, fit, widened
@@ -140,6 +142,61 @@ def test_a_lightning_module_that_is_pipelined_whole(tmp_path: Path) -> None:
     plain = fit(None, 0, tmp_path, module=Whole())
     for schedule, num_stages in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
         assert_same(fit(schedule, num_stages, tmp_path, module=Whole()), plain)
+
+
+class WholeNormed(L.LightningModule):
+    """Has its layers and norms itself, and draws and counts with more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net_in = gnn.SAGEConv(NUM_FEATURES, WIDTH)
+        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.double()
+        self.streams = [torch.Generator(), random.Random(1), np.random.default_rng(2)]
+        self.counts = np.zeros(3)
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+        self.outputs = torch.empty(0)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Tensor:
+        x = self.net_in(x, edge_index)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + conv(norm(x), edge_index).tanh()
+        return gnn.global_mean_pool(x, batch, size)
+
+    def training_step(self, data: Any, batch_idx: int) -> Tensor:
+        out = self(data.x, data.edge_index, data.batch, data.num_graphs)
+        first, second, third = self.streams
+        drawn = float(torch.rand((), generator=first)), second.random(), float(third.random())
+        self.counts += drawn
+        self.seen = torch.tensor([*drawn, self.counts.sum()], dtype=torch.float64)
+        self.outputs = out.detach()
+        loss = (out - sum(drawn)).square().mean()
+        self.log("train_loss", loss, batch_size=1)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_a_whole_module_with_norms_and_streams_of_its_own(tmp_path: Path) -> None:
+    def run(schedule: str, num_stages: int) -> FitResult:
+        batches = [draw_batch((4, 7, 1, 9, 5, 6), seed) for seed in range(3)]
+        options = {"batch_norm": "deferred", "schedule": schedule}
+        return fit_batches(
+            WholeNormed(),
+            batches,
+            num_stages=num_stages,
+            num_chunks=3,
+            strategy_kwargs=options,
+            tmp_path=tmp_path,
+        )
+
+    expected = run("fill_drain", 1)
+    assert expected.state_dict["norms.2.num_batches_tracked"] == 3
+    for arguments in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
+        assert_transparent(run(*arguments), expected)
 
 
 def test_a_run_resumed_under_another_schedule_goes_on_as_if_never_stopped(tmp_path: Path) -> None:

@@ -69,6 +69,24 @@ class Skipping(GraphModule):
         return self(data) if batch_idx % 3 else data.y
 
 
+class Toggling(GraphModule):
+    """Changes the network between calls."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx == 2:
+            self.net.dropout = 0.7
+        if batch_idx == 4:
+            with torch.no_grad():
+                self.net.lin_out.weight.mul_(2.0)
+
+
+class PartlyTraining(GraphModule):
+    """Has one of its layers in training mode."""
+
+    def on_predict_start(self) -> None:
+        self.net.convs[0].train()
+
+
 class Hooked(GraphModule):
     """Changes batches on their way to the device."""
 
@@ -201,8 +219,10 @@ def test_loaders_without_length_and_limits(tmp_path: Path) -> None:
         (Twice, 2 * NUM_BATCHES, 1, 1),
         (Skipping, 4, 2, 1),
         (Hooked, NUM_BATCHES, 0, 0),
+        (Toggling, NUM_BATCHES, 2, 1),
+        (PartlyTraining, NUM_BATCHES, 0, 0),
     ],
-    ids=["writing", "copying", "twice", "skipping", "hooked"],
+    ids=["writing", "copying", "twice", "skipping", "hooked", "toggling", "partly training"],
 )
 def test_what_was_not_foreseen_is_right_all_the_same(
     make: Any, calls: int, begun: int, dropped: int, tmp_path: Path
