@@ -8,6 +8,7 @@ travel (see `wire`) is sent as a copy, and received into one.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # tensors as they are
 
-_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES = 2**10, 2**14, 2**6  # told apart by tags of 31 bits
+_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES, _MAX_RUNS = 2**10, 2**10, 2**6, 2**4  # 31 bits of tags
+_runs = itertools.count()  # of this process; what a failed one has sent is not for the next
 _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
 
 
@@ -66,7 +68,7 @@ class Transport(Collectives):
         self._meshes: dict[tuple[int, int], Mesh] = {}  # torch has no cheap way to end a group
         self._sends: list[tuple[Label, Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
-        self._seed = 0
+        self._seed = self._run = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -82,13 +84,19 @@ class Transport(Collectives):
     def settle(self, layout: tuple[int, int] | None) -> None:
         """Deal the ranks of each replica out to so many stages of so many shards; collective.
 
-        None leaves the layout open until the next call, where there is one replica.
+        None leaves the layout open until the next call, where there is one replica. Messages of
+        before, which a run that ended by an error may have left on their way, are not received any
+        more.
         """
         assert layout is not None or self.world.num_replicas == 1
         if layout is not None and layout not in self._meshes:
             with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
                 self._meshes[layout] = make_mesh(self.world, *layout)
         self._mesh = None if layout is None else self._meshes[layout]
+        self._sends.clear()
+        self._receives.clear()
+        if self.world.is_distributed:
+            self._run = next(_runs) % _MAX_RUNS
         if self._mesh is not None:
             self.members, self.replicas.members = self._mesh.own_replica, self._mesh.replicas
 
@@ -103,7 +111,7 @@ class Transport(Collectives):
         parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
         with self.explained(f"receive {label.kind} data of chunk {label.chunk} from rank {source}"):
             works = [
-                dist.irecv(parcel.place, source, tag=_tag(label, i))
+                dist.irecv(parcel.place, source, tag=self._tag(label, i))
                 for i, parcel in enumerate(parcels)
                 if parcel.num_bytes
             ]
@@ -126,7 +134,7 @@ class Transport(Collectives):
             for i, tensor in enumerate(tensors):
                 payload = self._encode(tensor, codec)
                 if payload.numel():
-                    work = dist.isend(payload, target, tag=_tag(label, i))
+                    work = dist.isend(payload, target, tag=self._tag(label, i))
                     self._sends.append((label, work, payload))
 
     @property
@@ -216,6 +224,13 @@ class Transport(Collectives):
         self._seed += 1
         return self._on_wire(codec.encode(tensor, self._seed))
 
+    def _tag(self, label: Label, index: int) -> int:
+        """Return a number that no other message on its way between two ranks has."""
+        assert index < _MAX_TENSORS
+        place = self._run * _MAX_STAGES + label.stage % _MAX_STAGES
+        place = place * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
+        return (2 * place + (label.kind == "backward")) * _MAX_TENSORS + index
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the block's time as waiting for other shards."""
@@ -242,10 +257,3 @@ class Exchange:
                 work.wait(transport.world.timeout)
         self._sent.clear()
         return [parcel.open() for parcel in self._parcels]
-
-
-def _tag(label: Label, index: int) -> int:
-    """Return a number that no other message on its way between two ranks has."""
-    assert index < _MAX_TENSORS
-    place = label.stage % _MAX_STAGES * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
-    return (2 * place + (label.kind == "backward")) * _MAX_TENSORS + index

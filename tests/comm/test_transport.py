@@ -66,6 +66,25 @@ def test_unequal_chunks_arrive_whole(tmp_path: Path) -> None:
     run(exchange, tmp_path)
 
 
+def leave_behind(transport: Transport, folder: Path) -> None:
+    """A run ends with a message on its way; the next one, of the same form, is the one received."""
+    label = Label("forward", 0)
+    if transport.mesh.is_first:
+        transport.send(1, label, [torch.zeros(3)])
+    again = Transport(transport.world, Meter())
+    again.settle((2, 1))
+    if again.mesh.is_first:
+        again.send(1, label, [torch.ones(3)])
+        again.flush()
+        return
+    again.post_receive(0, label, [torch.empty(3)])
+    assert again.wait_receive(label)[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_a_failed_run_has_sent_is_not_for_the_next(tmp_path: Path) -> None:
+    run(leave_behind, tmp_path)
+
+
 def share(transport: Transport, folder: Path) -> None:
     stage = transport.mesh.stage
     local = {"a": torch.zeros(2)} if stage == 0 else {"b": torch.ones(3, 1)}
