@@ -10,7 +10,7 @@ import copy
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.nested import tensors_in
 from lightning_gnnpipe.randomness import random_state, set_random_state
 
 Restore = Callable[[], None]
@@ -52,7 +53,7 @@ class StepReplay:
         self._args = [_shallow(one) for one in args]
         inner = set(pipelined.modules()) - {module} if pipelined is not module else set()
         self._modules = [one for one in module.modules() if one not in inner]
-        self._tensors = [one for arg in args for one in _tensors(arg)]
+        self._tensors = [one for arg in args for one in tensors_in(arg)]
         self._begin = self._capture()
 
     def __call__(self) -> Tensor:
@@ -159,19 +160,6 @@ def _shallow(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _shallow(one) for name, one in value.items()}
     return value if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for name in value:
-            yield from _tensors(value[name])
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif hasattr(value, "to_dict"):
-        yield from _tensors(value.to_dict())
 
 
 def _mute(module: pl.LightningModule, modules: Iterable[nn.Module]) -> None:

@@ -19,6 +19,15 @@ GRACE_S = 3.0
 """How long a child may take to end after the test that started it."""
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Make float64 the default dtype, and the weights the same in each test."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Restore ``os.environ``; fail on child processes and process groups that are still there."""

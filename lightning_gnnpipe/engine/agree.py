@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
 from lightning_gnnpipe.graph import tensor_fingerprint
+from lightning_gnnpipe.nested import tensors_in
 
 _LOSS_TOLERANCE = 1e-4
 _MASK = (1 << 63) - 1
@@ -50,7 +51,9 @@ class BatchFingerprints:
     def of(self, batch: Any) -> int:
         """Return a 63-bit number of the shapes, dtypes and contents of the batch's tensors."""
         known, total = {}, 0
-        for tensor in _tensors(batch):
+        for tensor in tensors_in(batch):
+            if str(tensor.layout) != "torch.strided":
+                continue
             version = version_of(tensor)
             last = self._known.get(id(tensor))
             if last is not None and last[0] is tensor and last[1] == version >= 0:
@@ -130,17 +133,3 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
                 "in training_step.",
             )
         )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        if str(batch.layout) == "torch.strided":
-            yield batch
-    elif isinstance(batch, Mapping):
-        for key in batch:
-            yield from _tensors(batch[key])
-    elif isinstance(batch, list | tuple):
-        for item in batch:
-            yield from _tensors(item)
-    elif hasattr(batch, "to_dict"):
-        yield from _tensors(batch.to_dict())

@@ -19,17 +19,11 @@ from lightning_gnnpipe.graph import graph_fingerprint
 from lightning_gnnpipe.passing import check_support
 from tests.helpers.engines import one_process_engine
 
+pytestmark = pytest.mark.usefixtures("double")
+
 N, D = 26, 8
 CHUNKS = torch.arange(N) * 7 % N // 9
 ONE_CHUNK = torch.zeros(N, dtype=torch.int64)
-
-
-@pytest.fixture(autouse=True)
-def double() -> object:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def edges(count: int, stride: int) -> Tensor:

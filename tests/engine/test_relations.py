@@ -24,18 +24,12 @@ from lightning_gnnpipe.passing import check_support
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import Delay, StaleOracle
 
+pytestmark = pytest.mark.usefixtures("double")
+
 N, D = 26, 8
 CHUNKS = torch.arange(N) * 7 % N // 9
 RELATIONS = [("a", "cites", "a"), ("a", "likes", "a")]
 KINDS = [gnn.HANConv, gnn.HGTConv]
-
-
-@pytest.fixture(autouse=True)
-def double() -> object:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def edges(count: int, stride: int) -> Tensor:

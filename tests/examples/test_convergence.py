@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.helpers.scripts import modules_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "convergence"
 NAMES = ("cell", "tables", "pictures", "main")
@@ -15,17 +16,9 @@ NAMES = ("cell", "tables", "pictures", "main")
 
 @pytest.fixture(scope="module")
 def study() -> Iterator[dict[str, ModuleType]]:
-    """The study's modules; their names are common ones, so they are forgotten afterwards."""
-    path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in NAMES}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name: __import__(name) for name in NAMES}
-    finally:
-        sys.path[:] = path
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    """The study's modules."""
+    with modules_of(FOLDER, NAMES) as found:
+        yield found
 
 
 def test_a_table_is_the_product_of_its_lists(study: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,23 +9,17 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.scripts import modules_of
+
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "dropped_edges"
 NAMES = ("cells", "report", "main")
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules; their names are common ones, so they are forgotten afterwards."""
-    path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in NAMES}
-    sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parents[1])]
-    try:
-        yield {name: __import__(name) for name in NAMES}
-    finally:
-        sys.path[:] = path
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    """The benchmark's modules."""
+    with modules_of(FOLDER, NAMES) as found:
+        yield found
 
 
 def options(**given: object) -> Namespace:

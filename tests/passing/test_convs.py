@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import MessagePassing
-from torch_geometric.nn.conv import spline_conv
 from torch_geometric.utils import add_self_loops, degree
 
 from lightning_gnnpipe.engine import PipelineEngine
@@ -26,9 +25,11 @@ from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REF
 from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
-from tests.helpers.splines import spline_basis, spline_weighting
 
-pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU"),
+    pytest.mark.usefixtures("double", "splines"),
+]
 
 N = 23
 ORDER = (0, 1, 2)
@@ -90,21 +91,6 @@ class TwoArguments(MessagePassing):
 
 OWN = [ConvCase("own tutorial", TutorialGCN), ConvCase("own update", ConcatUpdate)]
 OWN += [ConvCase("own two", TwoArguments)]
-
-
-@pytest.fixture(autouse=True)
-def double() -> object:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def splines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give SplineConv the functions of a library that pip does not bring."""
-    monkeypatch.setattr(spline_conv, "spline_basis", spline_basis)
-    monkeypatch.setattr(spline_conv, "spline_weighting", spline_weighting)
 
 
 def random_edges() -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.nn.conv import spline_conv
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.history import METHODS
@@ -16,7 +15,6 @@ from lightning_gnnpipe.passing import find_convs
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
-from tests.helpers.splines import spline_basis, spline_weighting
 from tests.passing.test_convs import (
     ORDER,
     OWN,
@@ -29,25 +27,13 @@ from tests.passing.test_convs import (
 )
 from tests.passing.test_convs_on_shards import UPSTREAM
 
-pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU"),
+    pytest.mark.usefixtures("double", "splines"),
+]
 
 SEEN_LATE = {"HANConv"}  # its mean over all nodes is a step old, edges or no edges
 ALONE = [case for case in [*CASES, *OWN, *UPSTREAM] if case.conv not in SEEN_LATE]
-
-
-@pytest.fixture(autouse=True)
-def double() -> object:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def splines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give SplineConv the functions of a library that pip does not bring."""
-    monkeypatch.setattr(spline_conv, "spline_basis", spline_basis)
-    monkeypatch.setattr(spline_conv, "spline_weighting", spline_weighting)
 
 
 def cut_by_hand(batch: dict[str, Tensor], partition: Tensor = PARTITION) -> dict[str, Tensor]:

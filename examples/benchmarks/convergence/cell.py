@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 from accuracy import MODELS, DeepClassifier, Setting
 from graphs import load_graph
 from quiet import silence_lightning
+from watched import Watched
 
 from lightning_gnnpipe import (
     DelayedGradients,
@@ -84,14 +86,8 @@ class Cell:
         return "_".join(str(value) for value in asdict(self).values())
 
 
-class Watched(DeepClassifier):
-    """Logs the accuracy on both held-out sets in one validation pass."""
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        found = self(batch).argmax(-1) == batch.y
-        for name in ("val", "test"):
-            share = found[batch[f"{name}_mask"]].double().mean()
-            self.log(f"{name}_acc", share, batch_size=1)
+class WatchedDeep(Watched, DeepClassifier):
+    """Decays as the one, and logs as the other."""
 
 
 class Curves(L.Callback):
@@ -127,7 +123,7 @@ def run(cell: Cell, root: str | None) -> dict[str, Any]:
         base.dropout,
     )
     conv_decay = base.conv_decay if cell.model == "gcnii" else base.linear_decay
-    module = Watched(net, datamodule.num_classes, base.lr, base.linear_decay, conv_decay)
+    module = WatchedDeep(net, datamodule.num_classes, base.lr, base.linear_decay, conv_decay)
     partition = partition_of(datamodule.data, cell)
     curves = Curves()
     trainer = L.Trainer(

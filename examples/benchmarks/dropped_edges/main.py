@@ -31,7 +31,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.data import Data
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
@@ -39,10 +38,11 @@ from cells import DATASETS, METHODS, Cell, read_cells, write_cell
 from graphs import load_graph
 from quiet import silence_lightning
 from report import draw, print_accuracies, summarize, write_rows
+from watched import Watched
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from lightning_gnnpipe.models import GAT, NodeClassifier
+from lightning_gnnpipe.models import GAT
 
 DEFAULT = ["dropped", "constant", "delayed, dropout-free"]
 EVERY = 4  # epochs between two looks at the held-out sets
@@ -77,16 +77,6 @@ class WordGAT(GAT):
         first, last = self.convs
         x = F.elu(first(self.words(x), edge_index))
         return last(self.dropout(x), edge_index)
-
-
-class Watched(NodeClassifier):
-    """Logs the accuracy on both held-out sets in one validation pass."""
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        found = self(batch).argmax(-1) == batch.y
-        for name in ("val", "test"):
-            share = found[batch[f"{name}_mask"]].double().mean()
-            self.log(f"{name}_acc", share, batch_size=1)
 
 
 class Curves(L.Callback):
