@@ -271,7 +271,7 @@ class PipelineEngine:
 
     def _can_renew(self, graph: PlannedGraph, mode: Mode) -> bool:
         """Whether a pass without gradients over `graph` can be the refresh that is due."""
-        is_due = graph is self.graphs.trained and graph.is_refresh_due(self.num_training_passes)
+        is_due = graph is self.graphs.trained and graph.takes_rows(self.num_training_passes)
         is_eval = self.options.is_fitting and not self.model.module.training
         is_alike = mode.reads in graph.filled and not self.model.intercepted.norms
         return is_due and is_eval and is_alike and not self._has_pending

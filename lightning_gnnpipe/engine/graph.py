@@ -60,7 +60,11 @@ class PlannedGraph:
         self._make_histories(histories)
 
     def is_refresh_due(self, step: int) -> bool:
-        """Whether all rows are to be recomputed before training pass number `step`."""
+        """Whether a pass is to be made that recomputes all rows before training pass `step`."""
+        return self.store.options.method.reads.makes_passes and self.takes_rows(step)
+
+    def takes_rows(self, step: int) -> bool:
+        """Whether the rows of an exact pass are to take the place of all before `step`."""
         return self.store.options.method.reads.renews(step) and not self.is_renewed
 
     def renew(self) -> None:

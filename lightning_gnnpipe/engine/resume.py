@@ -24,7 +24,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,20 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
     for key in store:
         saved = store.save(key)
         gradients = saved.gradients or SavedGradients()
-        tables = {"rows": saved.rows, "kept": saved.kept, "output_grads": gradients.outputs}
+        tables = {
+            "rows": saved.rows,
+            "kept": saved.kept,
+            "output_grads": gradients.outputs,
+            "output_grads_before": gradients.outputs_before,
+        }
         if not _is_by_chunk(key):  # ghosts are others' own
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
-        halos = dict(gradients.halos)
-        histories.append({"key": _plain(key), **tables, **steps, "halo_grads": halos})
+        halos = {
+            "halo_grads": dict(gradients.halos),
+            "halo_grads_before": dict(gradients.halos_before),
+        }
+        histories.append({"key": _plain(key), **tables, **steps, **halos})
     moments = [
         {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
         for key in store.moments
@@ -177,13 +185,17 @@ def load_ranks(
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
-        rows, kept, outputs = (
+        rows, kept, outputs, before = (
             _moved([one[name] for _, one in parts], places, device)
-            for name in ("rows", "kept", "output_grads")
+            for name in ("rows", "kept", "output_grads", "output_grads_before")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
-        gradients = SavedGradients(outputs, _halo_grads(key, ranks, perm, ends, device))
+        halos, halos_before = (
+            _halo_grads(key, name, ranks, perm, ends, device)
+            for name in ("halo_grads", "halo_grads_before")
+        )
+        gradients = SavedGradients(outputs, halos, before, halos_before)
         target = store.by_chunk if by_chunk else store
         target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True
@@ -191,6 +203,7 @@ def load_ranks(
 
 def _halo_grads(
     key: CallKey,
+    name: str,
     ranks: Sequence[Mapping[str, Any]],
     perm: Tensor,
     ends: Sequence[int],
@@ -203,7 +216,7 @@ def _halo_grads(
         if rank["ends"] == ends and torch.equal(rank["perm"], perm)
         for one in rank["histories"]
         if CallKey(*one["key"]) == key
-        for chunk, (positions, grad) in one["halo_grads"].items()
+        for chunk, (positions, grad) in one[name].items()
     }
 
 

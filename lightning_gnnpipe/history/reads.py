@@ -46,8 +46,13 @@ class ReadRule:
         """Whether a second table of rows is kept."""
         return False
 
+    @property
+    def makes_passes(self) -> bool:
+        """Whether a pass is made to recompute rows where validation has made none."""
+        return False
+
     def renews(self, step: int) -> bool:
-        """Whether all rows are recomputed before step number `step`, by an exact pass."""
+        """Whether all rows are to be those of an exact pass before step number `step`."""
         return False
 
     def before(self, rows: Rows, *, is_exact: bool) -> None:
@@ -211,19 +216,25 @@ class DropoutFreeRows(ReadRule):
     may not look at them.)
 
     Args:
-        every_n_steps: Steps between such passes.
+        every_n_steps: Steps between such passes. None: none is made, and rows are those of
+            validation after each step that it follows, at no cost; the last ones after others.
 
     Raises:
         ConfigError: If it is not a positive integer.
     """
 
-    every_n_steps: int = 1
+    every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
-        check_steps(self.every_n_steps)
+        if self.every_n_steps is not None:
+            check_steps(self.every_n_steps)
+
+    @property
+    def makes_passes(self) -> bool:
+        return self.every_n_steps is not None
 
     def renews(self, step: int) -> bool:
-        return step > 0 and step % self.every_n_steps == 0
+        return step > 0 and step % (self.every_n_steps or 1) == 0
 
 
 def check_steps(value: object) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 NEVER = -1
+HaloGradients = Mapping[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,14 @@ class SavedGradients:
     Attributes:
         outputs: Of a linear layer's outputs, `[num_nodes, *]`, in plan order.
         halos: For each chunk positions and gradients of its halo, `[num_halo]`, `[num_halo, *]`.
+        outputs_before: `outputs` of the step before, where it is kept.
+        halos_before: `halos` of the step before, where they are kept.
     """
 
     outputs: Tensor | None = None
-    halos: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    halos: HaloGradients = field(default_factory=dict)
+    outputs_before: Tensor | None = None
+    halos_before: HaloGradients = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,16 +148,19 @@ class Delay:
     Args:
         decay: Factor on the gradients of the last step.
         momentum: Share of those before in them.
+        lead: How far they are carried forward, along their difference to those before.
     """
 
-    def __init__(self, decay: float, momentum: float = 0.0) -> None:
+    def __init__(self, decay: float, momentum: float = 0.0, lead: float = 0.0) -> None:
         self.decay = decay
         self.momentum = momentum
+        self.lead = lead
         self.forget()
 
     def forget(self) -> None:
         """Go on as if there had been no step before."""
         self.waiting: dict[tuple[Key, int], Tensor] = {}
+        self.before: dict[tuple[Key, int], Tensor] = {}
         self.coming: dict[tuple[Key, int], Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
 
@@ -175,11 +178,14 @@ class Delay:
     def give(self, key: Key, reader: int, rows: Tensor) -> None:
         """Let ``rows``, not zero in one chunk, have the gradient that ``reader`` had."""
         if (key, reader) in self.waiting:
-            self.loss = self.loss + self.decay * (self.waiting[key, reader] * rows).sum()
+            last = self.waiting[key, reader]
+            slope = last - self.before.get((key, reader), last)
+            ahead = last + self.lead * slope
+            self.loss = self.loss + self.decay * (ahead * rows).sum()
 
     def end_step(self) -> None:
         """Take what has been noted as that of the last step."""
-        self.waiting, self.coming = self.coming, {}
+        self.before, self.waiting, self.coming = self.waiting, self.coming, {}
         self.loss = torch.zeros((), dtype=torch.float64)
 
 

@@ -108,6 +108,18 @@ def test_gradients_wait_a_step(plan: ChunkPlan) -> None:
     assert store.pull_grad("h", second) is None
 
 
+def test_what_is_in_time_is_scaled_and_what_waits_is_not(plan: ChunkPlan) -> None:
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(0.5, scale=1.5))))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    store.push_grad("h", first, torch.full((2, 1), 8.0))
+    in_time = store.pull_grad("h", second)
+    store.end_step(is_exact=False)
+    late = store.pull_grad("h", second)
+    assert in_time is not None and in_time.flatten().tolist() == [0, 12, 12]
+    assert late is not None and late.flatten().tolist() == [0, 4, 4]
+
+
 def test_gradients_of_outputs_wait_a_step(plan: ChunkPlan) -> None:
     store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(0.5, 0.75))))
     first, second = plan.chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,44 @@ from tests.helpers.modules import NETS
 from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
 
 PLAIN, DAMPED, SMOOTH = (1.0, 0.0), (0.5, 0.0), (0.7, 0.6)
+AHEAD, SMOOTH_AHEAD = (1.0, 0.0, 0.5), (0.8, 0.4, 1.0)
+DELAYS = {
+    "plain": PLAIN,
+    "damped": DAMPED,
+    "smooth": SMOOTH,
+    "ahead": AHEAD,
+    "smooth, ahead": SMOOTH_AHEAD,
+}
 
 
-@pytest.mark.parametrize("delay", [PLAIN, DAMPED, SMOOTH], ids=["plain", "damped", "smooth"])
+@pytest.mark.parametrize("delay", DELAYS.values(), ids=DELAYS)
 @pytest.mark.parametrize("order", ["fixed", "shuffled", "mirrored"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 @pytest.mark.parametrize("name", NETS)
 def test_one_stage_equals_oracle(
-    name: str, num_chunks: int, order: OrderName, delay: tuple[float, float], tmp_path: Path
+    name: str, num_chunks: int, order: OrderName, delay: Sequence[float], tmp_path: Path
 ) -> None:
     assert_equals_oracle(communities(num_chunks), tmp_path, name=name, order=order, delay=delay)
 
 
+@pytest.mark.parametrize("scale", [0.7, 1.5])
+@pytest.mark.parametrize("order", ["fixed", "shuffled"])
+@pytest.mark.parametrize("name", NETS)
+def test_what_is_in_time_may_be_scaled(
+    name: str, order: OrderName, scale: float, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(5), tmp_path, name=name, order=order, delay=DAMPED, scale=scale
+    )
+
+
+@pytest.mark.parametrize("delay", [SMOOTH, SMOOTH_AHEAD], ids=["smooth", "smooth, ahead"])
 @pytest.mark.parametrize("name", ["gcn", "sage", "edge"])
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
-    assert_equals_oracle(case, tmp_path, name=name, delay=SMOOTH)
+def test_one_stage_equals_oracle_on(
+    case: GraphCase, name: str, delay: Sequence[float], tmp_path: Path
+) -> None:
+    assert_equals_oracle(case, tmp_path, name=name, delay=delay)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +58,11 @@ def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) 
     [
         ("gcn", 1, 1, 5, "live", SMOOTH, True),
         ("edge", 1, 1, 5, "live", SMOOTH, True),
+        ("gcn", 1, 1, 5, "warmup", SMOOTH_AHEAD, True),
+        ("edge", 2, 1, 5, "live", AHEAD, True),
+        ("gcnii", 2, 1, 5, "snapshot", SMOOTH_AHEAD, False),
+        ("gcn", 1, 2, 5, "live", SMOOTH_AHEAD, False),
+        ("gat_jk", 2, 2, 5, "exact", AHEAD, False),
         ("gcnii", 2, 1, 5, "snapshot", DAMPED, False),
         ("gat_jk", 3, 1, 5, "exact", SMOOTH, True),
         ("edge", 2, 1, 16, "warmup", PLAIN, False),
@@ -54,7 +82,7 @@ def test_stages_shards_and_recomputing_equal_oracle(
     num_shards: int,
     num_chunks: int,
     rule: str,
-    delay: tuple[float, float],
+    delay: Sequence[float],
     recompute: bool,
     tmp_path: Path,
 ) -> None:
@@ -66,6 +94,7 @@ def test_stages_shards_and_recomputing_equal_oracle(
         num_stages=num_stages,
         num_shards=num_shards,
         rule=rule,
+        scale=1.5,
         delay=delay,
         recompute=recompute,
         validate=True,

@@ -13,6 +13,7 @@ from lightning_gnnpipe import (
     DropoutFreeRows,
     DroppedGradients,
     ExtrapolatedRows,
+    LastRows,
     SmoothedRows,
     StalenessMethod,
 )
@@ -160,3 +161,33 @@ def test_validation_saves_the_pass_that_renews_rows(
             if num_stages * num_shards == 1:  # otherwise they are made in other processes
                 assert len(passes) == (0 if batches else (NUM_EPOCHS - 1) // every_n_steps)
     assert_steps_equal(steps[1], steps[0])
+
+
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2)])
+def test_rows_of_validation_may_be_taken_where_there_are_some(
+    num_stages: int, num_shards: int, tmp_path: Path
+) -> None:
+    """Without validation they are the last ones, with it those of a pass before every step."""
+    steps = {
+        (reads, batches): run_fit(
+            ReferenceModule("gcnii", **OPTIMIZER),
+            communities(5).data,
+            num_stages=num_stages,
+            num_shards=num_shards,
+            num_chunks=5,
+            partition=communities(5).partition,
+            max_epochs=NUM_EPOCHS,
+            tmp_path=tmp_path,
+            trainer_kwargs={"limit_val_batches": batches},
+            strategy_kwargs={"staleness": StalenessMethod(reads=reads)},
+        ).steps
+        for reads, batches in (
+            (DropoutFreeRows(None), 0),
+            (LastRows(), 0),
+            (DropoutFreeRows(None), 1.0),
+            (DropoutFreeRows(1), 0),
+        )
+    }
+    assert_steps_equal(steps[DropoutFreeRows(None), 0], steps[LastRows(), 0])
+    assert_steps_equal(steps[DropoutFreeRows(None), 1.0], steps[DropoutFreeRows(1), 0])
+    assert steps[LastRows(), 0][-1].loss != steps[DropoutFreeRows(1), 0][-1].loss

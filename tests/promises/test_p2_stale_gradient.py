@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def callbacks(rule: str) -> list[Any]:
     return [StalenessWarmup(num_epochs=refresh.num_exact_epochs)] if is_longer else []
 
 
-def method(refresh: Refresh, scale: float, delay: tuple[float, float] | None = None) -> Any:
-    """Return the public method for a rule, and a factor or (decay, momentum) of gradients."""
+def method(refresh: Refresh, scale: float, delay: Sequence[float] | None = None) -> Any:
+    """Return the public method for a rule, a factor of gradients, and what `Delay` takes."""
     from lightning_gnnpipe import (
         DelayedGradients,
         DropoutFreeRows,
@@ -56,9 +57,10 @@ def method(refresh: Refresh, scale: float, delay: tuple[float, float] | None = N
     if refresh.every_n_epochs:
         kind = SnapshotRows if refresh.how == "snapshot" else DropoutFreeRows
         reads = kind(refresh.every_n_epochs)
-    return StalenessMethod(
-        DroppedGradients(scale) if delay is None else DelayedGradients(*delay), reads
-    )
+    if delay is None:
+        return StalenessMethod(DroppedGradients(scale), reads)
+    decay, momentum, *lead = delay
+    return StalenessMethod(DelayedGradients(decay, momentum, scale, *lead), reads)
 
 
 def assert_equals_oracle(
@@ -71,7 +73,7 @@ def assert_equals_oracle(
     order: OrderName = "shuffled",
     rule: str = "live",
     scale: float = 1.0,
-    delay: tuple[float, float] | None = None,
+    delay: Sequence[float] | None = None,
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,

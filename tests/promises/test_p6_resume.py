@@ -130,6 +130,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "snapshot": {"staleness": StalenessMethod(reads=SnapshotRows(3))},
     "refresh": {"staleness": StalenessMethod(reads=DropoutFreeRows(3))},
     "delayed": {"staleness": StalenessMethod(DelayedGradients(0.9, 0.5))},
+    "ahead": {"staleness": StalenessMethod(DelayedGradients(0.9, lead=0.5), DropoutFreeRows(None))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
 }

@@ -28,15 +28,17 @@ from torch_geometric.data import Data
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
-from accuracy import MODELS, DeepClassifier, Setting
+from accuracy import MODELS, DeepClassifier
 from graphs import load_graph
 from quiet import silence_lightning
+from synthetic import make_arxiv_like
 from watched import Watched
 
 from lightning_gnnpipe import (
     DelayedGradients,
     DropoutFreeRows,
     DroppedGradients,
+    ExtrapolatedRows,
     FullGraphDataModule,
     GNNPipeStrategy,
     SnapshotRows,
@@ -44,24 +46,58 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
+from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.types import OrderName, PartitionMethod
 
+
+@dataclass(frozen=True)
+class ZeroStart(SnapshotRows):
+    """Snapshots as in the authors' runs, the first of which are zeros instead of exact rows."""
+
+    def after(self, rows: Rows, *, is_exact: bool, step: int) -> None:
+        super().after(rows, is_exact=is_exact, step=step)
+        if is_exact and rows.kept is not None:
+            rows.kept.zero_()
+
+
+BALANCED = DelayedGradients(0.5, scale=1.5)
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
     "scaled": StalenessMethod(DroppedGradients(2.0)),
-    "gnnpipe": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
-    "constant+dropout-free": StalenessMethod(reads=DropoutFreeRows()),
     "delayed": StalenessMethod(DelayedGradients()),
-    "delayed-0.9": StalenessMethod(DelayedGradients(0.9)),
+    "balanced": StalenessMethod(BALANCED, DropoutFreeRows(None)),
+    "balanced+last-rows": StalenessMethod(BALANCED),
     "delayed-0.7": StalenessMethod(DelayedGradients(0.7)),
-    "delayed-0.5": StalenessMethod(DelayedGradients(0.5)),
     "delayed-smooth-0.5": StalenessMethod(DelayedGradients(momentum=0.5)),
-    "delayed-smooth-0.95": StalenessMethod(DelayedGradients(momentum=0.95)),
-    "delayed+dropout-free": StalenessMethod(DelayedGradients(), DropoutFreeRows()),
-    "delayed+snapshot": StalenessMethod(DelayedGradients(), SnapshotRows(23)),
+    "extrapolated": StalenessMethod(DelayedGradients(), ExtrapolatedRows()),
+    "constant+dropout-free": StalenessMethod(reads=DropoutFreeRows(None)),
+    "scaled+dropout-free": StalenessMethod(DroppedGradients(2.0), DropoutFreeRows(None)),
+    "delayed+dropout-free": StalenessMethod(DelayedGradients(), DropoutFreeRows(None)),
+    "delayed-0.7+dropout-free": StalenessMethod(DelayedGradients(0.7), DropoutFreeRows(None)),
+    "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
+    "paper-exact-start": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
+    "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
 }
 NUM_LATE = 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a network is trained with; Adam in any case."""
+
+    hidden_channels: int
+    dropout: float
+    lr: float
+    conv_decay: float
+    linear_decay: float
+
+
+RECIPES = {
+    "gcnii": Recipe(64, 0.6, 0.01, 0.01, 5e-4),  # GCNII (arXiv 2007.02133) for Cora
+    "resgcnplus": Recipe(64, 0.6, 0.01, 5e-4, 5e-4),  # the same decay for all
+    "gnnpipe": Recipe(100, 0.5, 1e-3, 0.0, 0.0),  # GNNPipe (arXiv 2308.10087) for all
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +113,8 @@ class Cell:
     order: OrderName = "shuffled"
     warmup: int = 1
     clip: float = 0.0
+    recipe: str = "gcnii"
+    anneal: int = 0
     epochs: int = 200
     seed: int = 0
 
@@ -87,7 +125,16 @@ class Cell:
 
 
 class WatchedDeep(Watched, DeepClassifier):
-    """Decays as the one, and logs as the other."""
+    """Decays as the one, and logs as the other; anneals the learning rate over so many epochs."""
+
+    num_annealed: int = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if not self.num_annealed:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.num_annealed)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 class Curves(L.Callback):
@@ -112,18 +159,23 @@ class Curves(L.Callback):
 
 def run(cell: Cell, root: str | None) -> dict[str, Any]:
     """Train one cell; return its summary and curves."""
-    datamodule = FullGraphDataModule(load_graph(cell.dataset, root))
+    is_made = cell.dataset == "arxiv-like"
+    datamodule = FullGraphDataModule(
+        make_arxiv_like() if is_made else load_graph(cell.dataset, root)
+    )
     L.seed_everything(cell.seed, verbose=False)
-    base = Setting(cell.model)
+    recipe = RECIPES[cell.recipe]
     net = MODELS[cell.model](
         datamodule.num_features,
-        base.hidden_channels,
+        recipe.hidden_channels,
         datamodule.num_classes,
         cell.layers,
-        base.dropout,
+        recipe.dropout,
     )
-    conv_decay = base.conv_decay if cell.model == "gcnii" else base.linear_decay
-    module = WatchedDeep(net, datamodule.num_classes, base.lr, base.linear_decay, conv_decay)
+    module = WatchedDeep(
+        net, datamodule.num_classes, recipe.lr, recipe.linear_decay, recipe.conv_decay
+    )
+    module.num_annealed = cell.epochs if cell.anneal else 0
     partition = partition_of(datamodule.data, cell)
     curves = Curves()
     trainer = L.Trainer(
