@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_gnnpipe.callbacks import (
     AdaptiveHalo,
+    AdaptiveStaleness,
     BoundedStaleness,
     ChunkProgress,
     PipelineMonitor,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveHalo",
+    "AdaptiveStaleness",
     "BoundedStaleness",
     "ChunkProgress",
     "DelayedGradients",

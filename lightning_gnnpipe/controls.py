@@ -20,6 +20,9 @@ class Controls:
         is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
             those of the step before.
         halo_codec: Codec of rows between shards, in place of the strategy's.
+        leading_chunks: The chunks that go first, in this order; the others follow as drawn. A chunk
+            that goes first is read fresh by all others, and reads them stale. The same on every
+            rank; an exact step has no chunks to order.
         on_chunk: Called on this rank after each chunk of a training step, forward and backward,
             with how many it has computed so far and how many it will: twice the chunks.
     """
@@ -29,6 +32,7 @@ class Controls:
     records_staleness: bool = False
     is_synchronous: bool = False
     halo_codec: str | None = None
+    leading_chunks: tuple[int, ...] = ()
     on_chunk: OnChunk | None = None
 
     def reset(self) -> None:

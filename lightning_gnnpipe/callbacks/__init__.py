@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gnnpipe.callbacks.adaptive import AdaptiveStaleness, StalenessEvent
 from lightning_gnnpipe.callbacks.halo import AdaptiveHalo, BoundedStaleness
 from lightning_gnnpipe.callbacks.monitor import PipelineMonitor
 from lightning_gnnpipe.callbacks.progress import ChunkProgress
@@ -11,9 +12,11 @@ from lightning_gnnpipe.callbacks.warmup import StalenessWarmup
 
 __all__ = [
     "AdaptiveHalo",
+    "AdaptiveStaleness",
     "BoundedStaleness",
     "ChunkProgress",
     "PipelineMonitor",
+    "StalenessEvent",
     "StalenessMonitor",
     "StalenessWarmup",
     "TimelineCallback",

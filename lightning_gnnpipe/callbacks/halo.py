@@ -9,7 +9,7 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, logged_value, pipe_strategy
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.types import CodecName
 
@@ -104,15 +104,7 @@ class AdaptiveHalo(Callback):
             controls.halo_codec = self.codecs[self.num_steps - 2]
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.monitor not in trainer.callback_metrics:
-            raise ConfigError(
-                explain(
-                    expected=f"'{self.monitor}' to be logged in each training epoch",
-                    found=", ".join(sorted(trainer.callback_metrics)) or "no metric",
-                    remedy="Name one that is, by AdaptiveHalo(monitor=...).",
-                )
-            )
-        value = float(trainer.callback_metrics[self.monitor])
+        value = logged_value(self, trainer, self.monitor)
         has_fallen = self.best == math.inf or value < self.best - self.min_delta * abs(self.best)
         self.best = min(self.best, value)
         self.num_stalled = 0 if has_fallen else self.num_stalled + 1

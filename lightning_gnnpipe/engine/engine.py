@@ -38,7 +38,6 @@ from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.passing import check_support, guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.stages import (
@@ -212,13 +211,8 @@ class PipelineEngine:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
-        order = chunk_order(
-            parts.plan.num_chunks,
-            epoch=self.progress.step_index,
-            seed=self.options.seed,
-            order=self.options.chunk_order,
-        )
-        schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, tuple(order)))
+        order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
+        schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)

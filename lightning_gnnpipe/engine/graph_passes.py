@@ -23,6 +23,7 @@ from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.switch import switched
+from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.stages import Call, Inputs, Layers
 
 
@@ -121,6 +122,16 @@ class GraphPasses:
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codec=get_codec(messages.cut_codec),
+        )
+
+    def order(self, parts: StepParts, step: int, *, is_exact: bool) -> tuple[int, ...]:
+        """Return the chunks in the order of training step number `step`."""
+        return chunk_order(
+            parts.plan.num_chunks,
+            epoch=step,
+            seed=self._options.seed,
+            order=self._options.chunk_order,
+            leading=() if is_exact else self._controls.leading_chunks,
         )
 
     def messages(self, is_exact: bool) -> MessageOptions:

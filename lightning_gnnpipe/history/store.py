@@ -144,7 +144,7 @@ class HistoryStore:
         rows_now, written = entry.rows.now, entry.rows.written
         target = rows_now[chunk.start : chunk.end]
         if self.recorder is not None and all(written[c] != NEVER for c in chunks):
-            self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
+            self.recorder.record_drift(key, chunk, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
                 entry.old = torch.empty_like(rows_now)
