@@ -20,6 +20,8 @@ from lightning_gnnpipe.callbacks.access import check_count, logged_value, pipe_s
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import Staleness
 
+_LEAST_DRIFT = 0.01  # what is less is no harm, and once training has settled it is rounding
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessEvent:
@@ -62,7 +64,8 @@ class AdaptiveStaleness(Callback):
     Args:
         monitor: Name of a logged metric that should fall.
         every_n_epochs: Measure the last of every n epochs, at one more read of every history.
-        lead_above: Chunks go first whose drift is above so many times the median of all chunks.
+        lead_above: Chunks go first whose drift is above so many times the median of all chunks, and
+            above 0.01.
         max_drift: Relative drift of all rows above which the next epoch is exact; None for none.
         max_rise: Rise of the metric above its best value, as a share of it, above which the next
             epoch is exact.
@@ -206,10 +209,11 @@ class AdaptiveStaleness(Callback):
 
     def _choose_leading(self, epoch: int, drift: Mapping[int, float]) -> None:
         usual = median(drift.values())
-        leading = worst_chunks(drift, self.lead_above * usual)
+        bound = max(self.lead_above * usual, _LEAST_DRIFT)
+        leading = worst_chunks(drift, bound)
         if leading != self.leading_chunks:
             figures = ", ".join(f"{chunk}: {drift[chunk]:.4g}" for chunk in leading) or "none"
-            reason = f"drift above {self.lead_above:g} times the median {usual:.4g}: {figures}"
+            reason = f"drift above {bound:.4g}, with a median of {usual:.4g}: {figures}"
             self.events.append(StalenessEvent(epoch, "leading_chunks", reason, leading))
         self.leading_chunks, self._num_chunks = leading, len(drift)
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    AdaptiveStaleness,
     DelayedGradients,
     DropoutFreeRows,
     GNNPipeStrategy,
@@ -160,6 +161,37 @@ def test_p6_another_number_of_stages_goes_on_alike(
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
     found = fit(tmp_path / "second", num_stages=second, resume=saved, **options)
     torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+
+
+def adaptive() -> list[L.Callback]:
+    """A control that acts in most epochs."""
+    options: dict[str, Any] = {"lead_above": 1.0, "max_rise": 0.0, "patience": 1}
+    return [AdaptiveStaleness(monitor="loss", every_n_epochs=1, max_exact_frac=0.4, **options)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_p6_control_that_adapts_goes_on_alike(num_stages: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_stages": num_stages}
+    whole = fit(tmp_path / "whole", callbacks=adaptive(), **options)
+    saved = tmp_path / "whole" / f"epoch={SAVED_AT - 1}.ckpt"
+    second = fit(tmp_path / "second", resume=saved, callbacks=adaptive(), **options)
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "gnnpipe"):
+        assert_same(second[name], whole[name], name)
+    found, expected = (one["callbacks"]["AdaptiveStaleness"] for one in (second, whole))
+    assert found == expected
+    acted = {(event["action"], event["epoch"] < SAVED_AT) for event in expected["events"]}
+    assert ("leading_chunks", True) in acted and ("leading_chunks", False) in acted
+    assert {action for action, _ in acted} == {"leading_chunks", "exact_epoch"}
+
+
+def test_p6_leading_chunks_of_another_cut_are_forgotten(tmp_path: Path) -> None:
+    """Chunks of the first run go first in its last epoch; the second run has other chunks."""
+    first = fit(tmp_path / "first", epochs=SAVED_AT, num_stages=1, callbacks=adaptive())
+    assert first["callbacks"]["AdaptiveStaleness"]["leading_chunks"]
+    saved, callbacks = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt", adaptive()
+    options: dict[str, Any] = {"epochs": SAVED_AT + 1, "num_stages": 1, "num_chunks": 1}
+    second = fit(tmp_path / "second", resume=saved, callbacks=callbacks, **options)
+    assert second["callbacks"]["AdaptiveStaleness"]["leading_chunks"] == ()
 
 
 @pytest.mark.parametrize("num_chunks", [3, 7])

@@ -26,6 +26,17 @@ N, K, SEED = 40, 5, 11
 ASSIGNMENT = torch.arange(N) * K // N
 
 
+class Leads(L.Callback):
+    """Has chunks go first, others in each epoch."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.strategy.controls.leading_chunks = leading(trainer.current_epoch)
+
+
+def leading(epoch: int) -> tuple[int, ...]:
+    return ((), (4,), (2, 0), (1,), (3, 4, 0), ())[epoch]
+
+
 class StaleRecorder(L.Callback):
     """Writes each training step's stale reads, by layer, and the logged share and age."""
 
@@ -95,6 +106,21 @@ def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) ->
         assert step["logged"]["history/age_epochs"] == (1.0 if expected else 0.0)
         seen.add(tuple(expected))
     assert len(seen) > 2, "the order of the chunks was not shuffled"
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_p8_stale_reads_equal_the_simulators_with_leading_chunks(
+    num_stages: int, tmp_path: Path
+) -> None:
+    """In epoch 0, which is exact, nothing is stale; a chunk that goes first is stale to nobody."""
+    sources = plan().sources
+    for epoch, step in enumerate(run(tmp_path, num_stages, Leads())):
+        first = leading(epoch)
+        drawn = chunk_order(K, epoch=epoch, seed=SEED, order="shuffled")
+        order = [*first, *(chunk for chunk in drawn if chunk not in first)]
+        expected = [] if epoch == 0 else sorted(map(tuple, stale_reads(order, sources)))
+        assert [step["pairs"].get(layer, []) for layer in range(3)] == [expected] * 3
+        assert not any(source == order[0] for _, source in expected)
 
 
 def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
