@@ -21,7 +21,7 @@ class Controls:
             those of the step before.
         halo_codec: Codec of rows between shards, in place of the strategy's.
         leading_chunks: The chunks that go first, in this order; the others follow as drawn. A chunk
-            that goes first is read fresh by all others, and reads them stale. The same on every
+            that goes first is read fresh by all behind it, and reads those stale. The same on every
             rank; an exact step has no chunks to order.
         on_chunk: Called on this rank after each chunk of a training step, forward and backward,
             with how many it has computed so far and how many it will: twice the chunks.

@@ -1,6 +1,6 @@
 """Staleness that is controlled by what is measured: drift of the chunks, and the loss.
 
-drift by chunk  ->  the worst chunks go first: all others read them fresh, at no cost
+drift by chunk  ->  the worst chunks go first: all behind them read them fresh
 drift, loss     ->  an exact epoch is next, within a budget
 """
 
@@ -44,9 +44,9 @@ class AdaptiveStaleness(Callback):
     """Renews the worst chunks, or runs an exact epoch, when drift or loss ask for it.
 
     At the end of every n-th epoch the drift of each chunk is measured. Chunks that have drifted
-    much farther than the others go first in the next epochs, until it is measured again: all others
-    then read them fresh, at no cost. They themselves read all others stale. At most a quarter of
-    the chunks goes first.
+    much farther than the others go first in the next epochs, until it is measured again: all behind
+    them then read them fresh, which takes no time. They themselves read those behind them stale. At
+    most a quarter of the chunks goes first.
 
     An exact epoch is next when the drift of all rows is above `max_drift`, or the loss has risen,
     or has not fallen for a while; a loss that does not fall asks for one only, until it has fallen
@@ -59,7 +59,7 @@ class AdaptiveStaleness(Callback):
     `max_drift` is off by default, because what is much depends on the model: dropout counts as
     drift, and with a rate of 0.5 a relative drift of 1 is nothing but two masks. Look at
     `history/drift` of a run that went well before setting it. Comparing chunks needs no such
-    number, as dropout is the same for all.
+    number, as dropout is the same for all. `max_rise` has to be above the noise of the metric.
 
     Args:
         monitor: Name of a logged metric that should fall.
@@ -92,7 +92,7 @@ class AdaptiveStaleness(Callback):
         every_n_epochs: int = 5,
         lead_above: float = 1.5,
         max_drift: float | None = None,
-        max_rise: float = 0.25,
+        max_rise: float = 0.5,
         patience: int = 10,
         max_exact_frac: float = 0.1,
     ) -> None:
