@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
@@ -28,6 +29,7 @@ from lightning_gnnpipe.graph import chunk_order, plan_from_assignment
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
 from lightning_gnnpipe.schedule import stale_reads
+from tests.helpers.observed import make_data, make_module, make_trainer
 
 N, K, SEED = 40, 8, 3
 ASSIGNMENT = torch.arange(N) * K // N
@@ -267,3 +269,24 @@ def test_a_run_ends_with_one_line_of_what_was_done(caplog: pytest.LogCaptureFixt
         "AdaptiveStaleness: made 1 of 4 epochs exact (the last, 2: watched 5 is more than 10% "
         "above its best, 1); changed the leading chunks 0 times, now []."
     ) in caplog.text
+
+
+def test_a_run_resumed_from_a_checkpoint_of_validation_skips_the_end_of_that_epoch(
+    tmp_path: Path,
+) -> None:
+    """Its epoch has not ended, and there is no step to measure when it does."""
+    saver = ModelCheckpoint(
+        tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=False
+    )
+    options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
+    trainer = make_trainer(1, 4, adaptive(), saver, **options)
+    trainer.fit(make_module(), make_data())
+    second = adaptive()
+    trainer = make_trainer(1, 4, second, max_epochs=4)
+    trainer.fit(make_module(), make_data(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert trainer.current_epoch == 4
+    assert all(event.epoch > 1 for event in second.events)
+
+
+def adaptive() -> AdaptiveStaleness:
+    return AdaptiveStaleness(every_n_epochs=1, lead_above=1.0)
