@@ -26,6 +26,11 @@ def pipe_strategy(callback: Callback, trainer: pl.Trainer) -> GNNPipeStrategy:
     return trainer.strategy
 
 
+def has_trained(callback: Callback, trainer: pl.Trainer) -> bool:
+    """Whether a training step has run: none has where a run goes on at the end of an epoch."""
+    return pipe_strategy(callback, trainer).engine.last_step.record is not None
+
+
 def logged_value(callback: Callback, trainer: pl.Trainer, name: str) -> float:
     """Return the last value of the metric `name`.
 

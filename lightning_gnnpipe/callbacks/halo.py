@@ -9,7 +9,7 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, logged_value, pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, has_trained, logged_value, pipe_strategy
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.types import CodecName
 
@@ -104,6 +104,8 @@ class AdaptiveHalo(Callback):
             controls.halo_codec = self.codecs[self.num_steps - 2]
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not has_trained(self, trainer):
+            return
         value = logged_value(self, trainer, self.monitor)
         has_fallen = self.best == math.inf or value < self.best - self.min_delta * abs(self.best)
         self.best = min(self.best, value)

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
 from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
 from lightning_gnnpipe.types import TrafficKind
 
@@ -90,7 +90,7 @@ class PipelineMonitor(Callback):
         self._step_s = self._now_s(trainer) - self._start_s
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (trainer.current_epoch + 1) % self.every_n_epochs:
+        if (trainer.current_epoch + 1) % self.every_n_epochs or not has_trained(self, trainer):
             return
         values = self._collect(trainer)
         # In single precision a count of bytes is exact up to 16 MiB only.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
 
 
 class StalenessMonitor(Callback):
@@ -40,7 +40,7 @@ class StalenessMonitor(Callback):
         controls.records_staleness = self._is_due(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._is_due(trainer):
+        if not self._is_due(trainer) or not has_trained(self, trainer):
             return
         layers = pipe_strategy(self, trainer).collect_staleness()
         rows = sum(one.rows for one in layers.values())

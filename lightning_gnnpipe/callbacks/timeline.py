@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
 from lightning_gnnpipe.report import (
     check_matplotlib,
     chrome_trace,
@@ -68,6 +68,8 @@ class TimelineCallback(Callback):
         self._last_epoch = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not has_trained(self, trainer):
+            return
         self._last_epoch = trainer.current_epoch
         if trainer.current_epoch == self.epoch:
             self._write(trainer, self.epoch)
