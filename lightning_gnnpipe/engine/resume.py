@@ -104,14 +104,14 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
             "rows": saved.rows,
             "kept": saved.kept,
             "output_grads": gradients.outputs,
-            "output_grads_before": gradients.outputs_before,
+            "last_output_grads": gradients.last_outputs,
         }
         if not _is_by_chunk(key):  # ghosts are others' own
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
         halos = {
             "halo_grads": dict(gradients.halos),
-            "halo_grads_before": dict(gradients.halos_before),
+            "last_halo_grads": dict(gradients.last_halos),
         }
         histories.append({"key": _plain(key), **tables, **steps, **halos})
     moments = [
@@ -185,17 +185,17 @@ def load_ranks(
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
-        rows, kept, outputs, before = (
+        rows, kept, outputs, last = (
             _moved([one[name] for _, one in parts], places, device)
-            for name in ("rows", "kept", "output_grads", "output_grads_before")
+            for name in ("rows", "kept", "output_grads", "last_output_grads")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
-        halos, halos_before = (
+        halos, last_halos = (
             _halo_grads(key, name, ranks, perm, ends, device)
-            for name in ("halo_grads", "halo_grads_before")
+            for name in ("halo_grads", "last_halo_grads")
         )
-        gradients = SavedGradients(outputs, halos, before, halos_before)
+        gradients = SavedGradients(outputs, halos, last, last_halos)
         target = store.by_chunk if by_chunk else store
         target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True

@@ -94,12 +94,12 @@ class DelayedGradients(GradientRule):
         return True
 
     @property
-    def keeps_before(self) -> bool:
-        """Whether a second v is kept."""
+    def is_filtered(self) -> bool:
+        """Whether what waits is made of more than the gradients of the last step."""
         return self.momentum > 0 or self.lead > 0
 
     def num_tables(self, *, recomputes: bool) -> int:
-        return 1 + self.keeps_before + recomputes
+        return 1 + self.is_filtered + recomputes
 
     def make_buffer(self) -> GradientBuffer:
         return _WaitingBuffer(self)
@@ -107,46 +107,53 @@ class DelayedGradients(GradientRule):
 
 @dataclass(slots=True)
 class _Waiting:
-    """What one reader has for its halo: its positions, v of the last step and of that before."""
+    """What a reader's halo is given in the next step, and with a lead what it was last."""
 
     positions: Tensor
-    now: Tensor
-    before: Tensor | None = None
+    late: Tensor
+    last: Tensor | None
 
 
 class _WaitingBuffer(GradientBuffer):
-    """What waits for the next step: v of each reader's halo, or of a linear layer's outputs."""
+    """What waits for the next step: for each reader's halo, or a linear layer's outputs.
+
+    With late_e what is given in step e, the formulas of `DelayedGradients` are one recursion:
+
+        late_(e+1) = momentum late_e + (1 - momentum) decay ((1 + lead) a_e - lead a_(e-1))
+
+    All of it is divided by `scale`, which is on all that is taken.
+    """
 
     def __init__(self, rule: DelayedGradients) -> None:
         super().__init__()
         self._rule = rule
-        self._decay = rule.decay / rule.scale  # all that is taken is scaled
+        self._decay = rule.decay / rule.scale
         self._halos: dict[int, _Waiting] = {}  # by reader
         self._total: Tensor | None = None  # of all readers, within a step
         self._has_total = False
-        # Between steps v and the one before it; within a step this step's gradient over what is
-        # late, and v.
+        # Outputs: what is late, and the last gradients. A chunk that comes replaces the one by its
+        # gradients, the other by what is late in the next step; then they change places.
         self._outputs: Tensor | None = None
-        self._before: Tensor | None = None
-        self._waits = self._leads = self._is_open = False  # whether there is v, v before; written
+        self._last: Tensor | None = None
+        self._waits = self._has_last = self._is_open = False
 
     def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         own = grad.to(like.device)
         total = self._sum_halos(own.dtype, like)
         total.index_add_(0, positions, own.to(total.dtype))
-        waiting = self._halos.get(chunk.index)
-        if waiting is None:
-            self._halos[chunk.index] = _Waiting(positions, own.clone())
-            return
-        total.index_add_(0, waiting.positions, self._late(waiting, total.dtype), alpha=-1)
-        v = torch.lerp(waiting.now, own.to(waiting.now.dtype), 1 - self._rule.momentum)
-        waiting.before = waiting.now if self._rule.lead else None
-        waiting.now = v
+        old = self._halos.get(chunk.index)
+        if old is not None:
+            total.index_add_(0, old.positions, old.late.to(total.dtype), alpha=-1)
+        has_last = old is not None and old.last is not None
+        late = old.last if old is not None and old.last is not None else torch.empty_like(own)
+        self._carry(late, own, None if old is None else old.late, has_last=has_last)
+        last = own.clone() if self._rule.lead else None
+        self._halos[chunk.index] = _Waiting(positions, late, last)
 
     def take(self, rows: Where, like: Tensor) -> Tensor | None:
         if not self._halos and not self._has_total:
             return None
-        known = next((one.now.dtype for one in self._halos.values()), torch.float32)
+        known = next((one.late.dtype for one in self._halos.values()), torch.float32)
         return self._sum_halos(known, like)[rows]
 
     def _sum_halos(self, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -157,39 +164,47 @@ class _WaitingBuffer(GradientBuffer):
         wide = torch.promote_types(dtype, torch.float32)  # differences of halves are too coarse
         self._total = sized(self._total, wide, like).zero_()
         for waiting in self._halos.values():
-            self._total.index_add_(0, waiting.positions, self._late(waiting, wide))
+            self._total.index_add_(0, waiting.positions, waiting.late.to(wide))
         self._has_total = True
         return self._total
 
-    def _late(self, waiting: _Waiting, dtype: torch.dtype) -> Tensor:
-        """Return what a reader's halo is given, `[num_halo, *]`, until it comes."""
-        late = waiting.now.to(dtype, copy=True)
-        if waiting.before is not None:
-            late.lerp_(waiting.before.to(dtype), -self._rule.lead)
-        return late.mul_(self._decay)
+    def _carry(self, out: Tensor, grad: Tensor, late: Tensor | None, *, has_last: bool) -> None:
+        """Write what is given in the next step over the last gradients, if `out` has them."""
+        decay, momentum, lead = self._decay, self._rule.momentum, self._rule.lead
+        if has_last:
+            out.lerp_(grad, 1 + lead)
+        else:
+            out.copy_(grad)
+        if late is not None and momentum:
+            out.mul_(decay * (1 - momentum)).add_(late, alpha=momentum)
+        elif decay != 1.0:
+            out.mul_(decay)
 
     def add_output(
         self, chunk: ChunkView, grad: Tensor, dtype: torch.dtype, like: Tensor
     ) -> tuple[Tensor, None]:
         if not self._is_open:
-            self._is_open = True
             self._open(dtype, like)
         assert self._outputs is not None
-        self._outputs[chunk.start : chunk.end] = grad
+        rows = self._outputs[chunk.start : chunk.end]
+        if self._rule.is_filtered:
+            assert self._last is not None
+            late = rows if self._waits else None
+            out = self._last[chunk.start : chunk.end]
+            self._carry(out, grad.to(dtype), late, has_last=self._has_last)
+        rows.copy_(grad)
         return self._outputs, None
 
     def _open(self, dtype: torch.dtype, like: Tensor) -> None:
-        """Put what is late in place of v, and v where the one before it was."""
-        v, before = sized(self._outputs, dtype, like), self._before
-        late = v
-        if self._rule.keeps_before and self._waits:
-            late = sized(before, dtype, like)
-            if self._leads and late is before:
-                late.lerp_(v, 1 + self._rule.lead)
-            else:
-                late.copy_(v)
-            self._before = v
-        self._outputs = late if self._decay == 1.0 else late.mul_(self._decay)
+        """Begin a step."""
+        self._is_open = True
+        self._outputs = sized(self._outputs, dtype, like)
+        if self._rule.is_filtered:
+            last = sized(self._last, dtype, like)
+            self._has_last = self._has_last and last is self._last
+            self._last = last
+        elif self._decay != 1.0:
+            self._outputs.mul_(self._decay)
 
     def end_step(self, *, is_exact: bool) -> None:
         self._has_total = False
@@ -197,14 +212,11 @@ class _WaitingBuffer(GradientBuffer):
             self._halos.clear()
             if self._outputs is not None:
                 self._outputs.zero_()
-            self._waits = self._leads = False
+            self._waits = self._has_last = False
         elif self._is_open:
-            assert self._outputs is not None
-            if self._rule.momentum and self._waits:
-                assert self._before is not None
-                self._outputs.lerp_(self._before, self._rule.momentum)
-            self._leads = self._waits and self._rule.lead > 0
-            self._waits = True
+            if self._rule.is_filtered:
+                self._outputs, self._last = self._last, self._outputs
+            self._waits, self._has_last = True, self._rule.lead > 0
         self._is_open = False
 
     def save(self) -> SavedGradients | None:
@@ -212,25 +224,22 @@ class _WaitingBuffer(GradientBuffer):
             return None
         return SavedGradients(
             self._outputs if self._waits else None,
-            {chunk: (one.positions, one.now) for chunk, one in self._halos.items()},
-            self._before if self._leads else None,
+            {chunk: (one.positions, one.late) for chunk, one in self._halos.items()},
+            self._last if self._has_last else None,
             {
-                chunk: (one.positions, one.before)
+                chunk: (one.positions, one.last)
                 for chunk, one in self._halos.items()
-                if one.before is not None
+                if one.last is not None
             },
         )
 
     def load(self, saved: SavedGradients) -> None:
+        last = saved.last_halos if self._rule.lead else {}
         self._halos = {
-            chunk: _Waiting(where, v.clone()) for chunk, (where, v) in saved.halos.items()
+            chunk: _Waiting(where, late.clone(), last[chunk][1].clone() if chunk in last else None)
+            for chunk, (where, late) in saved.halos.items()
         }
         self._outputs = None if saved.outputs is None else saved.outputs.clone()
         self._waits = saved.outputs is not None
-        if not self._rule.lead:
-            return
-        for chunk, (_, v) in saved.halos_before.items():
-            self._halos[chunk].before = v.clone()
-        if saved.outputs_before is not None:
-            self._before = saved.outputs_before.clone()
-            self._leads = True
+        if self._rule.lead and saved.last_outputs is not None:
+            self._last, self._has_last = saved.last_outputs.clone(), True

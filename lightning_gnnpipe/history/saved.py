@@ -18,14 +18,14 @@ class SavedGradients:
     Attributes:
         outputs: Of a linear layer's outputs, `[num_nodes, *]`, in plan order.
         halos: For each chunk positions and gradients of its halo, `[num_halo]`, `[num_halo, *]`.
-        outputs_before: `outputs` of the step before, where it is kept.
-        halos_before: `halos` of the step before, where they are kept.
+        last_outputs: The gradients of the last step as they came, where they are kept.
+        last_halos: Likewise.
     """
 
     outputs: Tensor | None = None
     halos: HaloGradients = field(default_factory=dict)
-    outputs_before: Tensor | None = None
-    halos_before: HaloGradients = field(default_factory=dict)
+    last_outputs: Tensor | None = None
+    last_halos: HaloGradients = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
