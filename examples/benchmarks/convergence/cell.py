@@ -60,23 +60,23 @@ class ZeroStart(SnapshotRows):
             rows.kept.zero_()
 
 
-BALANCED = DelayedGradients(0.5, scale=1.5)
+VALIDATED = DropoutFreeRows(None)  # validation runs after every epoch
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
     "scaled": StalenessMethod(DroppedGradients(2.0)),
     "delayed": StalenessMethod(DelayedGradients()),
-    "balanced": StalenessMethod(BALANCED, DropoutFreeRows(None)),
-    "balanced+last-rows": StalenessMethod(BALANCED),
-    "delayed-0.7": StalenessMethod(DelayedGradients(0.7)),
-    "delayed-smooth-0.5": StalenessMethod(DelayedGradients(momentum=0.5)),
+    "lead": StalenessMethod(DelayedGradients(lead=0.5)),
+    "smooth": StalenessMethod(DelayedGradients(momentum=0.5)),
     "extrapolated": StalenessMethod(DelayedGradients(), ExtrapolatedRows()),
-    "constant+dropout-free": StalenessMethod(reads=DropoutFreeRows(None)),
-    "scaled+dropout-free": StalenessMethod(DroppedGradients(2.0), DropoutFreeRows(None)),
-    "delayed+dropout-free": StalenessMethod(DelayedGradients(), DropoutFreeRows(None)),
-    "delayed-0.7+dropout-free": StalenessMethod(DelayedGradients(0.7), DropoutFreeRows(None)),
+    "constant+validated": StalenessMethod(reads=VALIDATED),
+    "scaled+validated": StalenessMethod(DroppedGradients(2.0), VALIDATED),
+    "delayed+validated": StalenessMethod(DelayedGradients(), VALIDATED),
+    "balanced+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5), VALIDATED),
+    "smooth+validated": StalenessMethod(DelayedGradients(momentum=0.5), VALIDATED),
+    "predicted": StalenessMethod(DelayedGradients(lead=0.5), VALIDATED),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
-    "paper-exact-start": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
+    "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
     "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
 }
 NUM_LATE = 20
