@@ -13,6 +13,12 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine import PipelinedModel, clip_by_total_norm, share_overflows
 
 
+def loss_scale(plugin: Precision) -> float:
+    """Return the factor that `plugin` puts on the next loss."""
+    scaler = getattr(plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
 class StagePrecision:
     """Clips by the norm over all stages, and skips a step where any of them overflows."""
 
@@ -21,8 +27,8 @@ class StagePrecision:
 
     def attach(
         self, plugin: Precision, module: LightningModule, model: PipelinedModel, pipe: Transport
-    ) -> bool:
-        """Change `plugin`; return whether it scales losses.
+    ) -> None:
+        """Change `plugin`.
 
         Args:
             plugin: Of the Trainer, set up already.
@@ -40,7 +46,6 @@ class StagePrecision:
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
             self._undo.append(share_overflows(scaler, pipe))
-        return scaler is not None
 
     def detach(self) -> None:
         """Give the plugin back as it was."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -29,32 +30,23 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_scaling(is_async: bool, is_delayed: bool) -> None:
-    """Refuse gradients of the last step, which had another loss scale, or overflowed.
+def check_scaling(plugin: Precision, is_async: bool) -> None:
+    """Refuse others' gradients of the last step, which had another loss scale, or overflowed.
 
     Args:
-        is_async: Whether losses are scaled, and shards use gradients of the last step.
-        is_delayed: Whether losses are scaled, and chunks do.
+        plugin: Of the Trainer.
+        is_async: Whether shards use gradients of the last step.
 
     Raises:
-        UnsupportedError: If so.
+        UnsupportedError: If they do, and losses are scaled.
     """
-    if is_async:
+    if is_async and getattr(plugin, "scaler", None) is not None:
         raise UnsupportedError(
             explain(
                 expected="async_halo=True without loss scaling",
                 found='precision="16-mixed", under which gradients of the last step are scaled '
                 "otherwise",
                 remedy='Use "bf16-mixed", or async_halo=False.',
-            )
-        )
-    if is_delayed:
-        raise UnsupportedError(
-            explain(
-                expected="DelayedGradients without loss scaling",
-                found='precision="16-mixed", under which gradients of the last step are scaled '
-                "otherwise",
-                remedy='Use "bf16-mixed", or staleness="constant".',
             )
         )
 

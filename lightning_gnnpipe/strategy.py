@@ -28,6 +28,7 @@ from lightning_gnnpipe.history import Staleness, StalenessMethod
 from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
+from lightning_gnnpipe.precision import loss_scale
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
@@ -71,10 +72,10 @@ class GNNPipeStrategy(PipeLoops):
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed".
-        staleness: How staleness is met: "constant" (the exact gradient, with stale rows as
-            constants), "scaled" (gradients between chunks count twice, the paper's technique 3),
-            "gnnpipe" (stale reads from snapshots as well, technique 2), "delayed" (gradients of
-            stale rows are used an epoch later), or a `StalenessMethod`.
+        staleness: How staleness is met: "predicted" (gradients of stale rows from the last two
+            epochs; stale rows of validation), "delayed" (from the last one), "constant" (stale rows
+            have none), "scaled" (the others count twice, the paper's technique 3), "gnnpipe" (stale
+            reads from snapshots as well, technique 2), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -141,7 +142,7 @@ class GNNPipeStrategy(PipeLoops):
         partition: Partition = "metis",
         cross_chunk_edges: CrossChunkEdges = "keep",
         chunk_order: OrderName = "shuffled",
-        staleness: StalenessName | StalenessMethod = "constant",
+        staleness: StalenessName | StalenessMethod = "predicted",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         halo_codec: CodecName = "fp32",
@@ -254,14 +255,12 @@ class GNNPipeStrategy(PipeLoops):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        scales = getattr(self.precision_plugin, "scaler", None) is not None
         if self._has_peers:
             assert self.lightning_module is not None
-            scales = self._precision.attach(
+            self._precision.attach(
                 self.precision_plugin, self.lightning_module, self.engine.model, self._pipe
             )
-        is_delayed = self.options.method.gradients.is_delayed
-        check_scaling(scales and self.options.async_halo, scales and is_delayed)
+        check_scaling(self.precision_plugin, self.options.async_halo)
 
     def teardown(self) -> None:
         self._detach()
@@ -285,6 +284,7 @@ class GNNPipeStrategy(PipeLoops):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
+        engine.progress.loss_scale = loss_scale(self.precision_plugin)
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True

@@ -74,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "loops",
         "options",
         "planning",
+        "precision",
         "refuse",
         "summary",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.callbacks.access import pipe_strategy
-from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.types import StalenessName
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import datamodule, make_trainer
+from tests.helpers.trainers import datamodule, make_trainer, start_method
 
 
 class Converts(Realistic):
@@ -222,17 +223,40 @@ def test_the_scaler_is_given_back() -> None:
     trainer.fit(seeded(), datamodule=datamodule())
 
 
-def test_gradients_that_wait_are_refused_with_loss_scaling() -> None:
-    """By the next step the scale may be another; on one device as on several."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=GNNPipeStrategy(num_chunks=4, staleness="delayed"),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **precision_args("16-mixed"),
-    )
-    with pytest.raises(UnsupportedError, match="DelayedGradients without loss scaling"):
-        trainer.fit(seeded(), datamodule=datamodule())
+def in_chunks(num_stages: int, staleness: StalenessName) -> dict[str, Any]:
+    """Return what to give the Trainer for stale epochs."""
+    strategy = GNNPipeStrategy(num_chunks=4, staleness=staleness, start_method=start_method())
+    return {"strategy": strategy, "devices": num_stages}
+
+
+class Scales(MixedPrecision):
+    """Scales losses, and computes in the precision of the module."""
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize("staleness", ["constant", "delayed", "predicted"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_gradients_that_wait_follow_the_loss_scale(
+    num_stages: int, staleness: StalenessName, tmp_path: Path
+) -> None:
+    """It grows after every second step; in double precision that leaves no trace."""
+    runs = []
+    for name in ("plain", "scaled"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        options = in_chunks(num_stages, staleness)
+        if name == "scaled":
+            options["plugins"] = [Scales("16-mixed", "cpu", scaler)]
+        runs.append(fit(tmp_path / name, 0, seeded().double(), epochs=7, **options)[0])
+    for key, tensor in runs[0]["state_dict"].items():
+        torch.testing.assert_close(runs[1]["state_dict"][key], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_that_have_overflowed_do_not_wait(tmp_path: Path) -> None:
+    module = seeded(overflow_at=2)
+    options = {**in_chunks(1, "delayed"), **precision_args("16-mixed")}
+    found, metrics = fit(tmp_path, 0, module, epochs=6, **options)
+    assert all(tensor.isfinite().all() for tensor in found["state_dict"].values())
+    assert metrics["train_loss"].isfinite()
+    assert found["MixedPrecision"]["scale"] == 2048.0  # 1024, twice that, half, and twice again

@@ -29,6 +29,7 @@ class Progress:
         batch_fingerprint: Of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
+        loss_scale: Factor on the loss before it goes backward.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
             none may wait for another.
@@ -38,6 +39,7 @@ class Progress:
     batch_fingerprint: int = 0
     graph_of_node: Tensor | None = None
     loss: float = 0.0
+    loss_scale: float = 1.0
     signals: int = 0
     is_uneven: bool = False
 

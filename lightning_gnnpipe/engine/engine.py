@@ -211,6 +211,7 @@ class PipelineEngine:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
+        graph.store.rescale(self.progress.loss_scale)
         order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)

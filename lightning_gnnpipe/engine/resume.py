@@ -120,7 +120,13 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         if (one := store.moments.latest(key)) is not None
     ]
     ends = [chunk.end for chunk in graph.plan.chunks]
-    return {"perm": graph.plan.perm, "ends": ends, "histories": histories, "moments": moments}
+    return {
+        "perm": graph.plan.perm,
+        "ends": ends,
+        "histories": histories,
+        "moments": moments,
+        "loss_scale": store.loss_scale,
+    }
 
 
 def take_histories(
@@ -169,6 +175,7 @@ def load_ranks(
     keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
     if not is_same_cut and any(map(_is_by_chunk, keys)):
         return False
+    store.loss_scale = ranks[0]["loss_scale"]  # the same on all
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
         for one in rank["histories"]:

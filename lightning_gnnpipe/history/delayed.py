@@ -209,15 +209,27 @@ class _WaitingBuffer(GradientBuffer):
     def end_step(self, *, is_exact: bool) -> None:
         self._has_total = False
         if is_exact:
-            self._halos.clear()
-            if self._outputs is not None:
-                self._outputs.zero_()
-            self._waits = self._has_last = False
+            self._drop()
         elif self._is_open:
             if self._rule.is_filtered:
                 self._outputs, self._last = self._last, self._outputs
             self._waits, self._has_last = True, self._rule.lead > 0
         self._is_open = False
+
+    def _drop(self) -> None:
+        self._halos.clear()
+        if self._outputs is not None:
+            self._outputs.zero_()
+        self._waits = self._has_last = False
+
+    def rescale(self, factor: float | None) -> None:
+        if factor is None:
+            self._drop()
+            return
+        rows = [one for waiting in self._halos.values() for one in (waiting.late, waiting.last)]
+        for one in (*rows, self._outputs, self._last):
+            if one is not None:
+                one.mul_(factor)
 
     def save(self) -> SavedGradients | None:
         if not self._waits and not self._halos:

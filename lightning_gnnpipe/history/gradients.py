@@ -69,6 +69,10 @@ class GradientBuffer(ABC):
     def end_step(self, *, is_exact: bool) -> None:
         """Forget what the next step does not need; an exact step has left nothing for it."""
 
+    @abstractmethod
+    def rescale(self, factor: float | None) -> None:
+        """Multiply what waits for the next step; None: drop it."""
+
     def save(self) -> SavedGradients | None:
         """Return what waits for the next step; nothing is copied."""
         return None
@@ -173,6 +177,9 @@ class _ClearedBuffer(GradientBuffer):
         if self._total is not None and self._has_any:
             self._total.zero_()
             self._has_any = False
+
+    def rescale(self, factor: float | None) -> None:
+        """Nothing waits."""
 
     def load(self, saved: SavedGradients) -> None:
         """Drop it: it is of a run with another method."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
-from lightning_gnnpipe.history.reads import LastRows, ReadRule, SnapshotRows
+from lightning_gnnpipe.history.reads import DropoutFreeRows, LastRows, ReadRule, SnapshotRows
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class StalenessMethod:
 
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
+        "predicted": StalenessMethod(DelayedGradients(lead=0.5), DropoutFreeRows(None)),
+        "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
         "scaled": StalenessMethod(DroppedGradients(scale=2.0)),
         "gnnpipe": StalenessMethod(DroppedGradients(scale=2.0), SnapshotRows()),
-        "delayed": StalenessMethod(DelayedGradients()),
     }
 )
 """The methods that have a name."""

@@ -56,6 +56,7 @@ class HistoryStore:
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self.step = 0
+        self.loss_scale = 1.0  # of the gradients that wait
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
@@ -88,6 +89,14 @@ class HistoryStore:
         """Say that training pass number `step` begins."""
         self.step = step
         self.moments.begin_step()
+
+    def rescale(self, loss_scale: float) -> None:
+        """Make what waits that of another loss scale; a lower one says that it has overflowed."""
+        if loss_scale != self.loss_scale:
+            factor = loss_scale / self.loss_scale if loss_scale > self.loss_scale else None
+            for entry in self._entries.values():
+                entry.grads.rescale(factor)
+            self.loss_scale = loss_scale
 
     def before_forward(self, *, is_exact: bool) -> None:
         """Put into the rows what stale reads of this step return."""

@@ -120,6 +120,28 @@ def test_what_is_in_time_is_scaled_and_what_waits_is_not(plan: ChunkPlan) -> Non
     assert late is not None and late.flatten().tolist() == [0, 4, 4]
 
 
+@pytest.mark.parametrize(("loss_scale", "factor"), [(1.0, 1), (4.0, 4), (0.5, 0)])
+def test_what_waits_follows_the_loss_scale(
+    plan: ChunkPlan, loss_scale: float, factor: float
+) -> None:
+    """A lower scale says that the last gradients have overflowed: they are dropped."""
+    rule = DelayedGradients(lead=0.5)
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(rule)))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    for _ in range(2):
+        store.push_grad("h", first, torch.full((2, 1), 8.0))
+        store.add_output_grad("h", first, torch.full((2, 1), 8.0))
+        store.add_output_grad("h", second, torch.full((3, 1), 8.0))
+        store.end_step(is_exact=False)
+    store.rescale(loss_scale)
+    late = store.pull_grad("h", second)
+    assert (late is None) == (factor == 0)
+    assert late is None or late.flatten().tolist() == [0, 8 * factor, 8 * factor]
+    table, _ = store.add_output_grad("h", second, torch.full((3, 1), 1.0))
+    assert table[:2].flatten().tolist() == [8 * factor, 8 * factor]
+
+
 def test_gradients_of_outputs_wait_a_step(plan: ChunkPlan) -> None:
     store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(0.5, 0.75))))
     first, second = plan.chunks
