@@ -7,11 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
 from tests.helpers.scripts import modules_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "convergence"
-NAMES = ("cell", "tables", "pictures", "main")
+NAMES = ("synthetic", "cell", "tables", "pictures", "main")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,8 @@ def test_a_table_is_the_product_of_its_lists(study: dict[str, ModuleType], tmp_p
 
 def test_the_study_of_the_readme_can_be_read(study: dict[str, ModuleType]) -> None:
     cells = study["main"].read_table(FOLDER / "study.yaml")
-    assert {"Cora", "CiteSeer", "PubMed"} == {cell.dataset for cell in cells}
+    assert {"Cora", "squirrel", "arxiv-like"} <= {cell.dataset for cell in cells}
+    assert {cell.recipe for cell in cells} == set(study["cell"].RECIPES)
 
 
 def test_a_run_is_judged_where_validation_is_best(study: dict[str, ModuleType]) -> None:
@@ -69,9 +72,34 @@ def test_finished_cells_become_tables_and_pictures(
             tmp_path / "curves",
         )
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
-    study["tables"].write_tables(rows, tmp_path / "tables.md")
+    study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
     lines = (tmp_path / "tables.md").read_text().splitlines()
-    assert lines[0] == "## Cora, 32-layer gcnii, 200 epochs"
+    assert lines[0] == "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs"
     assert lines[-1].startswith("| 87 % | random | 8 | delayed |  | 2 | 79.0 ± 1.4 | -1.0 | 80.0 |")
     study["pictures"].draw(rows, tmp_path / "curves", tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+@pytest.mark.parametrize(("target", "found"), [(0.3, "5"), (0.7, "8"), (0.9, "never")])
+def test_epochs_to_a_target_are_those_of_the_median_run(
+    study: dict[str, ModuleType], target: float, found: str, tmp_path: Path
+) -> None:
+    """A mean of five epochs has to reach it: one good epoch is luck."""
+    for name, late in (("a", 0.8), ("b", 0.8), ("c", 0.4)):
+        values = [0.3, 0.3, 0.3, 1.0, 0.3, *[late] * 10]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["test_acc", *map(str, values)]))
+    rows = [{"name": name} for name in "abc"]
+    assert study["tables"].epochs_to(target, rows, tmp_path) == found
+
+
+def test_the_arxiv_like_graph_has_its_ratios(study: dict[str, ModuleType]) -> None:
+    data = study["synthetic"].make_arxiv_like()
+    source, target = data.edge_index
+    degrees = torch.bincount(source, minlength=data.num_nodes)
+    assert data.x.shape == (16_934, 128) and data.y.unique().numel() == 40
+    assert 12 < degrees.double().mean() < 14 and degrees.max() > 40 * degrees.median()
+    assert (data.y[source] == data.y[target]).double().mean() > 0.4
+    parts = partition_nodes(data.edge_index, data.num_nodes, num_chunks=32, method="metis", seed=0)
+    assert edge_cut_frac(data.edge_index, parts) > 0.4
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
+    assert masks.sum(0).eq(1).all()

@@ -42,7 +42,7 @@ def main() -> None:
         print(f"{len(done)} cells are finished, {len(todo)} to run", file=sys.stderr)
         run_all(todo, options, finished)
     rows = list(read_rows(finished))
-    write_tables(rows, options.output / "tables.md")
+    write_tables(rows, options.output / "curves", options.output / "tables.md")
     draw(rows, options.output / "curves", options.output)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from tables import LINE, TABLE, Row, grouped, mean
+from tables import LINE, TABLE, Row, grouped, mean, read_curves
 
 
 def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
@@ -70,13 +69,6 @@ def draw_by_cut(group: Sequence[Row]) -> Figure:
     axis.set_ylabel("test accuracy [%]")
     axis.legend(fontsize="small")
     return figure
-
-
-def read_curves(path: Path) -> dict[str, list[float]]:
-    """Return the columns of a file of curves."""
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows] for name in rows[0]}
 
 
 def means(runs: Sequence[Sequence[float]]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 Row = Mapping[str, str]
 
 # What a table has in common, and what its lines differ in.
-TABLE = ("dataset", "model", "layers", "epochs")
-LINE = ("partition", "chunks", "method", "order", "warmup", "clip")
+TABLE = ("dataset", "model", "layers", "recipe", "epochs")
+LINE = ("partition", "chunks", "method", "order", "warmup", "clip", "anneal")
 HEADER = (
     "cut",
     *LINE[:3],
@@ -20,13 +21,18 @@ HEADER = (
     "to exact",
     "last 20 epochs, %",
     "worst fall at the end",
+    "epochs to target",
     "train loss",
     "ms an epoch",
 )
 
 
-def write_tables(rows: Sequence[Row], path: Path) -> None:
-    """Write one table for each data set and model."""
+NUM_SMOOTHED = 5  # epochs whose mean is to reach the target
+MARGIN = 0.01  # by which the target is below what exact training ends with
+
+
+def write_tables(rows: Sequence[Row], curves: Path, path: Path) -> None:
+    """Write one table for each data set, model and recipe."""
     parts = []
     for key, group in grouped(rows, TABLE).items():
         exact = [row for row in group if row["method"] == "exact"]
@@ -35,9 +41,11 @@ def write_tables(rows: Sequence[Row], path: Path) -> None:
         settings = grouped(group, LINE)
         for setting in sorted(settings, key=lambda one: (one[2] != "exact", one)):
             cells = describe(dict(zip(LINE, setting, strict=True)), settings[setting], reference)
+            target = mean(exact, "late_test_acc") - MARGIN if exact else 0.0
+            cells.insert(-2, epochs_to(target, settings[setting], curves) if exact else "")
             lines.append("| " + " | ".join(cells) + " |")
-        dataset, model, layers, epochs = key
-        title = f"## {dataset}, {layers}-layer {model}, {epochs} epochs"
+        dataset, model, layers, recipe, epochs = key
+        title = f"## {dataset}, {layers}-layer {model}, recipe {recipe}, {epochs} epochs"
         parts.append("\n".join([title, "", *lines]))
     path.write_text("\n\n".join(parts) + "\n")
 
@@ -55,6 +63,25 @@ def mean(rows: Sequence[Row], name: str) -> float:
     return statistics.mean(float(row[name]) for row in rows)
 
 
+def epochs_to(target: float, rows: Sequence[Row], curves: Path) -> str:
+    """Return after how many epochs the runs reach a test accuracy, the median over them."""
+    found = []
+    for row in rows:
+        accuracies = read_curves(curves / f"{row['name']}.csv")["test_acc"]
+        ends = range(NUM_SMOOTHED, len(accuracies) + 1)
+        means = ((end, statistics.mean(accuracies[end - NUM_SMOOTHED : end])) for end in ends)
+        found.append(next((end for end, value in means if value >= target), float("inf")))
+    middle = statistics.median(found)
+    return "never" if middle == float("inf") else f"{middle:.0f}"
+
+
+def read_curves(path: Path) -> dict[str, list[float]]:
+    """Return the columns of a file of curves."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
 def describe(setting: Mapping[str, str], rows: Sequence[Row], reference: float | None) -> list[str]:
     """Return the cells of one line."""
     is_exact = setting["method"] == "exact"
@@ -65,6 +92,7 @@ def describe(setting: Mapping[str, str], rows: Sequence[Row], reference: float |
     others = [f"order {setting['order']}"] if setting["order"] != "shuffled" else []
     others += [f"clip {setting['clip']}"] if float(setting["clip"]) else []
     others += [f"warm-up {setting['warmup']}"] if setting["warmup"] != "1" else []
+    others += ["annealed"] if setting["anneal"] != "0" else []
     return [
         "" if is_exact else f"{100 * mean(rows, 'cut_frac'):.0f} %",
         *("" if is_exact else setting[name] for name in LINE[:2]),
