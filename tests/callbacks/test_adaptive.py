@@ -103,7 +103,9 @@ def fit(*callbacks: L.Callback, epochs: int, num_stages: int = 1, lr: float = 0.
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages,
-        strategy=GNNPipeStrategy(partition=ASSIGNMENT, start_method="fork"),
+        strategy=GNNPipeStrategy(
+            partition=ASSIGNMENT, staleness="delayed", start_method="fork"
+        ),  # rows that no validation renews
         max_epochs=epochs,
         callbacks=[*(one for one in callbacks if one is not watches), watches],
         logger=False,

@@ -68,6 +68,7 @@ def train(
         max_epochs=NUM_EPOCHS,
         tmp_path=folder,
         trainer_kwargs={"limit_val_batches": 0},
+        strategy_kwargs={"staleness": "constant"},
     )
     ranks = range(num_stages * num_shards)
     first, *others = [torch.load(folder / f"rank_{rank}.pt") for rank in ranks]

@@ -130,6 +130,14 @@ def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
 
 
 def test_drift_is_positive_once_weights_move(tmp_path: Path) -> None:
-    steps = run(tmp_path, 1)
+    steps = run(tmp_path, 1, staleness="delayed")
     assert steps[-1]["logged"]["history/drift"] > 0
     assert steps[-1]["logged"]["history/drift/layer_2"] > 0
+
+
+def test_rows_of_validation_have_not_drifted(tmp_path: Path) -> None:
+    """Without dropout they are what the next step writes again."""
+    steps = run(tmp_path, 1)
+    assert [step["logged"]["history/drift"] for step in steps[1:]] == pytest.approx(
+        [0] * 5, abs=1e-6
+    )
