@@ -14,6 +14,7 @@ DATASETS = ("Cora", "CiteSeer", "PubMed")
 METHODS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "dropped": {"cross_chunk_edges": "drop"},
+    "predicted": {"staleness": "predicted"},
     "constant": {"staleness": "constant"},
     "delayed": {"staleness": "delayed"},
     "dropout-free": {"staleness": StalenessMethod(reads=DropoutFreeRows())},
