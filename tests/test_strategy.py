@@ -249,8 +249,14 @@ def test_the_strategy_is_registered() -> None:
         ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
         ({"history_device": "meta"}, "'history_device' to be a device with memory"),
         ({"chunk_order": True}, "'chunk_order' to be one of shuffled, mirrored, fixed"),
-        ({"staleness": "fresh"}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
-        ({"staleness": 2.0}, "'staleness' to be one of constant, scaled, gnnpipe, delayed"),
+        (
+            {"staleness": "fresh"},
+            "'staleness' to be one of predicted, delayed, constant, scaled, gnnpipe",
+        ),
+        (
+            {"staleness": 2.0},
+            "'staleness' to be one of predicted, delayed, constant, scaled, gnnpipe",
+        ),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
     ],
 )
