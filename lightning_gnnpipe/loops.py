@@ -134,9 +134,12 @@ class PipeLoops(PipeReplicas):
             self._engine.prefer(self._ended)
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)
+        callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        averages = any(_compat.average_of(one) is not None for one in callbacks)
+        self._engine.progress.averages_weights = averages
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
-            self._serve_guests(module.trainer.callbacks)  # type: ignore[attr-defined]
+            self._serve_guests(callbacks)
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)

@@ -261,6 +261,7 @@ class GNNPipeStrategy(PipeLoops):
                 self.precision_plugin, self.lightning_module, self.engine.model, self._pipe
             )
         check_scaling(self.precision_plugin, self.options.async_halo)
+        self.engine.progress.loss_scale = partial(loss_scale, self.precision_plugin)
 
     def teardown(self) -> None:
         self._detach()
@@ -284,7 +285,6 @@ class GNNPipeStrategy(PipeLoops):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
-        engine.progress.loss_scale = loss_scale(self.precision_plugin)
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True

@@ -180,6 +180,21 @@ def test_memory_follows_how_staleness_is_met() -> None:
     assert tables(StalenessMethod(reads=SnapshotRows())) == 3
 
 
+def test_memory_of_gradients_that_wait_by_halo() -> None:
+    """What attention has for its halo waits by reader; a lead takes those of two steps."""
+    _, data = make()
+    module = NodeClassifier(gnn.GAT(NUM_FEATURES, WIDTH, 2, NUM_CLASSES), NUM_CLASSES)
+
+    def memory(method: StalenessMethod) -> int:
+        plan = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=method).plan(module, data)
+        return sum(cost.history_bytes for cost in plan.layer_costs)
+
+    none = memory(StalenessMethod())
+    one = memory(StalenessMethod(DelayedGradients())) - none
+    two = memory(StalenessMethod(DelayedGradients(lead=0.5))) - none
+    assert two == 2 * one > 0
+
+
 def test_all_layouts_of_the_devices_are_compared() -> None:
     module, data = make()
     plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_devices=8, link_gbit_per_s=1e9)

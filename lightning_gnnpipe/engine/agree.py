@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ class Progress:
         batch_fingerprint: Of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
-        loss_scale: Factor on the loss before it goes backward.
+        loss_scale: Returns the factor on the next loss before it goes backward.
+        averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
             none may wait for another.
@@ -39,7 +40,8 @@ class Progress:
     batch_fingerprint: int = 0
     graph_of_node: Tensor | None = None
     loss: float = 0.0
-    loss_scale: float = 1.0
+    loss_scale: Callable[[], float] = lambda: 1.0
+    averages_weights: bool = False
     signals: int = 0
     is_uneven: bool = False
 

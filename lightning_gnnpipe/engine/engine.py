@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
-from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
@@ -33,6 +34,7 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
@@ -211,7 +213,8 @@ class PipelineEngine:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
-        graph.store.rescale(self.progress.loss_scale)
+        graph.store.rescale(self.progress.loss_scale(), is_lost=not isfinite(self.progress.loss))
+        graph.trained_with = TrainedCall.of(call, self.model.module)
         order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
@@ -250,7 +253,8 @@ class PipelineEngine:
             return mode.layers.rebuild_output(outputs)
         graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
-        renews = self._can_renew(graph, mode)
+        is_kept = self._has_pending or self.progress.averages_weights
+        renews = not is_kept and self._passes.can_renew(graph, call, self.num_training_passes)
         planned = graph.inputs
         if self._has_pending:  # the training pass still needs its own
             planned = PlannedInputs(graph.plan)
@@ -263,13 +267,6 @@ class PipelineEngine:
         if renews:
             graph.renew()
         return mode.layers.rebuild_output(outputs)
-
-    def _can_renew(self, graph: PlannedGraph, mode: Mode) -> bool:
-        """Whether a pass without gradients over `graph` can be the refresh that is due."""
-        is_due = graph is self.graphs.trained and graph.takes_rows(self.num_training_passes)
-        is_eval = self.options.is_fitting and not self.model.module.training
-        is_alike = mode.reads in graph.filled and not self.model.intercepted.norms
-        return is_due and is_eval and is_alike and not self._has_pending
 
     def _check_support(self, has_graphs: bool) -> None:
         """Refuse, once, layers that are not right on chunks, or options for one graph alone."""

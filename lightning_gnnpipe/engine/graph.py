@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.partitioner import ChunkOptions, Partitioner
+from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.graph import (
     ChunkPlan,
@@ -57,6 +58,7 @@ class PlannedGraph:
         self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
         self.is_renewed = False  # rows are of the present weights, without dropout
+        self.trained_with: TrainedCall | None = None
         self._make_histories(histories)
 
     def is_refresh_due(self, step: int) -> bool:
@@ -74,7 +76,7 @@ class PlannedGraph:
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
-        self.is_renewed = False
+        self.is_renewed, self.trained_with = False, None
         if isinstance(self.writing.store, SharedStore):
             self.writing.store.drain()
         self._make_histories(self.store.options)

@@ -124,6 +124,20 @@ class GraphPasses:
             codec=get_codec(messages.cut_codec),
         )
 
+    def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
+        """Whether a pass without gradients may write the rows that training pass `step` reads.
+
+        Where shards do not wait for each other it would take what is on its way: only one that is
+        due does.
+        """
+        options, module = self._options, self._model.module
+        is_late = options.messages.is_async and not graph.store.options.method.reads.makes_passes
+        is_due = graph is self._graphs.trained and graph.takes_rows(step) and not is_late
+        is_eval = options.is_fitting and not module.training
+        if not (is_due and is_eval) or self._model.intercepted.norms:
+            return False
+        return graph.trained_with is not None and graph.trained_with.is_like(call, module)
+
     def order(self, parts: StepParts, step: int, *, is_exact: bool) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""
         return chunk_order(

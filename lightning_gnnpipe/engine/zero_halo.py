@@ -84,8 +84,8 @@ class ZeroHalo:
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
-        if self._options.method.gradients.is_delayed:
-            self.halo_bytes[key] = grad[:1].nbytes * self._num_halo
+        num_halos = self._options.method.gradients.num_halos
+        self.halo_bytes[key] = grad[:1].nbytes * self._num_halo * num_halos
 
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...

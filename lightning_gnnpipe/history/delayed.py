@@ -90,16 +90,16 @@ class DelayedGradients(GradientRule):
                 )
 
     @property
-    def is_delayed(self) -> bool:
-        return True
-
-    @property
     def is_filtered(self) -> bool:
         """Whether what waits is made of more than the gradients of the last step."""
         return self.momentum > 0 or self.lead > 0
 
     def num_tables(self, *, recomputes: bool) -> int:
         return 1 + self.is_filtered + recomputes
+
+    @property
+    def num_halos(self) -> int:
+        return 1 + (self.lead > 0)
 
     def make_buffer(self) -> GradientBuffer:
         return _WaitingBuffer(self)
@@ -172,7 +172,7 @@ class _WaitingBuffer(GradientBuffer):
         """Write what is given in the next step over the last gradients, if `out` has them."""
         decay, momentum, lead = self._decay, self._rule.momentum, self._rule.lead
         if has_last:
-            out.lerp_(grad, 1 + lead)
+            out.lerp_(grad.to(out.dtype), 1 + lead)
         else:
             out.copy_(grad)
         if late is not None and momentum:
@@ -191,7 +191,7 @@ class _WaitingBuffer(GradientBuffer):
             assert self._last is not None
             late = rows if self._waits else None
             out = self._last[chunk.start : chunk.end]
-            self._carry(out, grad.to(dtype), late, has_last=self._has_last)
+            self._carry(out, grad, late, has_last=self._has_last)
         rows.copy_(grad)
         return self._outputs, None
 

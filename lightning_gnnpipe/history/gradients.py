@@ -90,14 +90,14 @@ class GradientRule(ABC):
         """Factor on the gradients of fresh rows of other chunks."""
         return 1.0
 
-    @property
-    def is_delayed(self) -> bool:
-        """Whether gradients of one step are used in the next."""
-        return False
-
     def num_tables(self, *, recomputes: bool) -> int:
         """Return how many tables of the size of a linear layer's outputs its buffer is made of."""
         return 1
+
+    @property
+    def num_halos(self) -> int:
+        """How many gradients of each chunk's halo its buffer keeps from one step to the next."""
+        return 0
 
     @abstractmethod
     def make_buffer(self) -> GradientBuffer:

@@ -211,9 +211,10 @@ class DropoutFreeRows(ReadRule):
     """Stale reads return rows of an exact forward pass with dropout off, before every n-th step.
 
     With n = 1 such a row differs from the fresh one by dropout alone. It costs a forward pass
-    without overlap, unless validation has just made one over the same graph: then that has written
-    the rows, of the weights that it ran with. (Not with norms over all nodes, which in validation
-    may not look at them.)
+    without overlap, unless validation has just made one over the same graph and features: then
+    that has written the rows. (Not with norms over all nodes, which in validation may not look at
+    them, where something trainable comes before the pipelined module, or where callbacks average
+    weights.)
 
     Args:
         every_n_steps: Steps between such passes. None: none is made, and rows are those of
@@ -234,7 +235,9 @@ class DropoutFreeRows(ReadRule):
         return self.every_n_steps is not None
 
     def renews(self, step: int) -> bool:
-        return step > 0 and step % (self.every_n_steps or 1) == 0
+        if self.every_n_steps is None:
+            return step > 0
+        return step > 0 and step % self.every_n_steps == 0
 
 
 def check_steps(value: object) -> None:

@@ -90,10 +90,16 @@ class HistoryStore:
         self.step = step
         self.moments.begin_step()
 
-    def rescale(self, loss_scale: float) -> None:
-        """Make what waits that of another loss scale; a lower one says that it has overflowed."""
-        if loss_scale != self.loss_scale:
-            factor = loss_scale / self.loss_scale if loss_scale > self.loss_scale else None
+    def rescale(self, loss_scale: float, *, is_lost: bool = False) -> None:
+        """Make what waits that of another loss scale, or drop it.
+
+        Args:
+            loss_scale: Of the next step; a lower one says that the last gradients have overflowed.
+            is_lost: Whether what waits is no gradient of anything, as where a loss was not finite.
+        """
+        if loss_scale != self.loss_scale or is_lost:
+            is_lost = is_lost or loss_scale < self.loss_scale
+            factor = None if is_lost else loss_scale / self.loss_scale
             for entry in self._entries.values():
                 entry.grads.rescale(factor)
             self.loss_scale = loss_scale

@@ -120,6 +120,19 @@ def test_what_is_in_time_is_scaled_and_what_waits_is_not(plan: ChunkPlan) -> Non
     assert late is not None and late.flatten().tolist() == [0, 4, 4]
 
 
+def test_what_waits_may_be_of_another_dtype(plan: ChunkPlan) -> None:
+    """As where a run goes on under autocast."""
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(DelayedGradients(lead=0.5))))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    for grad, dtype in ((8.0, torch.float32), (16.0, torch.bfloat16)):
+        store.push_grad("h", first, torch.full((2, 1), grad, dtype=dtype))
+        store.add_output_grad("h", first, torch.full((2, 1), grad, dtype=dtype))
+        store.end_step(is_exact=False)
+    late = store.pull_grad("h", second)
+    assert late is not None and late.flatten().tolist() == [0, 20, 20]
+
+
 @pytest.mark.parametrize(("loss_scale", "factor"), [(1.0, 1), (4.0, 4), (0.5, 0)])
 def test_what_waits_follows_the_loss_scale(
     plan: ChunkPlan, loss_scale: float, factor: float

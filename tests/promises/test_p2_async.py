@@ -210,8 +210,8 @@ def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
 
 
 def test_validation_between_asynchronous_steps_changes_nothing(tmp_path: Path) -> None:
-    expected, _ = fit(tmp_path, async_halo=True, staleness="delayed")
-    found, _ = fit(tmp_path, validates=True, async_halo=True, staleness="delayed")
+    expected, _ = fit(tmp_path, async_halo=True)
+    found, _ = fit(tmp_path, validates=True, async_halo=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

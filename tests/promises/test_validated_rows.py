@@ -1,0 +1,140 @@
+"""Rows of validation are taken where they are what the next step would read, and only there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import (
+    DropoutFreeRows,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    LastRows,
+    StalenessMethod,
+)
+from lightning_gnnpipe.history.reads import ReadRule
+from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
+from tests.helpers.graphs import communities
+
+pytestmark = pytest.mark.usefixtures("double")
+WHERE_THERE = DropoutFreeRows(None)
+
+
+def graph() -> Data:
+    generator = torch.Generator().manual_seed(0)
+    data = copy.copy(communities(5).data)
+    assert data.num_nodes is not None
+    data.x = torch.randn(data.num_nodes, 4, generator=generator)
+    data.y = torch.randint(3, (data.num_nodes,), generator=generator)
+    data.train_mask = data.val_mask = data.test_mask = torch.ones(data.num_nodes, dtype=torch.bool)
+    return data
+
+
+class Two(FullGraphDataModule):
+    """Validates on a graph of its own."""
+
+    def __init__(self, change: Callable[[Data], Data]) -> None:
+        super().__init__(graph())
+        self.other = FullGraphDataModule(change(graph()))
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.other.setup(stage)
+
+    def val_dataloader(self) -> Any:
+        return self.other.val_dataloader()
+
+
+def train(
+    reads: ReadRule,
+    datamodule: FullGraphDataModule | None = None,
+    *callbacks: L.Callback,
+    **options: Any,
+) -> list[Tensor]:
+    """Return the weights after six epochs."""
+    L.seed_everything(1, verbose=False)
+    module = NodeClassifier(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(
+            partition=communities(5).partition, staleness=StalenessMethod(reads=reads)
+        ),
+        max_epochs=6,
+        num_sanity_val_steps=0,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, datamodule=datamodule or FullGraphDataModule(graph()))
+    return [one.detach() for one in module.parameters()]
+
+
+def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def scaled(data: Data) -> Data:
+    data.x = data.x * 100
+    return data
+
+
+def test_rows_of_the_same_features_are_taken() -> None:
+    """Also where they are in other tensors."""
+    wanted = train(DropoutFreeRows(1), limit_val_batches=0)
+    assert are_equal(train(WHERE_THERE), wanted)
+    assert are_equal(train(WHERE_THERE, Two(lambda data: data)), wanted)
+    assert not are_equal(train(LastRows()), wanted)
+
+
+def test_rows_of_other_features_are_not() -> None:
+    wanted = train(LastRows())
+    assert are_equal(train(WHERE_THERE, Two(scaled)), wanted)
+    forced = train(DropoutFreeRows(1), limit_val_batches=0)
+    assert are_equal(train(DropoutFreeRows(1), Two(scaled)), forced)
+
+
+def test_rows_of_averaged_weights_are_not() -> None:
+    found = train(WHERE_THERE, None, EMAWeightAveraging(decay=0.9))
+    assert are_equal(found, train(LastRows(), None, EMAWeightAveraging(decay=0.9)))
+
+
+class Loses(NodeClassifier):
+    """Has no loss in step 2, and makes nothing of that step's gradients."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if self.current_epoch == 2 else loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        is_finite = all(p.grad.isfinite().all() for p in self.parameters() if p.grad is not None)
+        assert is_finite == (self.current_epoch != 2)
+        if not is_finite:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("staleness", ["predicted", "delayed"])
+def test_gradients_of_a_loss_that_is_not_finite_do_not_wait(staleness: Any) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(partition=communities(5).partition, staleness=staleness),
+        max_epochs=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Loses(GraphSAGE(4, 6, 3, num_layers=3), 3), datamodule=FullGraphDataModule(graph()))
+    assert trainer.current_epoch == 6
