@@ -20,6 +20,10 @@ _LOSS_TOLERANCE = 1e-4
 _MASK = (1 << 63) - 1
 
 
+def _unscaled() -> float:
+    return 1.0  # no lambda: where processes are spawned, it is pickled
+
+
 @dataclass(slots=True)
 class Progress:
     """Where the run is; set by whoever drives the engine before each step.
@@ -40,7 +44,7 @@ class Progress:
     batch_fingerprint: int = 0
     graph_of_node: Tensor | None = None
     loss: float = 0.0
-    loss_scale: Callable[[], float] = lambda: 1.0
+    loss_scale: Callable[[], float] = _unscaled
     averages_weights: bool = False
     signals: int = 0
     is_uneven: bool = False
