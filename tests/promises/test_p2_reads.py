@@ -18,11 +18,12 @@ from lightning_gnnpipe import (
     StalenessMethod,
 )
 from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.history.reads import ReadRule
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from tests.helpers.graphs import communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
-from tests.helpers.record import assert_steps_equal
+from tests.helpers.record import Step, assert_steps_equal
 from tests.helpers.reference import Delay, Foresight
 from tests.helpers.training import Refresh, train_with_oracle
 from tests.promises.test_p2_stale_gradient import OPTIMIZER, RULES, callbacks
@@ -128,6 +129,25 @@ def test_renewed_rows_are_returned_as_they_are(reads: str, tmp_path: Path) -> No
     assert_equals_oracle(tmp_path, "gcn", reads, extra=[Renews()], refresh=EVERY_THIRD)
 
 
+def validated(
+    reads: ReadRule, batches: float, folder: Path, num_stages: int, num_shards: int
+) -> list[Step]:
+    """Return the steps of a run that validates on so many batches, or so large a share."""
+    case = communities(5)
+    return run_fit(
+        ReferenceModule("gcnii", **OPTIMIZER),
+        case.data,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        num_chunks=5,
+        partition=case.partition,
+        max_epochs=NUM_EPOCHS,
+        tmp_path=folder,
+        trainer_kwargs={"limit_val_batches": batches},
+        strategy_kwargs={"staleness": StalenessMethod(reads=reads)},
+    ).steps
+
+
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_validation_saves_the_pass_that_renews_rows(
@@ -143,21 +163,8 @@ def test_validation_saves_the_pass_that_renews_rows(
         patch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(True), refresh(*args)))
         for batches in (0, 1.0):
             passes.clear()
-            fit = run_fit(
-                ReferenceModule("gcnii", **OPTIMIZER),
-                communities(5).data,
-                num_stages=num_stages,
-                num_shards=num_shards,
-                num_chunks=5,
-                partition=communities(5).partition,
-                max_epochs=NUM_EPOCHS,
-                tmp_path=tmp_path,
-                trainer_kwargs={"limit_val_batches": batches},
-                strategy_kwargs={
-                    "staleness": StalenessMethod(reads=DropoutFreeRows(every_n_steps))
-                },
-            )
-            steps.append(fit.steps)
+            rows = DropoutFreeRows(every_n_steps)
+            steps.append(validated(rows, batches, tmp_path, num_stages, num_shards))
             if num_stages * num_shards == 1:  # otherwise they are made in other processes
                 assert len(passes) == (0 if batches else (NUM_EPOCHS - 1) // every_n_steps)
     assert_steps_equal(steps[1], steps[0])
@@ -169,18 +176,7 @@ def test_rows_of_validation_may_be_taken_where_there_are_some(
 ) -> None:
     """Without validation they are the last ones, with it those of a pass before every step."""
     steps = {
-        (reads, batches): run_fit(
-            ReferenceModule("gcnii", **OPTIMIZER),
-            communities(5).data,
-            num_stages=num_stages,
-            num_shards=num_shards,
-            num_chunks=5,
-            partition=communities(5).partition,
-            max_epochs=NUM_EPOCHS,
-            tmp_path=tmp_path,
-            trainer_kwargs={"limit_val_batches": batches},
-            strategy_kwargs={"staleness": StalenessMethod(reads=reads)},
-        ).steps
+        (reads, batches): validated(reads, batches, tmp_path, num_stages, num_shards)
         for reads, batches in (
             (DropoutFreeRows(None), 0),
             (LastRows(), 0),
