@@ -49,7 +49,9 @@ class StalenessMethod:
 
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
-        "predicted": StalenessMethod(DelayedGradients(lead=0.5), DropoutFreeRows(None)),
+        "predicted": StalenessMethod(
+            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), DropoutFreeRows(None)
+        ),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
         "scaled": StalenessMethod(DroppedGradients(scale=2.0)),

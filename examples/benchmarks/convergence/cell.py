@@ -46,6 +46,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
+from lightning_gnnpipe.history.method import METHODS as NAMED
 from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.types import OrderName, PartitionMethod
 
@@ -72,9 +73,10 @@ METHODS: dict[str, StalenessMethod] = {
     "constant+validated": StalenessMethod(reads=VALIDATED),
     "scaled+validated": StalenessMethod(DroppedGradients(2.0), VALIDATED),
     "delayed+validated": StalenessMethod(DelayedGradients(), VALIDATED),
-    "balanced+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5), VALIDATED),
     "smooth+validated": StalenessMethod(DelayedGradients(momentum=0.5), VALIDATED),
-    "predicted": StalenessMethod(DelayedGradients(lead=0.5), VALIDATED),
+    "lead+validated": StalenessMethod(DelayedGradients(lead=0.5), VALIDATED),
+    "half+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5), VALIDATED),
+    "predicted": NAMED["predicted"],
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
     "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
