@@ -35,6 +35,7 @@ from synthetic import make_arxiv_like
 from watched import Watched
 
 from lightning_gnnpipe import (
+    AdaptiveStaleness,
     DelayedGradients,
     DropoutFreeRows,
     DroppedGradients,
@@ -118,6 +119,7 @@ class Cell:
     clip: float = 0.0
     recipe: str = "gcnii"
     anneal: int = 0
+    adaptive: int = 0
     epochs: int = 200
     seed: int = 0
 
@@ -181,6 +183,7 @@ def run(cell: Cell, root: str | None) -> dict[str, Any]:
     module.num_annealed = cell.epochs if cell.anneal else 0
     partition = partition_of(datamodule.data, cell)
     curves = Curves()
+    control = [AdaptiveStaleness()] if cell.adaptive else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -192,6 +195,7 @@ def run(cell: Cell, root: str | None) -> dict[str, Any]:
         max_epochs=cell.epochs,
         callbacks=[
             StalenessWarmup(cell.epochs if cell.method == "exact" else cell.warmup),
+            *control,
             curves,
         ],
         gradient_clip_val=cell.clip or None,

@@ -10,8 +10,8 @@ from pathlib import Path
 Row = Mapping[str, str]
 
 # What a table has in common, and what its lines differ in.
-TABLE = ("dataset", "model", "layers", "recipe", "epochs")
-LINE = ("partition", "chunks", "method", "order", "warmup", "clip", "anneal")
+TABLE = ("dataset", "model", "layers", "recipe", "epochs", "anneal")
+LINE = ("partition", "chunks", "method", "order", "warmup", "clip", "adaptive")
 HEADER = (
     "cut",
     *LINE[:3],
@@ -44,8 +44,9 @@ def write_tables(rows: Sequence[Row], curves: Path, path: Path) -> None:
             target = mean(exact, "late_test_acc") - MARGIN if exact else 0.0
             cells.insert(-2, epochs_to(target, settings[setting], curves) if exact else "")
             lines.append("| " + " | ".join(cells) + " |")
-        dataset, model, layers, recipe, epochs = key
+        dataset, model, layers, recipe, epochs, anneal = key
         title = f"## {dataset}, {layers}-layer {model}, recipe {recipe}, {epochs} epochs"
+        title += ", learning rate annealed" if anneal != "0" else ""
         parts.append("\n".join([title, "", *lines]))
     path.write_text("\n\n".join(parts) + "\n")
 
@@ -92,7 +93,7 @@ def describe(setting: Mapping[str, str], rows: Sequence[Row], reference: float |
     others = [f"order {setting['order']}"] if setting["order"] != "shuffled" else []
     others += [f"clip {setting['clip']}"] if float(setting["clip"]) else []
     others += [f"warm-up {setting['warmup']}"] if setting["warmup"] != "1" else []
-    others += ["annealed"] if setting["anneal"] != "0" else []
+    others += ["adaptive"] if setting["adaptive"] != "0" else []
     return [
         "" if is_exact else f"{100 * mean(rows, 'cut_frac'):.0f} %",
         *("" if is_exact else setting[name] for name in LINE[:2]),
