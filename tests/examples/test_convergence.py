@@ -92,14 +92,26 @@ def test_epochs_to_a_target_are_those_of_the_median_run(
     assert study["tables"].epochs_to(target, rows, tmp_path) == found
 
 
-def test_the_arxiv_like_graph_has_its_ratios(study: dict[str, ModuleType]) -> None:
-    data = study["synthetic"].make_arxiv_like()
+@pytest.mark.parametrize(
+    ("name", "shape", "degree", "num_classes", "min_cut"),
+    [("arxiv-like", (16_934, 128), 13, 40, 0.4), ("arxiv-dense", (4_000, 128), 36, 10, 0.7)],
+)
+def test_made_graphs_have_their_ratios(
+    study: dict[str, ModuleType],
+    name: str,
+    shape: tuple[int, int],
+    degree: float,
+    num_classes: int,
+    min_cut: float,
+) -> None:
+    data = study["cell"].MADE[name]()
     source, target = data.edge_index
     degrees = torch.bincount(source, minlength=data.num_nodes)
-    assert data.x.shape == (16_934, 128) and data.y.unique().numel() == 40
-    assert 12 < degrees.double().mean() < 14 and degrees.max() > 40 * degrees.median()
+    assert data.x.shape == shape and data.y.unique().numel() == num_classes
+    assert degrees.double().mean() == pytest.approx(degree, rel=0.1)
+    assert degrees.max() > 25 * degrees.median()
     assert (data.y[source] == data.y[target]).double().mean() > 0.4
     parts = partition_nodes(data.edge_index, data.num_nodes, num_chunks=32, method="metis", seed=0)
-    assert edge_cut_frac(data.edge_index, parts) > 0.4
+    assert edge_cut_frac(data.edge_index, parts) > min_cut
     masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
     assert masks.sum(0).eq(1).all()

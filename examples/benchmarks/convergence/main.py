@@ -4,7 +4,8 @@
 
 Runs the cells of a table (study.yaml), each in a process of one thread, `--jobs` at once. A
 finished cell is a line of OUTPUT/cells.csv and a file of OUTPUT/curves/, and is not run again. Then
-writes OUTPUT/tables.md and pictures of all finished cells; `--tables-only` does only that.
+writes OUTPUT/tables.md and pictures of all finished cells (of those whose curves are there, where a
+cells.csv came alone); `--tables-only` does only that.
 """
 
 from __future__ import annotations

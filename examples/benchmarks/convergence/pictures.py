@@ -12,17 +12,18 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from tables import LINE, TABLE, Row, grouped, mean, read_curves
+from tables import LINE, TABLE, Row, grouped, has_curves, mean, read_curves
 
 
 def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
     """Write pictures for each data set and model: over epochs and seconds, and by cut."""
     for key, group in grouped(rows, TABLE).items():
         name = "_".join(key)
-        figure = draw_curves(group, curves)
-        figure.suptitle(f"{key[0]}, {key[2]}-layer {key[1]}")
-        figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
-        plt.close(figure)
+        if any(has_curves([row], curves) for row in group):
+            figure = draw_curves(group, curves)
+            figure.suptitle(f"{key[0]}, {key[2]}-layer {key[1]}")
+            figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
+            plt.close(figure)
         figure = draw_by_cut(group)
         figure.savefig(folder / f"{name}_cut.png", dpi=120, bbox_inches="tight")
         plt.close(figure)
@@ -32,6 +33,8 @@ def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
     """Return test accuracy and training loss, means over the seeds, over epochs and seconds."""
     figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharey="row", layout="constrained")
     for setting, rows in grouped(group, LINE).items():
+        if not has_curves(rows, folder):
+            continue
         runs = [read_curves(folder / f"{row['name']}.csv") for row in rows]
         seconds = means([list(accumulate(run["seconds"])) for run in runs])
         is_exact = setting[2] == "exact"

@@ -65,8 +65,13 @@ def mean(rows: Sequence[Row], name: str) -> float:
 
 
 def epochs_to(target: float, rows: Sequence[Row], curves: Path) -> str:
-    """Return after how many epochs the runs reach a test accuracy, the median over them."""
+    """Return after how many epochs the runs reach a test accuracy, the median over them.
+
+    Empty where the curves of a run are not there.
+    """
     found = []
+    if not has_curves(rows, curves):
+        return ""
     for row in rows:
         accuracies = read_curves(curves / f"{row['name']}.csv")["test_acc"]
         ends = range(NUM_SMOOTHED, len(accuracies) + 1)
@@ -74,6 +79,11 @@ def epochs_to(target: float, rows: Sequence[Row], curves: Path) -> str:
         found.append(next((end for end, value in means if value >= target), float("inf")))
     middle = statistics.median(found)
     return "never" if middle == float("inf") else f"{middle:.0f}"
+
+
+def has_curves(rows: Sequence[Row], curves: Path) -> bool:
+    """Return whether the curves of all runs are there."""
+    return all((curves / f"{row['name']}.csv").exists() for row in rows)
 
 
 def read_curves(path: Path) -> dict[str, list[float]]:
