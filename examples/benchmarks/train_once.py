@@ -16,8 +16,9 @@ import tempfile
 import time
 import warnings
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import psutil
@@ -38,6 +39,7 @@ from graphs import load_graph
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.comm import Meter, Transport, World, measure_link
 from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, NodeClassifier, ResGCNPlus
+from lightning_gnnpipe.types import StalenessName
 
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
@@ -55,7 +57,11 @@ class Measure(L.Callback):
     def __init__(self, path: Path, num_warm: int) -> None:
         self.path, self.num_warm = path, num_warm
         self.step_s: list[float] = []
+        self.epoch_starts: list[float] = []
         self.stats: Any = None
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.epoch_starts.append(time.perf_counter())
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._start = time.perf_counter()
@@ -69,6 +75,7 @@ class Measure(L.Callback):
         stats = self.stats
         found = {
             "step_s": self.step_s[self.num_warm :],
+            "epoch_s": [end - start for start, end in pairwise(self.epoch_starts[self.num_warm :])],
             "bubble_frac": None if stats is None else stats.bubble_frac,
             "bytes_by_kind": None if stats is None else stats.bytes_by_kind,
         }
@@ -181,6 +188,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graph-parallel", type=int, default=1)
     add("--hosts", type=int, default=1, help="each runs one of the processes")
     add("--chunks", type=int, default=8)
+    add("--staleness", choices=get_args(StalenessName), default="predicted")
+    add("--validate", type=flag, default=False, help="after every step")
     add("--balance", choices=["measured", "uniform"], default="measured")
     add("--halo-codec", choices=CODECS, default="fp32")
     add("--cut-codec", choices=CODECS, default="fp32")
@@ -249,6 +258,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         num_stages="auto" if options.graph_parallel == 1 else options.stages,
         graph_parallel=options.graph_parallel,
         num_chunks=options.chunks,
+        staleness=options.staleness,
         balance=options.balance,
         halo_codec=options.halo_codec,
         cut_codec=options.cut_codec,
@@ -275,7 +285,7 @@ def make_trainer(options: argparse.Namespace, callback: L.Callback, num_steps: i
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        limit_val_batches=0,
+        limit_val_batches=1 if options.validate else 0,
         num_sanity_val_steps=0,
     )
 

@@ -1,0 +1,53 @@
+"""How much longer is an epoch by the way in which staleness is met?
+
+    python examples/benchmarks/staleness_cost/main.py
+
+One process, one thread. Steps alone, then epochs with their validation, the rows of which
+"predicted" takes for stale reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import interleave, print_table
+
+METHODS = ("constant", "scaled", "delayed", "predicted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4)
+    options = parser.parse_args()
+    rows = []
+    for what, key, validate in (("a step", "step_s", False), ("an epoch", "epoch_s", True)):
+        settings: dict[str, dict[str, Any]] = {
+            name: {
+                "staleness": name,
+                "validate": validate,
+                "layers": options.layers,
+                "steps": options.steps,
+            }
+            for name in METHODS
+        }
+        runs = interleave(settings, options.rounds)
+        seconds = {
+            name: statistics.median(one for run in runs[name] for one in run[key])
+            for name in METHODS
+        }
+        for name in METHODS:
+            rows.append(
+                [what, name, f"{seconds[name]:.3f}", f"{seconds[name] / seconds['constant']:.3f}"]
+            )
+    print_table(["", "staleness", "seconds", 'to "constant"'], rows)
+
+
+if __name__ == "__main__":
+    main()
