@@ -132,6 +132,13 @@ class PipeLoops(PipeReplicas):
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:
             self._engine.prefer(self._ended)
+        if is_fitting and self.is_global_zero and options.is_biased:
+            log.warning(
+                "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
+                "edges between chunks count more than once in every step. Use "
+                "staleness='delayed', or another order.",
+                options.method.gradients.scale,
+            )
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]

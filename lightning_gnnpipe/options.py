@@ -170,6 +170,11 @@ class StrategyOptions:
         return method if isinstance(method, StalenessMethod) else METHODS[method]
 
     @property
+    def is_biased(self) -> bool:
+        """Whether some edges between chunks always count more than others."""
+        return self.chunk_order == "fixed" and self.method.gradients.scale != 1.0
+
+    @property
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
         device = None if self.history_device is None else torch.device(self.history_device)

@@ -71,11 +71,11 @@ class GNNPipeStrategy(PipeLoops):
             edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
-            other stale once in two) or "fixed".
-        staleness: How staleness is met: "predicted" (half the gradients of stale rows, of the last
-            two epochs; stale rows of validation), "delayed" (of the last one), "constant" (stale
-            rows have none), "scaled" (the others count twice, the paper's technique 3), "gnnpipe"
-            (stale reads from snapshots as well, technique 2), or a `StalenessMethod`.
+            other stale once in two) or "fixed" (better with `staleness="delayed"`).
+        staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
+            ones half, from two epochs; stale rows of validation), "delayed" (from the last one),
+            "constant" (none of stale rows), "scaled" (those of the others twice, technique 3),
+            "gnnpipe" (stale reads from snapshots too, technique 2), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch_geometric.loader import DataLoader as PyGDataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.types import OrderName, StalenessName
 from tests.helpers.realistic import Realistic, realistic_graph
 from tests.helpers.trainers import (
     assert_same,
@@ -263,3 +265,23 @@ def test_the_strategy_is_registered() -> None:
 def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         GNNPipeStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("order", "staleness", "warns"),
+    [("fixed", "predicted", True), ("fixed", "delayed", False), ("shuffled", "predicted", False)],
+)
+def test_a_fixed_order_with_a_factor_on_gradients_is_told(
+    order: OrderName, staleness: StalenessName, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = GNNPipeStrategy(num_chunks=2, chunk_order=order, staleness=staleness)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.fit(make_module(), datamodule=datamodule())
+    assert ("chunk_order='fixed' with a factor of 1.5" in caplog.text) == warns

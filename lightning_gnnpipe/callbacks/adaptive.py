@@ -45,8 +45,9 @@ class AdaptiveStaleness(Callback):
 
     At the end of every n-th epoch the drift of each chunk is measured. Chunks that have drifted
     much farther than the others go first in the next epochs, until it is measured again: all behind
-    them then read them fresh, which takes no time. They themselves read those behind them stale. At
-    most a quarter of the chunks goes first.
+    them then read them fresh, which takes no time. They themselves read those behind them stale,
+    and where gradients of fresh and stale rows count differently, as by default, the same ones
+    count more as long as it lasts. At most a quarter of the chunks goes first.
 
     An exact epoch is next when the drift of all rows is above `max_drift`, or the loss has risen,
     or has not fallen for a while; a loss that does not fall asks for one only, until it has fallen

@@ -30,11 +30,11 @@ class ZeroHalo:
     But for transfers, if histories are on another device: those are left out.
     """
 
-    scale = 1.0
     shards = None
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = OwnMoments()
+        self.scale = options.method.gradients.scale
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
         self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
         self._options = options

@@ -184,12 +184,13 @@ class Adjacency:
             values = self._values
             if values is not None and by_source:
                 values = values[self._pattern.order]
+            values = None if values is None else values.to(dtype)
             if scale != 1.0:
-                ones = torch.ones(self._pattern.is_cross.numel(), dtype=torch.float64)
-                factor = ones.to(self._pattern.is_cross.device)
-                factor[self._pattern.is_cross] = scale
-                values = factor if values is None else factor * values
-            self._typed[key] = None if values is None else values.to(dtype)
+                is_cross = self._pattern.is_cross
+                factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
+                factor.masked_fill_(is_cross, scale)
+                values = factor if values is None else factor.mul_(values)
+            self._typed[key] = values
         return self._typed[key]
 
 

@@ -9,14 +9,17 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_gnnpipe import StalenessMonitor
+from lightning_gnnpipe import DelayedGradients, StalenessMonitor
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.history import METHODS
+from lightning_gnnpipe.types import StalenessName
 from tests.helpers.engines import one_process_engine
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, FitResult, run_fit
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
+from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
 
 NUM_EPOCHS = 5
@@ -53,7 +56,12 @@ class Leads(L.Callback):
 
 
 def train(
-    case: GraphCase, folder: Path, *, num_stages: int = 1, num_shards: int = 1
+    case: GraphCase,
+    folder: Path,
+    *,
+    num_stages: int = 1,
+    num_shards: int = 1,
+    staleness: StalenessName = "constant",
 ) -> tuple[FitResult, list[Any]]:
     """Return the steps, and for each epoch the drift of each layer, which all ranks agree on."""
     callbacks = [Leads(case.num_chunks, folder), StalenessMonitor()]
@@ -68,7 +76,7 @@ def train(
         max_epochs=NUM_EPOCHS,
         tmp_path=folder,
         trainer_kwargs={"limit_val_batches": 0},
-        strategy_kwargs={"staleness": "constant"},
+        strategy_kwargs={"staleness": staleness},
     )
     ranks = range(num_stages * num_shards)
     first, *others = [torch.load(folder / f"rank_{rank}.pt") for rank in ranks]
@@ -79,6 +87,18 @@ def train(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_oracle_holds_with_leading_chunks(case: GraphCase, tmp_path: Path) -> None:
     assert_equals_oracle(case, train(case, tmp_path)[0])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_oracle_holds_with_leading_chunks_and_the_default_staleness(
+    num_stages: int, tmp_path: Path
+) -> None:
+    case = communities(5)
+    found, _ = train(case, tmp_path, num_stages=num_stages, staleness="predicted")
+    rule = METHODS["predicted"].gradients
+    assert isinstance(rule, DelayedGradients)
+    delay = Delay(rule.decay, rule.momentum, rule.lead)
+    assert_equals_oracle(case, found, cross_chunk_grad_scale=rule.scale, delay=delay)
 
 
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(2, 1), (1, 2)])
@@ -128,7 +148,7 @@ def test_an_engine_refuses_chunks_that_there_are_not() -> None:
     engine.detach()
 
 
-def assert_equals_oracle(case: GraphCase, found: FitResult) -> None:
+def assert_equals_oracle(case: GraphCase, found: FitResult, **method: Any) -> None:
     expected = train_with_oracle(
         ReferenceModule(),
         case.data,
@@ -136,5 +156,6 @@ def assert_equals_oracle(case: GraphCase, found: FitResult) -> None:
         orders=lambda epoch: expected_order(epoch, case.num_chunks),
         refresh=Refresh(),
         num_epochs=NUM_EPOCHS,
+        **method,
     )
     assert_steps_equal(found.steps, expected)

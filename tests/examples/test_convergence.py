@@ -80,6 +80,59 @@ def test_finished_cells_become_tables_and_pictures(
     assert len(list(tmp_path.glob("*.png"))) == 2
 
 
+def note_one(study: dict[str, ModuleType], folder: Path, **options: object) -> None:
+    """Note a finished cell, which has found little."""
+    names = ("best_epoch", "late_test_acc", "test_swing", "val_swing", "late_train_loss", "epoch_s")
+    curves = {name: [0.5] * 9 for name in ("seconds", "train_loss", "val_acc", "test_acc")}
+    found = {"test_acc": 0.5, **dict.fromkeys(names, 0.5), "cut_frac": 0.5, "curves": curves}
+    (folder / "curves").mkdir(exist_ok=True)
+    cell = study["cell"].Cell(**options)
+    study["main"].note(cell, found, folder / "cells.csv", folder / "curves")
+
+
+def test_cells_without_curves_have_a_line_and_no_picture(
+    study: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    for seed in (0, 1):
+        note_one(study, tmp_path, method="exact", seed=seed)
+        note_one(study, tmp_path, method="predicted", seed=seed)
+    rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
+
+    def lines() -> list[list[str]]:
+        study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
+        found = (tmp_path / "tables.md").read_text().splitlines()[4:]
+        return [[cell.strip() for cell in line.split("|")] for line in found]
+
+    place = [cell.strip() for cell in study["tables"].HEADER].index("epochs to target") + 1
+    assert [line[place] for line in lines()] == ["5", "5"]
+    for row in rows[::2]:  # one seed of both lines
+        (tmp_path / "curves" / f"{row['name']}.csv").unlink()
+    for row in rows[:1]:
+        assert not study["tables"].has_curves([row], tmp_path / "curves")
+    (tmp_path / "curves" / f"{rows[1]['name']}.csv").unlink()
+    assert [line[place] for line in lines()] == ["", ""]
+    study["pictures"].draw(rows, tmp_path / "curves", tmp_path)
+    assert [path.stem for path in tmp_path.glob("*.png")] == ["Cora_gcnii_32_gcnii_200_0_cut"]
+
+
+def test_a_line_says_what_is_not_usual(study: dict[str, ModuleType], tmp_path: Path) -> None:
+    note_one(study, tmp_path, method="predicted", adaptive=1, order="fixed")
+    note_one(study, tmp_path, method="predicted", anneal=1)
+    rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
+    study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
+    text = (tmp_path / "tables.md").read_text()
+    assert "| predicted | order fixed, adaptive |" in text
+    assert "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs, learning rate annealed\n" in text
+
+
+def test_cells_of_an_earlier_version_are_refused(
+    study: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "cells.csv").write_text("name,dataset,test_acc\na,Cora,0.5\n")
+    with pytest.raises(ValueError, match="Expected the columns"):
+        list(study["main"].read_rows(tmp_path / "cells.csv"))
+
+
 @pytest.mark.parametrize(("target", "found"), [(0.3, "5"), (0.7, "8"), (0.9, "never")])
 def test_epochs_to_a_target_are_those_of_the_median_run(
     study: dict[str, ModuleType], target: float, found: str, tmp_path: Path

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gnnpipe import DelayedGradients
+from lightning_gnnpipe.history import METHODS
 from lightning_gnnpipe.types import OrderName
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.modules import NETS
@@ -14,7 +16,9 @@ from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
 
 PLAIN, DAMPED, SMOOTH = (1.0, 0.0), (0.5, 0.0), (0.7, 0.6)
 AHEAD, SMOOTH_AHEAD = (1.0, 0.0, 0.5), (0.8, 0.4, 1.0)
-DEFAULT = (0.5, 0.0, 0.5)  # "predicted", with a scale of 1.5
+PREDICTED = METHODS["predicted"].gradients
+assert isinstance(PREDICTED, DelayedGradients)
+DEFAULT = (PREDICTED.decay, PREDICTED.momentum, PREDICTED.lead)
 DELAYS = {
     "plain": PLAIN,
     "damped": DAMPED,
@@ -35,9 +39,9 @@ def test_one_stage_equals_oracle(
 
 
 @pytest.mark.parametrize(
-    ("delay", "scale"), [(DAMPED, 0.7), (DEFAULT, 1.5)], ids=["damped", "default"]
+    ("delay", "scale"), [(DAMPED, 0.7), (DEFAULT, PREDICTED.scale)], ids=["damped", "default"]
 )
-@pytest.mark.parametrize("order", ["fixed", "shuffled"])
+@pytest.mark.parametrize("order", ["fixed", "shuffled", "mirrored"])
 @pytest.mark.parametrize("name", NETS)
 def test_what_is_in_time_may_be_scaled(
     name: str, order: OrderName, delay: Sequence[float], scale: float, tmp_path: Path

@@ -60,10 +60,18 @@ def read_table(path: Path) -> list[Cell]:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the finished cells."""
+    """Yield the finished cells.
+
+    Raises:
+        ValueError: If they are of an earlier version of this program, with other options.
+    """
     if path.exists():
         with path.open(newline="") as file:
-            yield from csv.DictReader(file)
+            rows = csv.DictReader(file)
+            found, expected = (rows.fieldnames or [])[1:], [field.name for field in fields(Cell)]
+            if list(found[: len(expected)]) != expected:
+                raise ValueError(f"Expected the columns {expected} in {path} ({found})")
+            yield from rows
 
 
 def run_all(cells: Sequence[Cell], options: argparse.Namespace, finished: Path) -> None:

@@ -12,16 +12,16 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from tables import LINE, TABLE, Row, grouped, has_curves, mean, read_curves
+from tables import LINE, TABLE, Row, grouped, has_curves, mean, others_of, read_curves, title_of
 
 
 def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
     """Write pictures for each data set and model: over epochs and seconds, and by cut."""
     for key, group in grouped(rows, TABLE).items():
         name = "_".join(key)
-        if any(has_curves([row], curves) for row in group):
+        if any(has_curves(rows, curves) for rows in grouped(group, LINE).values()):
             figure = draw_curves(group, curves)
-            figure.suptitle(f"{key[0]}, {key[2]}-layer {key[1]}")
+            figure.suptitle(title_of(key))
             figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
             plt.close(figure)
         figure = draw_by_cut(group)
@@ -38,7 +38,9 @@ def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
         runs = [read_curves(folder / f"{row['name']}.csv") for row in rows]
         seconds = means([list(accumulate(run["seconds"])) for run in runs])
         is_exact = setting[2] == "exact"
-        label = "exact" if is_exact else f"{setting[2]}, {setting[0]} K={setting[1]}"
+        named = dict(zip(LINE, setting, strict=True))
+        label = ", ".join([f"{setting[2]}, {setting[0]} K={setting[1]}", *others_of(named)])
+        label = "exact" if is_exact else label
         style = {"color": "black", "lw": 2.0} if is_exact else {"lw": 1.0}
         for line, name in zip(axes, ("test_acc", "train_loss"), strict=True):
             values = means([run[name] for run in runs])
@@ -56,16 +58,18 @@ def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
 def draw_by_cut(group: Sequence[Row]) -> Figure:
     """Return test accuracy at the best validation accuracy against the share of edges cut."""
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for (method,), rows in grouped(group, ("method",)).items():
+    for key, rows in grouped(group, LINE[2:]).items():
+        named = dict(zip(LINE[2:], key, strict=True))
+        label = ", ".join([named["method"], *others_of(named)])
         points = sorted(
             (100 * mean(one, "cut_frac"), [100 * float(row["test_acc"]) for row in one])
             for one in grouped(rows, LINE).values()
         )
-        if method == "exact":
+        if named["method"] == "exact":
             axis.axhline(statistics.mean(points[0][1]), color="black", lw=1, label="exact")
             continue
         cuts = [cut for cut, _ in points]
-        axis.plot(cuts, [statistics.mean(values) for _, values in points], "o-", label=method)
+        axis.plot(cuts, [statistics.mean(values) for _, values in points], "o-", label=label)
         for cut, values in points:
             axis.plot([cut, cut], [min(values), max(values)], color="grey", lw=0.8)
     axis.set_xlabel("edges between chunks [%]")

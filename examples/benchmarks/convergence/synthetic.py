@@ -1,10 +1,10 @@
-"""A graph with the ratios of ogbn-arxiv at a tenth of its size, whose chunks cut most edges.
+"""Made graphs: one with the ratios of ogbn-arxiv at a tenth of its size, and a denser one.
 
 Of ogbn-arxiv: 40 classes, the largest a sixth of all nodes, 13.7 edge ends a node with a heavy
 tail, two thirds of all edges within a class, 128 features a node that alone tell half of all
 labels, 54, 18 and 28 % of the nodes for training, validation and test. Edges within a class are
 drawn at random, so METIS finds little to go by: it cuts half of them into 32 chunks. "arxiv-dense"
-is harder: 4,000 nodes of 10 classes with 40 edge ends each, of which METIS cuts three quarters.
+is harder: 4,000 nodes of 10 classes with 36 edge ends each, of which METIS cuts three quarters.
 """
 
 from __future__ import annotations

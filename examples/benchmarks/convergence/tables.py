@@ -44,11 +44,23 @@ def write_tables(rows: Sequence[Row], curves: Path, path: Path) -> None:
             target = mean(exact, "late_test_acc") - MARGIN if exact else 0.0
             cells.insert(-2, epochs_to(target, settings[setting], curves) if exact else "")
             lines.append("| " + " | ".join(cells) + " |")
-        dataset, model, layers, recipe, epochs, anneal = key
-        title = f"## {dataset}, {layers}-layer {model}, recipe {recipe}, {epochs} epochs"
-        title += ", learning rate annealed" if anneal != "0" else ""
-        parts.append("\n".join([title, "", *lines]))
+        parts.append("\n".join([f"## {title_of(key)}", "", *lines]))
     path.write_text("\n\n".join(parts) + "\n")
+
+
+def title_of(key: Sequence[str]) -> str:
+    """Return what the runs of one table have in common."""
+    dataset, model, layers, recipe, epochs, anneal = key
+    title = f"{dataset}, {layers}-layer {model}, recipe {recipe}, {epochs} epochs"
+    return title + (", learning rate annealed" if anneal != "0" else "")
+
+
+def others_of(setting: Mapping[str, str]) -> list[str]:
+    """Return the options of a line that are not the usual ones."""
+    others = [f"order {setting['order']}"] if setting["order"] != "shuffled" else []
+    others += [f"clip {setting['clip']}"] if float(setting["clip"]) else []
+    others += [f"warm-up {setting['warmup']}"] if setting["warmup"] != "1" else []
+    return others + (["adaptive"] if setting["adaptive"] != "0" else [])
 
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:
@@ -100,15 +112,11 @@ def describe(setting: Mapping[str, str], rows: Sequence[Row], reference: float |
     spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
     test = statistics.mean(accuracies)
     change = "" if reference is None or is_exact else f"{test - 100 * reference:+.1f}"
-    others = [f"order {setting['order']}"] if setting["order"] != "shuffled" else []
-    others += [f"clip {setting['clip']}"] if float(setting["clip"]) else []
-    others += [f"warm-up {setting['warmup']}"] if setting["warmup"] != "1" else []
-    others += ["adaptive"] if setting["adaptive"] != "0" else []
     return [
         "" if is_exact else f"{100 * mean(rows, 'cut_frac'):.0f} %",
         *("" if is_exact else setting[name] for name in LINE[:2]),
         setting["method"],
-        ", ".join(others),
+        ", ".join(others_of(setting)),
         str(len(rows)),
         f"{test:.1f} ± {spread:.1f}",
         change,

@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("expected --steps of at least 2: an epoch is timed to the start of the next")
     rows = []
     for what, key, validate in (("a step", "step_s", False), ("an epoch", "epoch_s", True)):
         settings: dict[str, dict[str, Any]] = {
