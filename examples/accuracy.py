@@ -12,7 +12,7 @@ resgcnplus-batch` has norms over all nodes (BatchNorm), which read statistics of
 pipeline.
 
 `--modes` names what is compared with exact training: "pipeline" in chunks; "hybrid", the same on 2
-stages of 2 shards of the graph; and on 2 shards without chunks (graph parallelism) "int1", one bit
+shards of the graph, which again any number of stages would train alike; and on 2 shards without chunks (graph parallelism) "int1", one bit
 a value between shards, "async", rows of the last epoch, and "int1-async", both.
 """
 
@@ -60,7 +60,6 @@ class Setting:
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
     staleness: StalenessName = "predicted"
-    num_stages: int = 1
     num_shards: int = 1
     halo_codec: CodecName = "fp32"
     async_halo: bool = False
@@ -133,7 +132,7 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
             callbacks.append(StalenessWarmup(num_epochs=setting.num_exact_epochs))
         trainer = L.Trainer(
             accelerator="cpu",
-            devices=setting.num_stages * setting.num_shards,
+            devices=setting.num_shards,
             strategy=strategy,
             max_epochs=setting.num_epochs,
             callbacks=callbacks,
@@ -205,7 +204,7 @@ def make_mode(mode: str, base: Setting, options: argparse.Namespace) -> Setting:
     setting = replace(base, num_exact_epochs=options.exact_epochs)
     if mode in ("pipeline", "hybrid"):
         setting = replace(setting, num_chunks=options.chunks, staleness=options.staleness)
-        return replace(setting, num_stages=2, num_shards=2) if mode == "hybrid" else setting
+        return replace(setting, num_shards=2) if mode == "hybrid" else setting
     return replace(
         setting,
         num_chunks=1,

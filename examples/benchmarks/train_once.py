@@ -45,6 +45,7 @@ NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
 MODELS = {"gcn": GCN, "gcnii": GCNII, "sage": GraphSAGE, "resgcn+": ResGCNPlus}
+MATMUL = ["highest", "high", "medium"]
 CODECS = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 
 
@@ -85,6 +86,7 @@ class Measure(L.Callback):
 
 def main() -> None:
     options = make_parser().parse_args()
+    torch.set_float32_matmul_precision(options.matmul)
     if options.mode == "link":
         print(json.dumps(measure_links(options)))
         return
@@ -205,6 +207,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--features", type=int, help="keep so many of the data set's")
     add("--undirected", type=flag, default=False, help="add each edge's reverse")
     add("--link-gbit", type=float, default=10.0)
+    add("--matmul", choices=MATMUL, default="highest", help="torch.set_float32_matmul_precision")
     add("--start-method", choices=["popen", "fork"], default="popen", help="fork shares the data")
     add("--message-us", type=float)
     add("--recompute", type=flag, default=False)

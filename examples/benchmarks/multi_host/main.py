@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, print_table
 from hosts import Hosts, HostsError, check_permission
 
 WORKER = Path(__file__).parent / "rank.py"
+MATMUL = ("highest", "high", "medium")
 # By default glibc gives tensors of more than 32 MB back after each use, and faults their pages in
 # again: graph parallelism has such tensors, chunks of a pipeline are smaller. All get the same.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
@@ -43,6 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
     "pipe fp32": {"stages": 2},
     "pipe bf16": {"stages": 2, "cut_codec": "bf16"},
     "pipe int8": {"stages": 2, "cut_codec": "int8"},
+    "pipe bf16, histories too": {"stages": 2, "cut_codec": "bf16", "histories": "bfloat16"},
     "graph fp32, 4 hosts": {"graph_parallel": 4, "chunks": 1},
     "pipe fp32, 4 hosts": {"stages": 4},
     "hybrid fp32, 4 hosts": {"stages": 2, "graph_parallel": 2},
@@ -72,6 +75,8 @@ def main() -> None:
         sys.exit(f"No hosts on this machine: {error}")
     rows = collect(known)
     print_table(HEADER, [row_of(row, rows) for row in rows])
+    worst = max(result["matmul_error"] for result in known.values())
+    print(f"\nmatrix products of fp32 against those of fp64: {worst:.1e} of the largest value")
     draw(rows, options.picture)
 
 
@@ -87,6 +92,8 @@ def parse_options() -> argparse.Namespace:
     add("--inside", type=float, default=INSIDE_FRAC, help="share of edges inside a block")
     add("--channels", type=int, default=128)
     add("--chunks", type=int, default=16, help="K of pipelines")
+    add("--matmul", choices=MATMUL, default="highest", help="torch.set_float32_matmul_precision")
+    add("--rounds", type=int, default=1, help="of all modes, one after the other")
     add("--steps", type=int, default=5, help="measured at each rate, after one that is not")
     add("--warm", type=int, default=3, help="steps before that, without a limit")
     add("--default-malloc", action="store_true", help="let glibc give large tensors back")
@@ -98,12 +105,17 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
-    for layers in options.layers:
+    """Measure mode after mode, as many rounds as wanted: noise that lasts meets all of them."""
+    for number, layers in product(range(options.rounds), options.layers):
         for mode in options.modes:
             rates = ["none"] if mode.startswith(ONE) else options.rates
             steps = measure(mode, layers, rates, options)
             for rate, result in steps.items():
-                known[f"{layers}/{rate}/{mode}"] = result
+                key = f"{layers}/{rate}/{mode}"
+                if number > 0:
+                    earlier = known[key]["steps"]
+                    result["steps"] = [a + b for a, b in zip(earlier, result["steps"], strict=True)]
+                known[key] = result
             options.results.write_text(json.dumps(known))
             print(f"{mode}, {layers} layers: {summary(steps)}", file=sys.stderr)
 
@@ -115,7 +127,7 @@ def measure(
     settings = {"chunks": options.chunks, **MODES[mode]}
     num_hosts = settings.get("stages", 1) * settings.get("graph_parallel", 1)
     settings |= {"hosts": num_hosts, "layers": layers, "hidden": options.channels}
-    for name in ("model", "nodes", "edges", "inside", "steps", "warm"):
+    for name in ("model", "nodes", "edges", "inside", "matmul", "steps", "warm"):
         settings[name] = getattr(options, name)
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     command = [sys.executable, str(WORKER), *arguments, "--rates", *rates]
@@ -128,6 +140,7 @@ def measure(
             "steps": [rank["steps"][number] for rank in ranks],
             "bytes_by_kind": ranks[0]["bytes_by_kind"],
             "bubble_frac": ranks[0]["bubble_frac"],
+            "matmul_error": ranks[0]["matmul_error"],
         }
         for number, rate in enumerate(rates)
     }
@@ -195,41 +208,38 @@ def base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw seconds a step: a panel for each depth, a group of bars for each rate."""
+    """Draw seconds a step: a panel for each depth and rate, a bar for each mode."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    depths = sorted({row["layers"] for row in rows})
-    modes = [m for m in MODES if any(r["mode"] == m for r in rows) and not m.startswith(ONE)]
-    colours = dict(zip(modes, plt.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
-    figure, axes = plt.subplots(len(depths), 1, figsize=(10, 4 * len(depths)), squeeze=False)
-    for axis, depth in zip(axes[:, 0], depths, strict=True):
-        here = [row for row in rows if row["layers"] == depth]
-        many = [row for row in here if not row["mode"].startswith(ONE)]
-        rates = sorted({row["rate"] for row in many}, key=mbit_of)
-        width = 0.85 / len(modes)
-        for row in many:
-            left = rates.index(row["rate"]) + (modes.index(row["mode"]) - len(modes) / 2) * width
-            axis.bar(left, row["step_s"], width * 0.9, align="edge", color=colours[row["mode"]])
-            text = f"{row['step_s']:.3g}" if row["step_s"] < 10 else f"{row['step_s']:.0f}"
-            axis.text(left + width * 0.45, row["step_s"], text, ha="center", va="bottom", size=7)
-        for row in here:
-            if row["mode"] == ONE:
-                axis.axhline(row["step_s"], color="black", linestyle="--", linewidth=1)
-                text = "one process\nalone"
-                axis.text(len(rates) - 0.4, row["step_s"], text, ha="left", va="center", size=8)
-        axis.set_yscale("log")
-        axis.set_ylim(bottom=min(row["step_s"] for row in here) / 2)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("")
-        axis.set_xticks(range(len(rates)), [label_of(rate) for rate in rates])
-        axis.set_ylabel("seconds a step")
-        axis.set_title(f"{depth} layers", loc="left")
+    many = [row for row in rows if not row["mode"].startswith(ONE)]
+    panels = list(dict.fromkeys((row["layers"], row["rate"]) for row in many))
+    if not panels:
+        return
+    alone = {row["layers"]: row["step_s"] for row in rows if row["mode"] == ONE}
+    colours = dict(zip(MODES, plt.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
+    num_rows = (len(panels) + 1) // 2
+    figure, axes = plt.subplots(num_rows, 2, figsize=(12, 3.2 * num_rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (layers, rate) in zip(axes.flat, panels, strict=False):
+        here = [row for row in many if (row["layers"], row["rate"]) == (layers, rate)]
+        names = [row["mode"] for row in here]
+        bars = axis.barh(
+            names, [row["step_s"] for row in here], color=[colours[name] for name in names]
+        )
+        axis.bar_label(bars, [f"{row['step_s']:.3g}" for row in here], padding=3, fontsize=8)
+        title = f"{layers} layers, {label_of(rate)}"
+        if layers in alone:
+            axis.axvline(alone[layers], color="black", linestyle="--", linewidth=1)
+            title += f" (dashed: one process alone, {alone[layers]:.3g} s)"
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("seconds a step")
+        axis.margins(x=0.08)
         axis.spines[["top", "right"]].set_visible(False)
-    marks = [plt.Rectangle((0, 0), 1, 1, color=colours[mode]) for mode in modes]
-    figure.legend(marks, modes, loc="outside upper center", ncols=4, frameon=False)
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
 

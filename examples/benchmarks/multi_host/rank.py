@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 from hosts import limit_rate, received_bytes
@@ -71,13 +72,22 @@ class MeasureAtRates(L.Callback):
             "steps": at_rates,
             "bytes_by_kind": self._stats.bytes_by_kind,
             "bubble_frac": self._stats.bubble_frac,
+            "matmul_error": matmul_error(),
         }
+
+
+def matmul_error() -> float:
+    """Return how far a matrix product of fp32 is from that of fp64, to the largest value."""
+    rows, weight = torch.randn(4096, 128), torch.randn(128, 128)
+    exact = rows.double() @ weight.double()
+    return float((rows @ weight - exact).abs().max() / exact.abs().max())
 
 
 def main() -> None:
     parser = make_parser()
     parser.add_argument("--rates", nargs="+", required=True, help="Mbit/s, or none")
     options = parser.parse_args()
+    torch.set_float32_matmul_precision(options.matmul)
     rates = [None if rate == "none" else float(rate) for rate in options.rates]
     measure = MeasureAtRates(rates, options.warm, options.steps)
     data = make_data(options)
