@@ -12,8 +12,9 @@ resgcnplus-batch` has norms over all nodes (BatchNorm), which read statistics of
 pipeline.
 
 `--modes` names what is compared with exact training: "pipeline" in chunks; "hybrid", the same on 2
-shards of the graph, which again any number of stages would train alike; and on 2 shards without chunks (graph parallelism) "int1", one bit
-a value between shards, "async", rows of the last epoch, and "int1-async", both.
+shards of the graph, which any number of stages would train alike as well; and on 2 shards without
+chunks (graph parallelism) "int1", one bit a value between shards, "async", rows of the last epoch,
+and "int1-async", both.
 """
 
 from __future__ import annotations
