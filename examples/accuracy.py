@@ -11,10 +11,10 @@ every run to OUTPUT/accuracy.csv; runs that are there already are not made again
 resgcnplus-batch` has norms over all nodes (BatchNorm), which read statistics of the last epoch in a
 pipeline.
 
-`--modes` names what is compared with exact training: "pipeline" in chunks; "hybrid", the same on 2
-shards of the graph, which any number of stages would train alike as well; and on 2 shards without
-chunks (graph parallelism) "int1", one bit a value between shards, "async", rows of the last epoch,
-and "int1-async", both.
+`--modes` names what is compared with exact training: "pipeline", in chunks; "hybrid", in chunks on
+2 shards of the graph (in one stage; with more of them the numbers are the same); and on 2 shards
+without chunks (graph parallelism) "int1", one bit a value between shards, "async", rows of the last
+epoch, and "int1-async", both.
 """
 
 from __future__ import annotations
@@ -179,13 +179,16 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._by_run: dict[tuple[str, ...], float] = {}
-        if path.exists():
-            with path.open(newline="") as file:
-                for dataset, seed, _, *setting, test_acc in list(csv.reader(file))[1:]:
-                    self._by_run[(dataset, seed, *setting)] = float(test_acc)
+        header = ["dataset", "seed", "run", *(field.name for field in fields(Setting)), "test_acc"]
+        if not path.exists():
+            self._append(header)
             return
-        names = [field.name for field in fields(Setting)]
-        self._append(["dataset", "seed", "run", *names, "test_acc"])
+        with path.open(newline="") as file:
+            found, *rows = csv.reader(file)
+        if found != header:
+            raise SystemExit(f"{path} has other columns than this program's. Move it elsewhere.")
+        for dataset, seed, _, *setting, test_acc in rows:
+            self._by_run[(dataset, seed, *setting)] = float(test_acc)
 
     def find(self, dataset: str, seed: int, setting: Setting) -> float | None:
         """Return the test accuracy of a run, if it has been made."""

@@ -18,6 +18,7 @@ NUM_NODES = 90_000
 NUM_EDGES = 2_400_000  # directed; self-loops come on top where a layer adds them
 NUM_BLOCKS = 64
 INSIDE_FRAC = 0.6  # of the edges stay in a block
+MATMUL = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
 WORKER = Path(__file__).parent / "train_once.py"
 TIMEOUT_S = 1800
 

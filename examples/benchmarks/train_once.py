@@ -24,7 +24,7 @@ import lightning as L
 import psutil
 import torch
 import torch.distributed as dist
-from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, make_edges
+from common import INSIDE_FRAC, MATMUL, NUM_EDGES, NUM_NODES, make_edges
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
@@ -45,7 +45,6 @@ NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
 MODELS = {"gcn": GCN, "gcnii": GCNII, "sage": GraphSAGE, "resgcn+": ResGCNPlus}
-MATMUL = ["highest", "high", "medium"]
 CODECS = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 
 

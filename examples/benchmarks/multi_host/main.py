@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import INSIDE_FRAC, NUM_EDGES, NUM_NODES, print_table
+from common import INSIDE_FRAC, MATMUL, NUM_EDGES, NUM_NODES, print_table
 from hosts import Hosts, HostsError, check_permission
 
 WORKER = Path(__file__).parent / "rank.py"
-MATMUL = ("highest", "high", "medium")
 # By default glibc gives tensors of more than 32 MB back after each use, and faults their pages in
 # again: graph parallelism has such tensors, chunks of a pipeline are smaller. All get the same.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30)}
@@ -58,6 +57,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TWO_HOSTS = [name for name in MODES if "4 hosts" not in name]
 HEADER = ["layers", "Mbit/s", "mode", "s a step", "times faster", "waits", "MB a step", "of them"]
+SETTINGS = (
+    "model", "nodes", "edges", "inside", "channels", "chunks", "matmul", "default_malloc"
+)  # fmt: skip
 PAYLOAD = ("forward", "backward", "output", "halo", "halo_grad", "weight_grad")
 
 
@@ -69,15 +71,20 @@ def main() -> None:
         known = json.loads(options.results.read_text())
     try:
         if not options.only_report:
+            check_settings(options, known)
             check_permission()
             measure_all(options, known)
     except HostsError as error:
         sys.exit(f"No hosts on this machine: {error}")
+    settings = known.pop("settings", None)
     rows = collect(known)
     print_table(HEADER, [row_of(row, rows) for row in rows])
-    worst = max(result["matmul_error"] for result in known.values())
-    print(f"\nmatrix products of fp32 against those of fp64: {worst:.1e} of the largest value")
-    draw(rows, options.picture)
+    products = [result["matmul"] for result in known.values()]
+    if products:
+        speed = statistics.median(one["gflop_per_s"] for one in products)
+        error = max(one["error"] for one in products)
+        print(f"\n{settings}\nfloat32 products: {speed:.0f} GFLOP/s, error {error:.1e}")
+        draw(rows, options.picture)
 
 
 def parse_options() -> argparse.Namespace:
@@ -93,7 +100,7 @@ def parse_options() -> argparse.Namespace:
     add("--channels", type=int, default=128)
     add("--chunks", type=int, default=16, help="K of pipelines")
     add("--matmul", choices=MATMUL, default="highest", help="torch.set_float32_matmul_precision")
-    add("--rounds", type=int, default=1, help="of all modes, one after the other")
+    add("--rounds", type=int, default=1, help="of all modes; steps are added up")
     add("--steps", type=int, default=5, help="measured at each rate, after one that is not")
     add("--warm", type=int, default=3, help="steps before that, without a limit")
     add("--default-malloc", action="store_true", help="let glibc give large tensors back")
@@ -104,15 +111,25 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_settings(options: argparse.Namespace, known: dict[str, Any]) -> None:
+    """Refuse to add to what was measured with other settings."""
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    if known.setdefault("settings", settings) != settings:
+        sys.exit(
+            f"{options.results} has figures of other settings.\n  found: {known['settings']}\n"
+            f"  wanted: {settings}\n  Take another file by --results."
+        )
+
+
 def measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
     """Measure mode after mode, as many rounds as wanted: noise that lasts meets all of them."""
-    for number, layers in product(range(options.rounds), options.layers):
+    for _, layers in product(range(options.rounds), options.layers):
         for mode in options.modes:
             rates = ["none"] if mode.startswith(ONE) else options.rates
             steps = measure(mode, layers, rates, options)
             for rate, result in steps.items():
                 key = f"{layers}/{rate}/{mode}"
-                if number > 0:
+                if key in known:
                     earlier = known[key]["steps"]
                     result["steps"] = [a + b for a, b in zip(earlier, result["steps"], strict=True)]
                 known[key] = result
@@ -140,7 +157,7 @@ def measure(
             "steps": [rank["steps"][number] for rank in ranks],
             "bytes_by_kind": ranks[0]["bytes_by_kind"],
             "bubble_frac": ranks[0]["bubble_frac"],
-            "matmul_error": ranks[0]["matmul_error"],
+            "matmul": ranks[0]["matmul"],
         }
         for number, rate in enumerate(rates)
     }
@@ -208,33 +225,36 @@ def base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw seconds a step: a panel for each depth and rate, a bar for each mode."""
+    """Draw seconds a step: a panel for each depth, rate and number of hosts, a bar a mode."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     many = [row for row in rows if not row["mode"].startswith(ONE)]
-    panels = list(dict.fromkeys((row["layers"], row["rate"]) for row in many))
-    if not panels:
-        return
+    panels = list(dict.fromkeys(panel_of(row) for row in many))
     alone = {row["layers"]: row["step_s"] for row in rows if row["mode"] == ONE}
     colours = dict(zip(MODES, plt.get_cmap("tab20").colors, strict=False))  # type: ignore[attr-defined]
     num_rows = (len(panels) + 1) // 2
     figure, axes = plt.subplots(num_rows, 2, figsize=(12, 3.2 * num_rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for axis, (layers, rate) in zip(axes.flat, panels, strict=False):
-        here = [row for row in many if (row["layers"], row["rate"]) == (layers, rate)]
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        layers, rate, hosts = panel
+        here = [row for row in many if panel_of(row) == panel]
         names = [row["mode"] for row in here]
         bars = axis.barh(
             names, [row["step_s"] for row in here], color=[colours[name] for name in names]
         )
-        axis.bar_label(bars, [f"{row['step_s']:.3g}" for row in here], padding=3, fontsize=8)
-        title = f"{layers} layers, {label_of(rate)}"
+        texts = axis.bar_label(
+            bars, [f"{row['step_s']:.3g}" for row in here], padding=3, fontsize=8
+        )
+        title = f"{layers} layers, {hosts} hosts, {label_of(rate)}"
         if layers in alone:
-            axis.axvline(alone[layers], color="black", linestyle="--", linewidth=1)
-            title += f" (dashed: one process alone, {alone[layers]:.3g} s)"
+            axis.axvline(alone[layers], color="black", linestyle="--", linewidth=1, zorder=0)
+            title += f" (dashed: alone, {alone[layers]:.3g} s)"
+        for text in texts:
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("seconds a step")
@@ -242,6 +262,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
+
+
+def panel_of(row: dict[str, Any]) -> tuple[int, str, int]:
+    return row["layers"], row["rate"], 4 if "4 hosts" in row["mode"] else 2
 
 
 def label_of(rate: str) -> str:
