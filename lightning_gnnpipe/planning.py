@@ -218,8 +218,8 @@ def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -
         with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
-    except Exception:  # the user's code, on outputs that are zeros
-        log.debug("The loss could not be timed.", exc_info=True)
+    except Exception as error:  # the user's code, on outputs that are zeros
+        log.warning("The plan leaves out the loss, which could not be timed: %r", error)
         return 0.0
 
 

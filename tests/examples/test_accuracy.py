@@ -63,3 +63,12 @@ def test_runs_are_made_once(tmp_path):
     assert again.find("Cora", 1, setting) == 0.75
     assert again.find("Cora", 2, setting) is None
     assert again.find("Cora", 1, replace(setting, num_chunks=8)) is None
+
+
+def test_a_file_with_other_columns_is_not_added_to(tmp_path):
+    path = tmp_path / "accuracy.csv"
+    path.write_text("dataset,seed,run,num_stages,test_acc\nCora,0,exact,2,0.8\n")
+    before = path.read_text()
+    with pytest.raises(SystemExit, match="other columns"):
+        Results(path)
+    assert path.read_text() == before

@@ -57,9 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TWO_HOSTS = [name for name in MODES if "4 hosts" not in name]
 HEADER = ["layers", "Mbit/s", "mode", "s a step", "times faster", "waits", "MB a step", "of them"]
-SETTINGS = (
-    "model", "nodes", "edges", "inside", "channels", "chunks", "matmul", "default_malloc"
-)  # fmt: skip
+SETTINGS = ("model", "nodes", "edges", "inside", "channels", "chunks", "matmul", "default_malloc")
 PAYLOAD = ("forward", "backward", "output", "halo", "halo_grad", "weight_grad")
 
 
