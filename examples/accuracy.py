@@ -13,8 +13,9 @@ pipeline.
 
 `--modes` names what is compared with exact training: "pipeline", in chunks; "hybrid", in chunks on
 2 shards of the graph (in one stage; with more of them the numbers are the same); and on 2 shards
-without chunks (graph parallelism) "int1", one bit a value between shards, "async", rows of the last
-epoch, and "int1-async", both.
+without chunks (graph parallelism): "graph" is exact, "int1" sends one bit a value between shards,
+"one-bit" those of gradients as signs of turned rows, "async" uses rows of the last epoch, and
+"int1-async", "one-bit-async" are both.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch import nn
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.models import GCNII, NodeClassifier, ResGCNPlus
-from lightning_gnnpipe.types import CodecName, StalenessName
+from lightning_gnnpipe.types import CodecOption, StalenessName
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Setting:
     num_exact_epochs: int = 10
     staleness: StalenessName = "predicted"
     num_shards: int = 1
-    halo_codec: CodecName = "fp32"
+    halo_codec: CodecOption = "fp32"
     async_halo: bool = False
     num_layers: int = 32
     hidden_channels: int = 64
@@ -79,7 +80,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-MODES = ("pipeline", "hybrid", "int1", "async", "int1-async")
+CODECS: dict[str, CodecOption] = {"int1": "int1", "one-bit": ("int1", "drive")}
+SHARDED = [*CODECS, "async", *(f"{name}-async" for name in CODECS)]
+MODES = ["pipeline", "hybrid", "graph", *SHARDED]
 
 
 class DeepClassifier(NodeClassifier):
@@ -209,13 +212,9 @@ def make_mode(mode: str, base: Setting, options: argparse.Namespace) -> Setting:
     if mode in ("pipeline", "hybrid"):
         setting = replace(setting, num_chunks=options.chunks, staleness=options.staleness)
         return replace(setting, num_shards=2) if mode == "hybrid" else setting
-    return replace(
-        setting,
-        num_chunks=1,
-        num_shards=2,
-        halo_codec="int1" if "int1" in mode else "fp32",
-        async_halo="async" in mode,
-    )
+    codec = CODECS.get(mode.removesuffix("-async"), "fp32")
+    is_async = mode.endswith("async")
+    return replace(setting, num_chunks=1, num_shards=2, halo_codec=codec, async_halo=is_async)
 
 
 def parse_options() -> argparse.Namespace:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from lightning_gnnpipe.types import CodecOption
+
 OnChunk = Callable[[int, int], None]
 
 
@@ -31,7 +33,7 @@ class Controls:
     refreshes: bool = False
     records_staleness: bool = False
     is_synchronous: bool = False
-    halo_codec: str | None = None
+    halo_codec: CodecOption | None = None
     leading_chunks: tuple[int, ...] = ()
     on_chunk: OnChunk | None = None
 

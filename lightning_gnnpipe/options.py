@@ -17,7 +17,7 @@ from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
-    CodecName,
+    CodecOption,
     CrossChunkEdges,
     DtypeName,
     OrderName,
@@ -56,8 +56,8 @@ class StrategyOptions:
     save_distributed_checkpoint: bool = False
     graph_parallel: int | Literal["auto"] = 1
     data_parallel: int = 1
-    halo_codec: CodecName = "fp32"
-    cut_codec: CodecName = "fp32"
+    halo_codec: CodecOption = "fp32"
+    cut_codec: CodecOption = "fp32"
     async_halo: bool = False
     halo_momentum: float = 0.0
     link_gbit_per_s: float | None = None
@@ -96,18 +96,11 @@ class StrategyOptions:
             )
         _check_device(self.history_device)
         self._check_shards(self.graph_parallel)
-        _check_choice("halo_codec", self.halo_codec, get_args(CodecName))
-        _check_choice("cut_codec", self.cut_codec, get_args(CodecName))
+        self.messages.check()
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_axes(self.data_parallel, self.graph_parallel, self.schedule, self.num_virtual)
         if self.batch_norm is not None:
             _check_choice("batch_norm", self.batch_norm, ("deferred",))
-        if not 0 <= self.halo_momentum < 1:
-            _refuse(
-                "'halo_momentum' to be from 0 to below 1",
-                self.halo_momentum,
-                "0 uses what arrived last as it is; PipeGCN's is 0.95.",
-            )
         for name, value in (
             ("link_gbit_per_s", self.link_gbit_per_s),
             ("memory_gib", self.memory_gib),

@@ -32,7 +32,7 @@ from lightning_gnnpipe.precision import loss_scale
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
-    CodecName,
+    CodecOption,
     CrossChunkEdges,
     DtypeName,
     OrderName,
@@ -61,8 +61,7 @@ class GNNPipeStrategy(PipeLoops):
             fastest layout of the devices is chosen at the first step, by measuring.
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage, or a
             device where the layout is chosen. With 1 nothing overlaps, and no row is stale. Of a
-            batch of many graphs: micro-batches, or as many as it has graphs with nodes, if these
-            are fewer.
+            batch of many graphs: micro-batches, at most as many as it has graphs with nodes.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
@@ -82,7 +81,8 @@ class GNNPipeStrategy(PipeLoops):
             the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
             that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
-            "int2" or "int1" with so many bits a value, rounded at random so that the mean is right.
+            "int2" or "int1" with so many bits a value, rounded at random so that the mean is right,
+            "drive" with one, for gradients. Two names are of rows, and of their gradients.
         cut_codec: The same for what stages send each other.
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
@@ -145,8 +145,8 @@ class GNNPipeStrategy(PipeLoops):
         staleness: StalenessName | StalenessMethod = "predicted",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
-        halo_codec: CodecName = "fp32",
-        cut_codec: CodecName = "fp32",
+        halo_codec: CodecOption = "fp32",
+        cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
         halo_momentum: float = 0.0,
         batch_norm: Literal["deferred"] | None = None,

@@ -24,7 +24,8 @@ CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arX
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1", "drive"]
+CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
 StalenessName = Literal["predicted", "delayed", "constant", "scaled", "gnnpipe"]

@@ -260,6 +260,12 @@ def test_the_strategy_is_registered() -> None:
             "'staleness' to be one of predicted, delayed, constant, scaled, gnnpipe",
         ),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
+        ({"halo_codec": "int3"}, "'halo_codec' to be one of fp32, .*, or two of them.*got 'int3'"),
+        ({"cut_codec": ("bf16",)}, r"'cut_codec' to be one of .*got \('bf16',\)"),
+        ({"cut_codec": ("bf16", "bf17")}, r"'cut_codec' to be one of .*got \('bf16', 'bf17'\)"),
+        ({"halo_codec": ("int1",) * 3}, "'halo_codec' to be one of"),
+        ({"halo_codec": None}, "'halo_codec' to be one of"),
+        ({"halo_momentum": 1.0}, "'halo_momentum' to be from 0 to below 1.*got 1.0"),
     ],
 )
 def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None:

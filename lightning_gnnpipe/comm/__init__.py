@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
-from lightning_gnnpipe.comm.codec import get_codec
+from lightning_gnnpipe.comm.codec import Codecs, get_codec, get_codecs
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.collectives import Collectives
 from lightning_gnnpipe.comm.link import Link, measure_link
@@ -21,6 +21,7 @@ __all__ = [
     "GPU_BACKEND",
     "PLAIN",
     "Codec",
+    "Codecs",
     "Collectives",
     "Exchange",
     "Label",
@@ -33,6 +34,7 @@ __all__ = [
     "World",
     "choose_wire",
     "get_codec",
+    "get_codecs",
     "load_shards",
     "measure_link",
     "restart_store",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.comm.drive import DriveCodec
+from lightning_gnnpipe.comm.long_rows import LongRowsCodec
 from lightning_gnnpipe.comm.low_bit import LowBitCodec
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.types import CodecOption, TrafficKind
 
 
 class CastCodec(Codec):
@@ -42,6 +46,7 @@ _CODECS: dict[str, Callable[[], Codec]] = {
     "int4": lambda: LowBitCodec(4),
     "int2": lambda: LowBitCodec(2),
     "int1": lambda: LowBitCodec(1),
+    "drive": lambda: LongRowsCodec("drive", DriveCodec(), LowBitCodec(4)),
 }
 
 
@@ -50,7 +55,9 @@ def get_codec(name: str) -> Codec:
 
     Args:
         name: "fp32": each tensor in its own dtype. "bf16", "fp16": 16-bit floats. "int8", "int4",
-            "int2", "int1": so many bits a value, and 32 a row.
+            "int2", "int1": so many bits a value, and 32 a row, rounded between the row's least and
+            largest value. "drive": one bit a value, and 34 a row, of rows turned at random; of the
+            longest row in 32 four bits a value.
 
     Raises:
         ConfigError: There is no such codec.
@@ -60,7 +67,33 @@ def get_codec(name: str) -> Codec:
             explain(
                 expected=f"the codec of messages to be one of {', '.join(map(repr, _CODECS))}",
                 found=repr(name),
-                remedy="'fp32' sends tensors as they are, 'int1' the fewest bytes.",
+                remedy="'fp32' sends tensors as they are, 'drive' with one bit a value.",
             )
         )
     return _CODECS[name]()
+
+
+class Codecs(NamedTuple):
+    """What rows are sent with, and their gradients."""
+
+    rows: Codec
+    grads: Codec
+
+    def of(self, kind: TrafficKind) -> Codec:
+        """Return what messages of a kind are sent with."""
+        return self.grads if kind in ("backward", "halo_grad") else self.rows
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what arrives is what was sent."""
+        return self.rows.name == self.grads.name == "fp32"
+
+
+def get_codecs(option: CodecOption) -> Codecs:
+    """Return the codecs called so: one name for both, or a name for each.
+
+    Raises:
+        ConfigError: There is no such codec.
+    """
+    rows, grads = (option, option) if isinstance(option, str) else option
+    return Codecs(get_codec(rows), get_codec(grads))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Transport, get_codec
+from lightning_gnnpipe.comm import Codecs, Transport
 from lightning_gnnpipe.engine.alternating import AlternatingPass
 from lightning_gnnpipe.engine.batch_inputs import BatchInputs
 from lightning_gnnpipe.engine.batch_probe import check_graphs, norms_without_batch
@@ -128,20 +128,19 @@ class BatchPasses:
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
-    def training(self, mode: Mode, call: Call, inputs: Inputs, codec: str) -> TrainingPass:
+    def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch; for the arguments see `parts`."""
-        parts = self.parts(mode, call, inputs, is_training=True, codec=codec)
+        parts = self.parts(mode, call, inputs, is_training=True, codecs=codecs)
         num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
         schedule = self._schedules.get(num_ranks, num_virtual, parts.plan.num_chunks)
-        is_exact = codec == "fp32"
         if not self._schedules.alternates:
-            return TrainingPass(parts, None, self._model, schedule, is_exact=is_exact)
+            return TrainingPass(parts, None, self._model, schedule, is_exact=codecs.is_exact)
 
         def differentiate(outputs: list[Tensor]) -> list[Tensor]:
             return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
 
         early = EarlyGrads(parts, differentiate)
-        return AlternatingPass(parts, self._model, schedule, early, is_exact=is_exact)
+        return AlternatingPass(parts, self._model, schedule, early, is_exact=codecs.is_exact)
 
     def parts(
         self,
@@ -150,7 +149,7 @@ class BatchPasses:
         inputs: Inputs,
         *,
         is_training: bool,
-        codec: str,
+        codecs: Codecs,
     ) -> StepParts:
         """Return what a pass over the batch is made of."""
         plan = self.plan(inputs)
@@ -165,5 +164,5 @@ class BatchPasses:
             seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
             is_training=is_training,
             recompute=self._options.histories.recomputes,
-            codec=get_codec(codec),
+            codecs=codecs,
         )

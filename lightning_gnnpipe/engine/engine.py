@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
@@ -228,8 +228,8 @@ class PipelineEngine:
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = None  # there are no histories to take
         mode = self.batches.mode(call, inputs)
-        codec = self._passes.messages(self.controls.is_exact).cut_codec
-        return self._run(self.batches.training(mode, call, inputs, codec), call, mode)
+        codecs = get_codecs(self._passes.messages(self.controls.is_exact).cut_codec)
+        return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
         """Run the forward phase, and let the backward phase follow the user's."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_gnnpipe.comm import MessageOptions, Transport, get_codec
+from lightning_gnnpipe.comm import MessageOptions, Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
@@ -121,7 +121,7 @@ class GraphPasses:
             seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
             is_training=is_training,
             recompute=self._options.histories.recomputes,
-            codec=get_codec(messages.cut_codec),
+            codecs=get_codecs(messages.cut_codec),
         )
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import HANConv
 
-from lightning_gnnpipe.comm import get_codec
+from lightning_gnnpipe.comm import get_codecs
 from lightning_gnnpipe.engine.costs import work_of
 from lightning_gnnpipe.engine.gradients import group_tied
 from lightning_gnnpipe.engine.measured import Measured
@@ -23,6 +23,8 @@ from lightning_gnnpipe.schedule import (
     simulate_layout,
 )
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
+
+_MANY_ROWS = 2**10  # of a message, so that what it has but once does not count
 
 
 def possible_layouts(
@@ -63,7 +65,7 @@ class LayoutForecaster:
     def __init__(self, measured: Measured, stages: tuple[Stage, ...], sizes: SplitSizes) -> None:
         self._measured, self._stages, self._sizes = measured, stages, sizes
         self._num_shards = sizes.nodes.size(1)
-        self._codec = get_codec(measured.messages.cut_codec)
+        self._codecs = get_codecs(measured.messages.cut_codec)
         self._num_ranks = len(stages) * self._num_shards
 
     def forecast(self) -> LayoutForecast:
@@ -155,8 +157,9 @@ class LayoutForecaster:
     def _bytes(self, stage: Stage, chunk: int, is_grad: bool) -> int:
         measured = self._measured
         values = [measured.layers.values[name] for name in stage.sent]
+        codec = self._codecs.grads if is_grad else self._codecs.rows
         return sum(
-            self._codec.payload_bytes((measured.num_rows(one, chunk), *one.row_shape), one.dtype)
+            codec.payload_bytes((measured.num_rows(one, chunk), *one.row_shape), one.dtype)
             for one in values
             if one.requires_grad or not is_grad
         )
@@ -177,9 +180,11 @@ class LayoutForecaster:
         )
 
     def _halo_row_bytes(self, cost: LayerCost) -> int:
-        """Return the bytes of a layer's rows as they are sent; of codecs about."""
-        codec = get_codec(self._measured.messages.halo_codec)
-        return codec.payload_bytes((1, cost.pushed_row_bytes // 4), torch.float32)
+        """Return the bytes of a layer's row as it is sent, mean of forth and back; about."""
+        codecs = get_codecs(self._measured.messages.halo_codec)
+        shape = (_MANY_ROWS, cost.pushed_row_bytes // 4)
+        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
+        return num_bytes // (len(codecs) * _MANY_ROWS)
 
     def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
         """Return the bytes that are kept between forward and backward, of all shards."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import PLAIN, Exchange, MessageOptions, Transport, get_codec
+from lightning_gnnpipe.comm import Exchange, MessageOptions, Transport, get_codecs
 from lightning_gnnpipe.engine.shared_moments import SharedMoments
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ChunkPlan
@@ -43,7 +43,7 @@ class SharedStore:
     ) -> None:
         self._plan, self._transport, self._histories = plan, transport, histories
         self._table: tuple[CallKey, Tensor] | None = None
-        self._messages, self._codec, self._is_async = MessageOptions(), PLAIN, False
+        self._messages, self._codecs, self._is_async = MessageOptions(), get_codecs("fp32"), False
         self._flying: dict[_Slot, Exchange] = {}
         self._last: dict[_Slot, list[Tensor]] = {}  # what came in the step before
         self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
@@ -58,7 +58,7 @@ class SharedStore:
             messages: The options.
             is_synchronous: Wait for rows and gradients in this pass, whatever the options say.
         """
-        self._messages, self._codec = messages, get_codec(messages.halo_codec)
+        self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
         if not self._is_async:
             self.drain()
@@ -251,7 +251,7 @@ class SharedStore:
             slot[0],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in sends],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in receives],
-            self._codec,
+            self._codecs.of(slot[0]),
         )
         if not self._is_async:
             arrived = exchange.wait()

@@ -218,11 +218,13 @@ class Step:
 
     def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:
         parts = self.parts
-        parts.transport.post_receive(self._rank_of(stage), label, buffers, parts.codec)
+        parts.transport.post_receive(
+            self._rank_of(stage), label, buffers, parts.codecs.of(label.kind)
+        )
 
     def _send(self, stage: int, label: Label, tensors: Sequence[Tensor]) -> None:
         parts = self.parts
-        parts.transport.send(self._rank_of(stage), label, tensors, parts.codec)
+        parts.transport.send(self._rank_of(stage), label, tensors, parts.codecs.of(label.kind))
 
     def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
         parts = self.parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_gnnpipe.comm import Codec, Transport
+from lightning_gnnpipe.comm import Codecs, Transport
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
@@ -30,7 +30,7 @@ class StepParts:
         seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
         is_training: Whether a backward pass follows.
         recompute: Whether backward computes activations again instead of keeping them.
-        codec: Of what stages send each other.
+        codecs: Of what stages send each other.
     """
 
     stages: Mapping[int, Stage]
@@ -43,4 +43,4 @@ class StepParts:
     seed_of: SeedOf | None
     is_training: bool
     recompute: bool
-    codec: Codec
+    codecs: Codecs

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import Transport, get_codecs
 from lightning_gnnpipe.engine.agree import graph_of_node
 from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
@@ -128,7 +128,7 @@ class BatchStream:
 
     def _begin(self, call: Call, inputs: Inputs) -> _Pass:
         mode = self._passes.mode(call, inputs)
-        parts = self._passes.parts(mode, call, inputs, is_training=False, codec="fp32")
+        parts = self._passes.parts(mode, call, inputs, is_training=False, codecs=get_codecs("fp32"))
         return _Pass(mode, Step(parts), self._model)
 
 

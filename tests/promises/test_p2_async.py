@@ -196,6 +196,9 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
     for codec, num_bytes in sizes.items():
         _, found = fit(tmp_path, halo_codec=codec)
         assert found["halo"] == found["halo_grad"] == 2 * NUM_LAYERS * num_bytes, codec
+    _, found = fit(tmp_path, halo_codec=("int1", "drive"))
+    assert found["halo"] == 2 * NUM_LAYERS * sizes["int1"]
+    assert found["halo_grad"] == 2 * NUM_LAYERS * (8 + rows * 4 + 3)  # with a seed
 
 
 @pytest.mark.parametrize("aggr", ["sum", "max"])

@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
-from lightning_gnnpipe.types import RepeatOption
+from lightning_gnnpipe.types import CodecOption, RepeatOption
 
 N, E, D, C = 37, 120, 8, 3
 FLOAT = 4
@@ -82,6 +82,7 @@ def measure(
     num_shards: int = 1,
     data: Data | None = None,
     repeat: RepeatOption = "auto",
+    cut_codec: CodecOption = "fp32",
 ) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -92,6 +93,7 @@ def measure(
             graph_parallel=num_shards,
             start_method="fork",
             repeat_encoder=repeat,
+            cut_codec=cut_codec,
         ),
         max_epochs=3,
         callbacks=[BytesRecorder(folder)],
@@ -133,6 +135,20 @@ def test_p5_bytes_equal_the_formula(
         output_row_bytes=C * FLOAT,
         tied_bytes=tied,
     )
+
+
+@pytest.mark.parametrize(
+    ("codec", "forward", "backward"),
+    [("bf16", 2 * D, 2 * D), ("int8", 4 + D, 4 + D), (("int8", "bf16"), 4 + D, 2 * D)],
+)
+def test_p5_codecs_count_at_cuts(
+    codec: CodecOption, forward: int, backward: int, tmp_path: Path
+) -> None:
+    module = NodeClassifier(GCN(4, D, C, num_layers=4), C)
+    exact, *others = measure(tmp_path, module, 2, 5, cut_codec=codec)
+    assert exact["forward"] == exact["backward"] == N * D * FLOAT
+    for step in others:
+        assert (step["forward"], step["backward"]) == (N * forward, N * backward)
 
 
 @pytest.mark.parametrize("repeat", ["auto", False])

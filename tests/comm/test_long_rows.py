@@ -1,0 +1,51 @@
+"""The longest rows have more bits; all else is as the codec of the rest sends it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_gnnpipe.comm import get_codec
+from lightning_gnnpipe.comm.long_rows import LongRowsCodec
+from tests.helpers.codecs import FLOATS, random, through
+
+
+def make() -> LongRowsCodec:
+    return LongRowsCodec("both", get_codec("int1"), get_codec("bf16"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(100, 40), (65, 3, 11)])
+def test_the_longest_row_of_32_has_more_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = random(*shape, dtype=dtype)
+    long = [7, 50, 64][: shape[0] // 32]
+    rows[long] *= 100
+    found, few = through(make(), rows, 3), through(get_codec("int1"), rows, 3)
+    is_long = torch.zeros(shape[0], dtype=torch.bool).index_fill(0, torch.tensor(long), True)
+    assert torch.equal(found[is_long], through(get_codec("bf16"), rows[is_long]))
+    assert torch.equal(found[~is_long], few[~is_long])
+
+
+def test_messages_of_few_rows_are_those_of_the_rest() -> None:
+    for rows in (random(31, 20), random(5), random(0, 20)):
+        assert torch.equal(make().encode(rows, 1), get_codec("int1").encode(rows, 1))
+
+
+def test_the_error_of_gradients_is_that_of_short_rows() -> None:
+    """Rows whose lengths differ as those of gradients: the longest is nearly all of them."""
+    rows = random(320, 64) * torch.logspace(0, -3, 320)[:, None]
+    error = (through(get_codec("drive"), rows) - rows).square().sum() / rows.square().sum()
+    rest = rows.square().sum(1)[10:].sum() / rows.square().sum()
+    assert error < 0.6 * rest + 0.05
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_not_hidden(bad: float) -> None:
+    rows = random(64, 20)
+    rows[5, 2] = rows[9, 0] = rows[11, 1] = bad  # more than are sent apart
+    is_bad = rows.isfinite().logical_not().any(1)
+    found = through(get_codec("drive"), rows)
+    assert not bool(found[is_bad].isfinite().any())
+    assert bool(found[~is_bad].isfinite().all())
