@@ -14,7 +14,7 @@ pipeline.
 `--modes` names what is compared with exact training: "pipeline", in chunks; "hybrid", in chunks on
 2 shards of the graph (in one stage; with more of them the numbers are the same); and on 2 shards
 without chunks (graph parallelism): "graph" is exact, "int1" sends one bit a value between shards,
-"one-bit" those of gradients as signs of turned rows, "async" uses rows of the last epoch, and
+"one-bit" sends rows like it and gradients by "drive", "async" uses rows of the last epoch, and
 "int1-async", "one-bit-async" are both.
 """
 

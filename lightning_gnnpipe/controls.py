@@ -21,7 +21,8 @@ class Controls:
         records_staleness: Record who reads whom stale, and how far rows drift.
         is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
             those of the step before.
-        halo_codec: Codec of rows between shards, in place of the strategy's.
+        halo_codec: Codec of rows between shards and their gradients, or one for each, in place of
+            the strategy's.
         leading_chunks: The chunks that go first, in this order; the others follow as drawn. A chunk
             that goes first is read fresh by all behind it, and reads those stale. The same on every
             rank; an exact step has no chunks to order.

@@ -232,13 +232,21 @@ def test_a_limit_of_memory_counts() -> None:
 def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
     module, data = make()
 
-    def layouts(**options: Any) -> Any:
-        plan = GNNPipeStrategy(num_chunks=4, balance="uniform", **options)
+    def layouts(num_chunks: int = 4, **options: Any) -> Any:
+        plan = GNNPipeStrategy(num_chunks=num_chunks, balance="uniform", **options)
         return plan.plan(module, data, num_devices=4).layouts
 
     plain, halo, cut = layouts(), layouts(halo_codec="bf16"), layouts(cut_codec="bf16")
     assert halo[0].step_bytes < plain[0].step_bytes and halo[2].step_bytes == plain[2].step_bytes
     assert cut[2].step_bytes < plain[2].step_bytes and cut[0].step_bytes == plain[0].step_bytes
+    halo_grads, cut_grads = (
+        layouts(halo_codec=("fp32", "bf16")),
+        layouts(cut_codec=("fp32", "bf16")),
+    )
+    assert halo[0].step_bytes < halo_grads[0].step_bytes < plain[0].step_bytes
+    assert cut[2].step_bytes < cut_grads[2].step_bytes < plain[2].step_bytes
+    one = layouts(num_chunks=1, halo_codec="bf16", cut_codec="bf16")
+    assert [x.step_bytes for x in one] < [x.step_bytes for x in layouts(num_chunks=1)]
 
 
 class Manual(NodeClassifier):

@@ -18,7 +18,7 @@ import warnings
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import lightning as L
 import psutil
@@ -39,13 +39,12 @@ from graphs import load_graph
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.comm import Meter, Transport, World, measure_link
 from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, NodeClassifier, ResGCNPlus
-from lightning_gnnpipe.types import StalenessName
+from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
 
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
 MODELS = {"gcn": GCN, "gcnii": GCNII, "sage": GraphSAGE, "resgcn+": ResGCNPlus}
-CODECS = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1"]
 
 
 class Measure(L.Callback):
@@ -192,8 +191,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--staleness", choices=get_args(StalenessName), default="predicted")
     add("--validate", type=flag, default=False, help="after every step")
     add("--balance", choices=["measured", "uniform"], default="measured")
-    add("--halo-codec", choices=CODECS, default="fp32")
-    add("--cut-codec", choices=CODECS, default="fp32")
+    add("--halo-codec", type=parse_codecs, default="fp32", help="or two: of rows, of gradients")
+    add("--cut-codec", type=parse_codecs, default="fp32", help="the same")
     add("--async-halo", type=flag, default=False)
     add("--repeat-encoder", choices=["auto", "True", "False"], default="auto")
     add("--layers", type=int, default=16)
@@ -212,6 +211,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
     return parser
+
+
+def parse_codecs(text: str) -> CodecOption:
+    """Return the name of a codec, or two of them: "int1,drive"."""
+    names = cast(list[CodecName], text.split(","))
+    if not set(names) <= set(get_args(CodecName)) or len(names) > 2:
+        raise argparse.ArgumentTypeError(f"one or two of {', '.join(get_args(CodecName))}")
+    return names[0] if len(names) == 1 else (names[0], names[1])
 
 
 def make_data(options: argparse.Namespace) -> Data:

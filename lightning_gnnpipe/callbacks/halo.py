@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_gnnpipe.callbacks.access import check_count, has_trained, logged_value, pipe_strategy
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import CodecName
+from lightning_gnnpipe.types import CodecName, CodecOption
 
 
 class BoundedStaleness(Callback):
@@ -58,7 +58,8 @@ class AdaptiveHalo(Callback):
         monitor: Name of a logged metric that should fall.
         patience: Epochs without a fall after which a step is taken.
         min_delta: Least change, as a share of the best value, that counts as a fall.
-        codecs: Of rows between shards, from the first step after synchronous exchange on.
+        codecs: Of rows between shards and their gradients, as the strategy's `halo_codec`; from the
+            first step after synchronous exchange on.
 
     Raises:
         ConfigError: If an argument cannot be right.
@@ -73,15 +74,16 @@ class AdaptiveHalo(Callback):
         monitor: str = "train_loss",
         patience: int = 5,
         min_delta: float = 1e-3,
-        codecs: Sequence[CodecName] = ("int4", "int8", "fp32"),
+        codecs: Sequence[CodecOption] = ("int4", "int8", "fp32"),
     ) -> None:
         super().__init__()
         check_count("patience", patience, 1)
-        unknown = [one for one in codecs if one not in get_args(CodecName)]
+        unknown = [one for one in codecs if not _is_codec(one)]
         if unknown:
+            known = ", ".join(get_args(CodecName))
             raise ConfigError(
                 explain(
-                    expected=f"'codecs' to be among {', '.join(get_args(CodecName))}",
+                    expected=f"'codecs' to be among {known}, or pairs of them",
                     found=", ".join(map(repr, unknown)),
                     remedy="Leave it at its default, for instance.",
                 )
@@ -123,3 +125,9 @@ class AdaptiveHalo(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_steps, self.best = state_dict["num_steps"], state_dict["best"]
         self.num_stalled = state_dict["num_stalled"]
+
+
+def _is_codec(option: object) -> bool:
+    """Return whether it is a codec's name, or one of rows and one of their gradients."""
+    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else [option]
+    return all(name in get_args(CodecName) for name in names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_gnnpipe.comm.long_rows import LongRowsCodec
 from lightning_gnnpipe.comm.low_bit import LowBitCodec
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import CodecOption, TrafficKind
+from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind
 
 
 class CastCodec(Codec):
@@ -38,6 +38,7 @@ class CastCodec(Codec):
         out.copy_(payload.view(self.dtype).view(out.shape))
 
 
+EXACT: CodecName = "fp32"
 _CODECS: dict[str, Callable[[], Codec]] = {
     "fp32": lambda: Codec("fp32"),
     "bf16": lambda: CastCodec("bf16", torch.bfloat16),
@@ -56,8 +57,9 @@ def get_codec(name: str) -> Codec:
     Args:
         name: "fp32": each tensor in its own dtype. "bf16", "fp16": 16-bit floats. "int8", "int4",
             "int2", "int1": so many bits a value, and 32 a row, rounded between the row's least and
-            largest value. "drive": one bit a value, and 34 a row, of rows turned at random; of the
-            longest row in 32 four bits a value.
+            largest value. "drive": one bit a value, 32 a row and 64 a message, of rows turned at
+            random; one row in 32, the longest, is sent again with four. It takes rows of more than
+            256 channels for several.
 
     Raises:
         ConfigError: There is no such codec.
@@ -86,7 +88,7 @@ class Codecs(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether what arrives is what was sent."""
-        return self.rows.name == self.grads.name == "fp32"
+        return self.rows.name == self.grads.name == EXACT
 
 
 def get_codecs(option: CodecOption) -> Codecs:
@@ -95,5 +97,26 @@ def get_codecs(option: CodecOption) -> Codecs:
     Raises:
         ConfigError: There is no such codec.
     """
-    rows, grads = (option, option) if isinstance(option, str) else option
-    return Codecs(get_codec(rows), get_codec(grads))
+    return Codecs(*map(get_codec, codec_names(option)))
+
+
+def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, CodecName]:
+    """Return the names of the codecs of rows, and of their gradients.
+
+    Args:
+        option: One name for both, or a name for each.
+        what: What an error calls it.
+
+    Raises:
+        ConfigError: `option` is neither a codec's name nor two.
+    """
+    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else (option,) * 2
+    if any(not isinstance(name, str) or name not in _CODECS for name in names):
+        raise ConfigError(
+            explain(
+                expected=f"{what} to be one of {', '.join(_CODECS)}, or two of them",
+                found=repr(option),
+                remedy="Name one for rows and their gradients, or one for each.",
+            )
+        )
+    return cast(tuple[CodecName, CodecName], tuple(names))

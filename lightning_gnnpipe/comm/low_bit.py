@@ -22,7 +22,7 @@ rounded to the nearest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf, prod
 
 import torch
@@ -30,15 +30,19 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm.dither import Dither
 from lightning_gnnpipe.comm.packing import pack, unpack, unpack_table
-from lightning_gnnpipe.comm.payload import Codec
+from lightning_gnnpipe.comm.rows import (
+    RowCodec,
+    ceil_div,
+    count_rows,
+    rows_per_block,
+    split_blocks,
+)
 
 _LEAST_RANGE = 2.0**-117  # so that 1 / step is finite; constant rows have it, with codes of 0
 _MARGIN = 1 - 2.0**-21  # or float32 might round the code of `high` up to 2**b
-_BLOCK_CPU = 2**16  # values at a time: with all that they need, they stay in a cache of 1 MiB
-_BLOCK_GPU = 2**24
 
 
-class LowBitCodec(Codec):
+class LowBitCodec(RowCodec):
     """Sends `num_bits` bits a value, and 32 bits a row.
 
     The payload is `low` of all rows, `high` of all rows, then the codes of all rows without gaps.
@@ -54,21 +58,22 @@ class LowBitCodec(Codec):
         self._table = unpack_table(num_bits)
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return 4 * _count_rows(shape) + _ceil_div(prod(shape) * self.num_bits, 8)
+        return 4 * count_rows(shape) + ceil_div(prod(shape) * self.num_bits, 8)
 
     def _encode(self, tensor: Tensor, seed: int) -> Tensor:
-        rows = tensor.reshape(_count_rows(tensor.shape), -1)
+        rows = tensor.reshape(count_rows(tensor.shape), -1)
         num_bytes = self._coded_bytes(tensor.shape, tensor.dtype)
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
-        ends, packed = _split(payload, rows)
+        ends, packed = _split(payload, rows.size(0), rows.dtype)
         ends[0].copy_(_round_outwards(rows.amin(1), -inf))
         ends[1].copy_(_round_outwards(rows.amax(1), inf))
         low, length = _span(ends)
         num_rows, num_channels = rows.shape
-        block = _rows_per_block(rows)
+        block = rows_per_block(rows)
         dither = Dither(num_rows, (block, num_channels), seed, rows.device)
         values = torch.empty(block, num_channels, dtype=torch.float32, device=rows.device)
-        blocks = self._blocks(rows, low, self.num_steps * _MARGIN / length, packed)
+        by_row = low, self.num_steps * _MARGIN / length
+        blocks = split_blocks(rows, by_row, [packed], self.num_bits)
         for index, (part, start, scale, out) in enumerate(blocks):
             steps = values[: part.size(0)]
             torch.sub(part.to(torch.float32), start, out=steps)
@@ -78,42 +83,21 @@ class LowBitCodec(Codec):
             pack(floors.view(-1), self.num_bits, out)
         return payload
 
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        is_direct = out.dtype == torch.float32 and out.is_contiguous()
-        values = (
-            out if is_direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        )
-        rows = values.view(_count_rows(out.shape), -1)
-        ends, packed = _split(payload, out)
+    def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
+        ends, packed = _split(payload, rows.size(0), dtype)
         low, length = _span(ends)
-        table = None if self._table is None else self._table.to(out.device)
-        for part, start, step, source in self._blocks(rows, low, length / self.num_steps, packed):
+        table = None if self._table is None else self._table.to(rows.device)
+        by_row = low, length / self.num_steps
+        for part, start, step, source in split_blocks(rows, by_row, [packed], self.num_bits):
             unpack(source, table, part.view(-1))
             part.mul_(step).add_(start)
-        if not is_direct:
-            out.copy_(values)
-
-    def _blocks(
-        self, rows: Tensor, low: Tensor, scale: Tensor, packed: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield the arguments cut into blocks of rows; `packed` where the codes of a block are."""
-        block = _rows_per_block(rows)
-        num_bytes = _ceil_div(block * rows.size(1) * self.num_bits, 8)
-        sizes = ((rows, block), (low, block), (scale, block), (packed, num_bytes))
-        return zip(*(torch.split(tensor, size) for tensor, size in sizes), strict=True)
 
 
-def _rows_per_block(rows: Tensor) -> int:
-    """Return how many rows to take at a time: all, or a multiple of 8, whose codes fill bytes."""
-    num_values = _BLOCK_CPU if rows.device.type == "cpu" else _BLOCK_GPU
-    return min(rows.size(0), max(8, num_values // rows.size(1) // 8 * 8))
-
-
-def _split(payload: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the payload of `rows`: their ends `[2, num_rows]`, and their codes."""
-    dtype = rows.dtype if rows.element_size() == 2 else torch.bfloat16
-    num_bytes = 4 * _count_rows(rows.shape)
-    return payload[:num_bytes].view(dtype).view(2, -1), payload[num_bytes:]
+def _split(payload: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return views of the payload: the ends of rows `[2, num_rows]`, and their codes."""
+    of_ends = dtype if dtype.itemsize == 2 else torch.bfloat16
+    num_bytes = 4 * num_rows
+    return payload[:num_bytes].view(of_ends).view(2, -1), payload[num_bytes:]
 
 
 def _round_outwards(ends: Tensor, towards: float) -> Tensor:
@@ -133,11 +117,3 @@ def _span(ends: Tensor) -> tuple[Tensor, Tensor]:
     """
     low, high = ends.to(torch.float32).unsqueeze(-1)
     return low, (high - low).clamp(min=_LEAST_RANGE)
-
-
-def _count_rows(shape: Sequence[int]) -> int:
-    return shape[0] if shape else 1
-
-
-def _ceil_div(count: int, by: int) -> int:
-    return -(-count // by)

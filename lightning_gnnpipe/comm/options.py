@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
-from lightning_gnnpipe.comm.codec import get_codecs
+from lightning_gnnpipe.comm.codec import EXACT, codec_names
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import CodecName, CodecOption
+from lightning_gnnpipe.types import CodecOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +32,19 @@ class MessageOptions:
         Raises:
             ConfigError: There is no such codec, or no such share.
         """
-        for name in ("halo_codec", "cut_codec"):
-            value = getattr(self, name)
-            names = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
-            if any(one not in get_args(CodecName) for one in names):
-                _refuse(
-                    f"'{name}' to be one of {', '.join(get_args(CodecName))}, or two of them",
-                    repr(value),
-                    "Name one for rows and their gradients, or one for each.",
-                )
+        codec_names(self.halo_codec, "'halo_codec'")
+        codec_names(self.cut_codec, "'cut_codec'")
         if not 0 <= self.momentum < 1:
-            _refuse(
-                "'halo_momentum' to be from 0 to below 1",
-                self.momentum,
-                "0 uses what arrived last as it is; PipeGCN's is 0.95.",
+            raise ConfigError(
+                explain(
+                    expected="'halo_momentum' to be from 0 to below 1",
+                    found=str(self.momentum),
+                    remedy="0 uses what arrived last as it is; PipeGCN's is 0.95.",
+                )
             )
 
     @property
     def is_exact(self) -> bool:
         """Whether what arrives is what was sent, in the same step."""
-        codecs = get_codecs(self.halo_codec), get_codecs(self.cut_codec)
-        return not self.is_async and all(one.is_exact for one in codecs)
-
-
-def _refuse(expected: str, found: object, remedy: str) -> None:
-    raise ConfigError(explain(expected=expected, found=str(found), remedy=remedy))
+        names = {*codec_names(self.halo_codec), *codec_names(self.cut_codec)}
+        return not self.is_async and names == {EXACT}

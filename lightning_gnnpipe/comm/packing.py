@@ -24,7 +24,8 @@ def pack(integers: Tensor, num_bits: int, out: Tensor) -> None:
     """Write `integers` to `out`, 8/num_bits in a byte; what is left of the last byte is 0.
 
     Args:
-        integers: `[num_codes]`, int32; the lower 8 bits are below 2**num_bits, others are ignored.
+        integers: `[num_codes]`, int32 or bool; the lower 8 bits are below 2**num_bits, others are
+            ignored.
         num_bits: 1, 2, 4 or 8.
         out: `[ceil(num_codes * num_bits / 8)]`, uint8.
     """
@@ -58,7 +59,8 @@ def unpack_table(num_bits: int) -> Tensor | None:
     """Return `[256]`: the codes of each byte, a byte each, as one integer; none for 8 bits."""
     if num_bits == 8:
         return None
-    codes = (torch.arange(256)[:, None] >> torch.arange(0, 8, num_bits)) & (2**num_bits - 1)
+    places = torch.arange(0, 8, num_bits, device="cpu")
+    codes = (torch.arange(256, device="cpu")[:, None] >> places) & (2**num_bits - 1)
     return codes.to(torch.uint8).view(_WORDS[num_bits]).flatten()
 
 

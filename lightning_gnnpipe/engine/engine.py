@@ -211,7 +211,9 @@ class PipelineEngine:
         is_due = self.controls.refreshes or graph.is_refresh_due(self.num_training_passes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
-        is_exact = is_exact or (graph.plan.num_chunks == 1 and self.options.messages.is_exact)
+        is_exact = is_exact or (
+            graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
+        )
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
         graph.store.rescale(self.progress.loss_scale(), is_lost=not isfinite(self.progress.loss))
         graph.trained_with = TrainedCall.of(call, self.model.module)

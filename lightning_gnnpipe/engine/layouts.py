@@ -65,7 +65,7 @@ class LayoutForecaster:
     def __init__(self, measured: Measured, stages: tuple[Stage, ...], sizes: SplitSizes) -> None:
         self._measured, self._stages, self._sizes = measured, stages, sizes
         self._num_shards = sizes.nodes.size(1)
-        self._codecs = get_codecs(measured.messages.cut_codec)
+        self._codecs = get_codecs(measured.options.messages.cut_codec)
         self._num_ranks = len(stages) * self._num_shards
 
     def forecast(self) -> LayoutForecast:
@@ -136,7 +136,7 @@ class LayoutForecaster:
             bytes_per_s=options.link.bytes_per_s,
             message_s=options.link.message_s,
             copied_bytes_per_s=measured.copied_bytes_per_s,
-            waits_for_halo=not measured.messages.is_async,
+            waits_for_halo=not measured.options.messages.is_async,
         )
 
     def _sent(self, stage: Stage, is_grad: bool) -> list[float]:
@@ -181,7 +181,7 @@ class LayoutForecaster:
 
     def _halo_row_bytes(self, cost: LayerCost) -> int:
         """Return the bytes of a layer's row as it is sent, mean of forth and back; about."""
-        codecs = get_codecs(self._measured.messages.halo_codec)
+        codecs = get_codecs(self._measured.options.messages.halo_codec)
         shape = (_MANY_ROWS, cost.pushed_row_bytes // 4)
         num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
         return num_bytes // (len(codecs) * _MANY_ROWS)

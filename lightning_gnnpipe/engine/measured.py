@@ -81,11 +81,6 @@ class Measured:
         """Seconds of a step of the same chunks on one device."""
         return sum(cost.compute_s for cost in self.costs.layers) + self.loss_s
 
-    @property
-    def messages(self) -> MessageOptions:
-        """How rows travel; with one chunk all steps are exact."""
-        return self.options.messages if self.chunks.num_chunks > 1 else MessageOptions()
-
     @cached_property
     def assignment(self) -> Tensor:
         """`[num_nodes]` the chunk of each node."""

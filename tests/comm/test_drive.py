@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Codec, get_codec
-from lightning_gnnpipe.comm import drive as drive_module
+from lightning_gnnpipe.comm import rows as rows_module
 from lightning_gnnpipe.comm.drive import DriveCodec
 from tests.helpers.codecs import FLOATS, random, through
 
@@ -23,10 +23,10 @@ def error_shares(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def test_blocks_are_those_that_the_tests_are_about() -> None:
-    assert drive_module._BLOCK_CPU == BLOCK
+    assert rows_module.BLOCK_CPU == BLOCK
 
 
-@pytest.mark.parametrize("num_channels", [2, 3, 5, 17, 64])
+@pytest.mark.parametrize("num_channels", [2, 5, 17])
 def test_one_bit_is_right_on_average(num_channels: int) -> None:
     """Whatever the row: dense, one or two values that are all of it, tiny, large, far from 0."""
     num_draws = 2000
@@ -39,9 +39,9 @@ def test_one_bit_is_right_on_average(num_channels: int) -> None:
     rows[5] += 10
     rows[6] = rows[6] ** 5
     first, second = torch.zeros(2, *rows.shape, dtype=torch.float64)
-    for draw in range(num_draws):  # rows of one message would share a rotation
+    for draw in range(num_draws):  # one row of a message, and a rotation for each
         messages = [row.expand(6, -1) for row in rows]  # one row of 2 channels is sent as it is
-        alone = [through(codec, same, 7 * draw + i)[0] for i, same in enumerate(messages)]
+        alone = [through(codec, same, 7 * draw + i << 8)[0] for i, same in enumerate(messages)]
         found = torch.stack(alone).double()
         first += found / num_draws
         second += found**2 / num_draws
@@ -90,24 +90,6 @@ def test_all_of_a_message_takes_other_numbers_in_the_next() -> None:
     assert bool((first != through(codec, rows, 12)).any(1).all())
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_scales"),
-    [
-        ((3, 256), 3),
-        ((3, 512), 6),
-        ((3, 4, 75), 6),  # 300 channels
-        ((3, 2, 2, 129), 9),  # 516, in parts of 172
-        ((3, 257), 3),  # a prime: as it is
-    ],
-)
-def test_long_rows_are_taken_in_equal_parts(shape: tuple[int, ...], num_scales: int) -> None:
-    codec, rows = DriveCodec(), random(*shape)
-    num_bytes = 8 + 4 * num_scales + -(-math.prod(shape) // 8)
-    assert codec.payload_bytes(shape, torch.float32) == num_bytes
-    found, expected = (x.reshape(num_scales, -1) for x in (through(codec, rows), rows))
-    assert torch.allclose((found * expected).sum(1), expected.square().sum(1), rtol=1e-4)
-
-
 def test_automatic_mixed_precision_is_not_for_rotations() -> None:
     rows = random(50, 40)
     expected = through(DriveCodec(), rows)
@@ -136,13 +118,16 @@ def test_values_that_are_not_finite_are_not_hidden(bad: float, dtype: torch.dtyp
     assert torch.equal(found[~is_bad], expected[~is_bad])
 
 
-def test_what_float32_cannot_tell_is_not_hidden() -> None:
+def test_what_a_type_cannot_hold_is_not_hidden() -> None:
     long = torch.full((2, 64), 3e38)
     long[1] /= 1e6
     found = through(DriveCodec(), long)
     assert not bool(found[0].isfinite().any()) and bool(found[1].isfinite().all())
     huge = torch.full((1, 64), 1e300, dtype=torch.float64)
     assert not bool(through(DriveCodec(), huge).isfinite().any())
+    short = torch.full((1, 64), 6e4, dtype=torch.float16)  # a tenth of them is larger than 65504
+    found = through(DriveCodec(), short)
+    assert bool(found.isinf().any()) and not bool(found.isnan().any())
     tiny = torch.full((1, 64), 2.0**-140)  # below what has an inverse
     share = (through(DriveCodec(), tiny) / tiny).mean()
     assert share == pytest.approx(1, abs=0.01)

@@ -41,6 +41,43 @@ def test_the_error_of_gradients_is_that_of_short_rows() -> None:
     assert error < 0.6 * rest + 0.05
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("shape", "num_parts"), [((40, 256), 1), ((40, 4, 75), 2), ((40, 257), 2), ((7, 1433), 6)]
+)
+def test_wide_rows_are_several(shape: tuple[int, ...], num_parts: int, dtype: torch.dtype) -> None:
+    """Each part has what was sent in it once, up to the four bits that some have."""
+    rows = random(*shape).pow(5).to(dtype)
+    found = through(get_codec("drive"), rows).double()
+    rows = rows.double()
+    assert (found - rows).norm() < 0.85 * rows.norm()
+    width = -(-math.prod(shape[1:]) // num_parts)
+    for part, sent in zip(
+        found.view(shape[0], -1).split(width, 1),
+        rows.view(shape[0], -1).split(width, 1),
+        strict=True,
+    ):
+        shares = (part * sent).sum(1) / sent.square().sum(1)
+        assert (shares - 1).abs().median() < 1e-2
+
+
+@pytest.mark.parametrize("num_channels", [128, 256, 1024])
+def test_more_bits_are_better_however_heavy_a_rows_tail(num_channels: int) -> None:
+    rows = random(64, num_channels) ** 5
+    error = (through(get_codec("drive"), rows) - rows).square().sum(1) / rows.square().sum(1)
+    assert error.sort().values[:2].max() < 0.45  # the two that have more
+    assert error.mean() < 0.6
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_the_longest_are_found_whatever_the_unit(factor: float) -> None:
+    rows = random(64, 20) * factor
+    rows[[3, 40]] *= 1e3
+    found, few = through(make(), rows), through(get_codec("int1"), rows)
+    changed = (found != few).any(1).nonzero().flatten()
+    assert changed.tolist() == [3, 40]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_not_hidden(bad: float) -> None:
     rows = random(64, 20)

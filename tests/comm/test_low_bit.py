@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import dither as dither_module
 from lightning_gnnpipe.comm import get_codec
-from lightning_gnnpipe.comm import low_bit as low_bit_module
+from lightning_gnnpipe.comm import rows as rows_module
 from lightning_gnnpipe.comm.dither import Dither
 from tests.helpers.codecs import FLOATS, LOW_BITS, random, steps_of, through
 
@@ -18,7 +18,7 @@ BLOCK = 2**16  # values that a codec takes at a time
 
 
 def test_blocks_are_those_that_the_tests_are_about() -> None:
-    assert low_bit_module._BLOCK_CPU == BLOCK
+    assert rows_module.BLOCK_CPU == BLOCK
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

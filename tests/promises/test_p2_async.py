@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    AdaptiveHalo,
     BoundedStaleness,
     DelayedGradients,
     DropoutFreeRows,
@@ -22,8 +23,9 @@ from lightning_gnnpipe import (
     GNNPipeStrategy,
     StalenessMethod,
 )
-from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.types import CodecOption
 
 # Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
 HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7
@@ -199,6 +201,31 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
     _, found = fit(tmp_path, halo_codec=("int1", "drive"))
     assert found["halo"] == 2 * NUM_LAYERS * sizes["int1"]
     assert found["halo_grad"] == 2 * NUM_LAYERS * (8 + rows * 4 + 3)  # with a seed
+
+
+class Stalls(L.Callback):
+    """Logs a metric that never falls."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        module.log("watched", 1.0, batch_size=1)
+
+
+def test_shards_send_more_bits_where_the_loss_stalls(tmp_path: Path) -> None:
+    rows, steps = 4, 2 * NUM_LAYERS
+    codecs: list[CodecOption] = [("int8", "bf16"), "fp32"]
+    adaptive = AdaptiveHalo("watched", patience=1, codecs=codecs)
+    fit(tmp_path, adaptive, Stalls(), async_halo=True, halo_codec=("int1", "drive"))
+    found = [(e["halo"], e["halo_grad"]) for e in torch.load(tmp_path / "bytes.pt")]
+    few = rows * 4 + 3
+    sizes = [(rows * D * 8,) * 2, (few, few + 8), (few, few + 8), (rows * (4 + D), rows * D * 2)]
+    assert found[:4] == [(steps * there, steps * back) for there, back in sizes]
+    assert found[4:] == found[:1] * (EPOCHS - 4)
+
+
+@pytest.mark.parametrize("codecs", [["int3"], [("int1", "int3")], [("int1",)], [None]])
+def test_codecs_that_there_are_not_are_refused(codecs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'codecs' to be among fp32, .*, or pairs of them"):
+        AdaptiveHalo(codecs=codecs)
 
 
 @pytest.mark.parametrize("aggr", ["sum", "max"])

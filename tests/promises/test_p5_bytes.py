@@ -139,7 +139,12 @@ def test_p5_bytes_equal_the_formula(
 
 @pytest.mark.parametrize(
     ("codec", "forward", "backward"),
-    [("bf16", 2 * D, 2 * D), ("int8", 4 + D, 4 + D), (("int8", "bf16"), 4 + D, 2 * D)],
+    [
+        ("bf16", N * 2 * D, N * 2 * D),
+        ("int8", N * (4 + D), N * (4 + D)),
+        (("int8", "bf16"), N * (4 + D), N * 2 * D),
+        (("fp32", "drive"), N * 4 * D, N * (4 + D // 8) + 5 * 8),  # a seed in each message
+    ],
 )
 def test_p5_codecs_count_at_cuts(
     codec: CodecOption, forward: int, backward: int, tmp_path: Path
@@ -148,7 +153,7 @@ def test_p5_codecs_count_at_cuts(
     exact, *others = measure(tmp_path, module, 2, 5, cut_codec=codec)
     assert exact["forward"] == exact["backward"] == N * D * FLOAT
     for step in others:
-        assert (step["forward"], step["backward"]) == (N * forward, N * backward)
+        assert (step["forward"], step["backward"]) == (forward, backward)
 
 
 @pytest.mark.parametrize("repeat", ["auto", False])
