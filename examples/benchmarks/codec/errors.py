@@ -5,7 +5,8 @@
 Trains GCNII on Cora, exactly and in one process, and takes the rows that the halves of a METIS
 split would send each other in some epochs, with their gradients. Of each layer's messages it prints
 the squared error that a codec makes, over the squared length of what is sent: the median layer, and
-the range. Above 1 there is more error than message; it is right on average all the same.
+the range. Above 1 there is more error than message; it is right on average all the same. The last
+line is the share that the longest row has of the squared length of all.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def main() -> None:
     halo = Halo(shards, list(net.convs))
     found = train(net, data, halo, options.epochs)
     header = ["codec", "bits a value", *(f"{what}, epoch {e}" for e in found for what in KINDS)]
-    print_table(header, [row_of(get_codec(name), found) for name in NAMES])
+    print_table(header, [*(row_of(get_codec(name), found) for name in NAMES), longest(found)])
 
 
 KINDS = ("rows", "gradients")
@@ -117,12 +118,25 @@ def train(net: GCNII, data: Data, halo: Halo, epochs: list[int]) -> dict[int, An
 def row_of(codec: Codec, found: dict[int, Any]) -> list[str]:
     shape = next(iter(found.values()))[0][0][0].shape
     bits = 8 * codec.payload_bytes(shape, torch.float32) / shape.numel()
-    cells = [codec.name, f"{bits:.2f}"]
+    return [codec.name, f"{bits:.2f}", *each(found, lambda messages: error_of(codec, messages))]
+
+
+def longest(found: dict[int, Any]) -> list[str]:
+    def share_of(messages: list[Tensor]) -> float:
+        lengths = torch.cat(messages).square().sum(1)
+        return (lengths.max() / lengths.sum()).item()
+
+    return ["longest row", "", *each(found, share_of)]
+
+
+def each(found: dict[int, Any], measure: Callable[[list[Tensor]], float]) -> list[str]:
+    """Return median and range over layers, of rows and of gradients in each epoch."""
+    cells = []
     for kinds in found.values():
         for layers in kinds:
-            errors = [error_of(codec, messages) for messages in layers]
-            median = statistics.median(errors)
-            cells.append(f"{median:.2g} ({min(errors):.2g} - {max(errors):.2g})")
+            shares = [measure(messages) for messages in layers]
+            median = statistics.median(shares)
+            cells.append(f"{median:.2g} ({min(shares):.2g} - {max(shares):.2g})")
     return cells
 
 
