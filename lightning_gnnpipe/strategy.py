@@ -82,7 +82,7 @@ class GNNPipeStrategy(PipeLoops):
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
             that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
             "int2" or "int1" with so many bits a value, rounded at random so that the mean is right,
-            "drive" with one, for gradients. A pair names one for rows and one for their gradients.
+            and "drive" with one, best for gradients. A pair is one for rows, one for gradients.
         cut_codec: The same for what stages send each other.
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).

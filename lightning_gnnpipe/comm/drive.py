@@ -146,7 +146,7 @@ def _split(payload: Tensor, num_rows: int) -> _Parts:
     )
 
 
-@lru_cache(maxsize=16)  # of each width: what is sent, and what each of a few peers sends
+@lru_cache(maxsize=128)  # a step has one for each width and peer, at most 256 KiB each
 def _draw_rotation(size: int, seed: int) -> Tensor:
     """Return an orthogonal matrix `[size, size]` of float32, uniform over all of them."""
     generator = _generator(~seed)  # other numbers than the flips

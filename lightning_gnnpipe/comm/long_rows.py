@@ -52,9 +52,9 @@ class LongRowsCodec(Codec):
 
     def _encode(self, tensor: Tensor, seed: int) -> Tensor:
         places = self._places(tensor.shape, tensor.dtype)
-        rows = tensor.reshape(places.num_rows // places.num_parts, -1)
-        padding = places.num_parts * places.num_channels - rows.size(1)
-        rows = F.pad(rows, (0, padding)).view(places.num_rows, -1) if places.num_parts > 1 else rows
+        whole = tensor.reshape(places.num_rows // places.num_parts, -1)
+        padding = places.num_parts * places.num_channels - whole.size(1)
+        rows = F.pad(whole, (0, padding)).reshape(places.num_rows, -1)
         payload = torch.zeros(places.end, dtype=torch.uint8, device=tensor.device)
         payload[: places.rest].copy_(self._rest.encode(rows, seed))
         if places.num_long:
@@ -118,7 +118,9 @@ class _Places(NamedTuple):
 def _lengths(rows: Tensor) -> Tensor:
     """Return the lengths of rows, in a unit in which their squares are numbers of float32."""
     values = rows.to(torch.float32)
-    return (values / values.abs().amax().clamp(min=2.0**-126)).norm(dim=1)
+    largest = torch.maximum(values.amax(1), values.amin(1).neg())
+    unit = largest.nan_to_num(0.0, posinf=0.0).amax().clamp(min=2.0**-126)
+    return (values / unit).norm(dim=1)
 
 
 def _round_up(num_bytes: int) -> int:

@@ -28,12 +28,13 @@ from torch_geometric.nn import GCN2Conv
 from lightning_gnnpipe.comm import Codec, get_codec
 from lightning_gnnpipe.graph import partition_nodes
 from lightning_gnnpipe.models import GCNII
+from lightning_gnnpipe.types import CodecName
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from common import print_table
 from graphs import load_graph
 
-NAMES = ["bf16", "int8", "int4", "int2", "int1", "drive"]
+NAMES: list[CodecName] = ["bf16", "int8", "int4", "int2", "int1", "drive"]
 NUM_DRAWS = 5
 WIDTH, DROPOUT, LR = 64, 0.6, 0.01
 CONV_DECAY, LINEAR_DECAY = 0.01, 5e-4
@@ -47,7 +48,7 @@ class Halo:
         self.read: list[Tensor] = []
         for layer in layers:
             layer.propagate = self._through(layer.propagate)
-        self._readers: list[Tensor] = []
+        self._sent: list[Tensor] = []  # nodes that each half sends
 
     def _through(self, propagate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(edge_index: Tensor, x: Tensor, edge_weight: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class Halo:
                 other.retain_grad()
                 self.read.append(other)
             sent = [edge_index[0, is_cross & (ends[1] == half)] for half in (0, 1)]
-            self._readers = [torch.unique(nodes) for nodes in sent]
+            self._sent = [torch.unique(nodes) for nodes in sent]
             near = propagate(edge_index[:, ~is_cross], x=x, edge_weight=edge_weight[~is_cross])
             far = propagate(edge_index[:, is_cross], x=other, edge_weight=edge_weight[is_cross])
             return near + far
@@ -67,10 +68,8 @@ class Halo:
 
     def messages(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Return the rows that each half sends, and the gradients that it gets, by layer."""
-        rows = [[x.detach()[nodes] for nodes in self._readers] for x in self.read]
-        grads = [
-            [x.grad[nodes] for nodes in self._readers] for x in self.read if x.grad is not None
-        ]
+        rows = [[x.detach()[nodes] for nodes in self._sent] for x in self.read]
+        grads = [[x.grad[nodes] for nodes in self._sent] for x in self.read if x.grad is not None]
         return rows, grads
 
 
