@@ -222,6 +222,14 @@ def test_shards_send_more_bits_where_the_loss_stalls(tmp_path: Path) -> None:
     assert found[4:] == found[:1] * (EPOCHS - 4)
 
 
+def test_a_callbacks_codec_counts_where_the_strategys_own_is_exact(tmp_path: Path) -> None:
+    rows, steps = 4, 2 * NUM_LAYERS
+    fit(tmp_path, AdaptiveHalo("watched", patience=1, codecs=["int8"]), Stalls())
+    found = [e["halo"] for e in torch.load(tmp_path / "bytes.pt")]
+    exact, few = steps * rows * D * 8, steps * rows * (4 + D)
+    assert found == [exact] * 3 + [few] * (EPOCHS - 3)
+
+
 @pytest.mark.parametrize("codecs", [["int3"], [("int1", "int3")], [("int1",)], [None]])
 def test_codecs_that_there_are_not_are_refused(codecs: Any) -> None:
     with pytest.raises(ConfigError, match=r"'codecs' to be among fp32, .*, or pairs of them"):
