@@ -81,8 +81,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 CODECS: dict[str, CodecOption] = {"int1": "int1", "one-bit": ("int1", "drive")}
-SHARDED = [*CODECS, "async", *(f"{name}-async" for name in CODECS)]
-MODES = ["pipeline", "hybrid", "graph", *SHARDED]
+MODES = ["pipeline", "hybrid", "graph", *CODECS, "async", *(f"{name}-async" for name in CODECS)]
 
 
 class DeepClassifier(NodeClassifier):

@@ -15,7 +15,7 @@ positions ``start .. end - 1``. A *node* is an index in the user's own numbering
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -44,6 +44,12 @@ TrafficKind = Literal[
     "data_grad",
     "control",
 ]
+
+
+def names_codecs(option: object) -> bool:
+    """Return whether it is a `CodecOption`: a codec's name, or one of rows and one of gradients."""
+    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else [option]
+    return all(name in get_args(CodecName) for name in names)
 
 
 class PeerView(Protocol):

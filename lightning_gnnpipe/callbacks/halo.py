@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_gnnpipe.callbacks.access import check_count, has_trained, logged_value, pipe_strategy
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import CodecName, CodecOption
+from lightning_gnnpipe.types import CodecName, CodecOption, names_codecs
 
 
 class BoundedStaleness(Callback):
@@ -78,7 +78,7 @@ class AdaptiveHalo(Callback):
     ) -> None:
         super().__init__()
         check_count("patience", patience, 1)
-        unknown = [one for one in codecs if not _is_codec(one)]
+        unknown = [one for one in codecs if not names_codecs(one)]
         if unknown:
             known = ", ".join(get_args(CodecName))
             raise ConfigError(
@@ -125,9 +125,3 @@ class AdaptiveHalo(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_steps, self.best = state_dict["num_steps"], state_dict["best"]
         self.num_stalled = state_dict["num_stalled"]
-
-
-def _is_codec(option: object) -> bool:
-    """Return whether it is a codec's name, or one of rows and one of their gradients."""
-    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else [option]
-    return all(name in get_args(CodecName) for name in names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_gnnpipe.comm.long_rows import LongRowsCodec
 from lightning_gnnpipe.comm.low_bit import LowBitCodec
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind
+from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_codecs
 
 
 class CastCodec(Codec):
@@ -99,8 +99,7 @@ def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, C
     Raises:
         ConfigError: `option` is neither a codec's name nor two.
     """
-    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else (option,) * 2
-    if any(not isinstance(name, str) or name not in _CODECS for name in names):
+    if not names_codecs(option):
         raise ConfigError(
             explain(
                 expected=f"{what} to be one of {', '.join(_CODECS)}, or two of them",
@@ -108,4 +107,5 @@ def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, C
                 remedy="Name one for rows and their gradients, or one for each.",
             )
         )
-    return cast(tuple[CodecName, CodecName], tuple(names))
+    rows, grads = (option, option) if isinstance(option, str) else option
+    return rows, grads

@@ -55,6 +55,9 @@ class DriveCodec(RowCodec):
 
     def __init__(self) -> None:
         super().__init__("signs")
+        table = unpack_table(1)
+        assert table is not None
+        self._table = table
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return _SEED_BYTES + _SCALE_BYTES * count_rows(shape) + ceil_div(prod(shape), 8)
@@ -66,7 +69,7 @@ class DriveCodec(RowCodec):
         parts = _split(payload, rows.size(0))
         seed &= 0xFFFFFFFF
         parts.seed.fill_(seed)
-        turn = _Turn(rows, seed)
+        turn = _Turn(rows, seed, self._table)
         for part, scale, packed, flips in split_blocks(
             rows, [parts.scales], [parts.signs, turn.flips], 1
         ):
@@ -82,7 +85,7 @@ class DriveCodec(RowCodec):
 
     def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
         parts = _split(payload, rows.size(0))
-        turn = _Turn(rows, int(parts.seed))
+        turn = _Turn(rows, int(parts.seed), self._table)
         for part, scale, packed, flips in split_blocks(
             rows, [parts.scales], [parts.signs, turn.flips], 1
         ):
@@ -97,13 +100,11 @@ class _Turn:
         flips: The signs of all rows, a bit each, without gaps, uint8.
     """
 
-    def __init__(self, rows: Tensor, seed: int) -> None:
+    def __init__(self, rows: Tensor, seed: int, table: Tensor) -> None:
         self._matrix = _draw_rotation(rows.size(1), seed >> 8).to(rows.device)
         words = torch.empty(ceil_div(rows.numel(), 64), dtype=torch.int64, device=_CPU)
         words.random_(-(2**63), None, generator=_generator(seed))
         self.flips = words.view(torch.uint8)[: ceil_div(rows.numel(), 8)].to(rows.device)
-        table = unpack_table(1)
-        assert table is not None
         self._table = table.to(rows.device)
 
     def forth(self, rows: Tensor) -> Tensor:

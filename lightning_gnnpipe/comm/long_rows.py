@@ -54,7 +54,9 @@ class LongRowsCodec(Codec):
         places = self._places(tensor.shape, tensor.dtype)
         whole = tensor.reshape(places.num_rows // places.num_parts, -1)
         padding = places.num_parts * places.num_channels - whole.size(1)
-        rows = F.pad(whole, (0, padding)).reshape(places.num_rows, -1)
+        if padding:  # or it would be copied for nothing
+            whole = F.pad(whole, (0, padding))
+        rows = whole.reshape(places.num_rows, -1)
         payload = torch.zeros(places.end, dtype=torch.uint8, device=tensor.device)
         payload[: places.rest].copy_(self._rest.encode(rows, seed))
         if places.num_long:

@@ -66,6 +66,7 @@ class LayoutForecaster:
         self._measured, self._stages, self._sizes = measured, stages, sizes
         self._num_shards = sizes.nodes.size(1)
         self._codecs = get_codecs(measured.options.messages.cut_codec)
+        self._halo_codecs = get_codecs(measured.options.messages.halo_codec)
         self._num_ranks = len(stages) * self._num_shards
 
     def forecast(self) -> LayoutForecast:
@@ -181,10 +182,9 @@ class LayoutForecaster:
 
     def _halo_row_bytes(self, cost: LayerCost) -> int:
         """Return the bytes of a layer's row as it is sent, mean of forth and back; about."""
-        codecs = get_codecs(self._measured.options.messages.halo_codec)
         shape = (_MANY_ROWS, cost.pushed_row_bytes // 4)
-        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
-        return num_bytes // (len(codecs) * _MANY_ROWS)
+        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in self._halo_codecs)
+        return num_bytes // (len(self._halo_codecs) * _MANY_ROWS)
 
     def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
         """Return the bytes that are kept between forward and backward, of all shards."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gnnpipe.comm import Codec, get_codec
 from lightning_gnnpipe.comm import rows as rows_module
 from lightning_gnnpipe.comm.drive import DriveCodec
-from tests.helpers.codecs import FLOATS, random, through
+from tests.helpers.codecs import FLOATS, check_not_hidden, random, through
 
 BLOCK = 2**16  # values that the codec takes at a time
 
@@ -107,15 +107,7 @@ def test_rows_of_nothing_stay_so() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_not_hidden(bad: float, dtype: torch.dtype) -> None:
     codec = DriveCodec()
-    rows = random(9, 13, dtype=dtype)
-    expected = through(codec, rows)
-    is_bad = torch.zeros(9, dtype=torch.bool)
-    for row, columns in ((0, [0]), (4, [3, 12]), (8, list(range(13)))):
-        rows[row, columns] = bad
-        is_bad[row] = True
-    found = through(codec, rows)
-    assert bool(found[is_bad].isnan().all())
-    assert torch.equal(found[~is_bad], expected[~is_bad])
+    check_not_hidden(codec, bad, dtype)
 
 
 def test_what_a_type_cannot_hold_is_not_hidden() -> None:

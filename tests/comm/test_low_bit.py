@@ -12,7 +12,7 @@ from lightning_gnnpipe.comm import dither as dither_module
 from lightning_gnnpipe.comm import get_codec
 from lightning_gnnpipe.comm import rows as rows_module
 from lightning_gnnpipe.comm.dither import Dither
-from tests.helpers.codecs import FLOATS, LOW_BITS, random, steps_of, through
+from tests.helpers.codecs import FLOATS, LOW_BITS, check_not_hidden, random, steps_of, through
 
 BLOCK = 2**16  # values that a codec takes at a time
 
@@ -141,15 +141,7 @@ def test_values_that_are_not_finite_are_not_hidden(
     bad: float, num_bits: int, dtype: torch.dtype
 ) -> None:
     codec = get_codec(f"int{num_bits}")
-    rows = random(9, 13, dtype=dtype)
-    expected = through(codec, rows)
-    is_bad = torch.zeros(9, dtype=torch.bool)
-    for row, columns in ((0, [0]), (4, [3, 12]), (8, list(range(13)))):
-        rows[row, columns] = bad
-        is_bad[row] = True
-    found = through(codec, rows)
-    assert bool(found[is_bad].isnan().all())
-    assert torch.equal(found[~is_bad], expected[~is_bad])  # their neighbours are as before
+    check_not_hidden(codec, bad, dtype)
 
 
 def test_what_float32_cannot_span_is_not_hidden() -> None:
