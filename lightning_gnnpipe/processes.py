@@ -27,7 +27,9 @@ from lightning_gnnpipe.comm import (
     Meter,
     Transport,
     World,
+    abandon_groups,
     choose_wire,
+    end_groups_at_exit,
     restart_store,
     set_group_timeout,
 )
@@ -158,7 +160,10 @@ class PipeProcesses(_compat.LightningStrategy):
         # Processes start at their own pace: the first meeting may take longer than a message.
         timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
         store = restart_store(environment.main_address, environment.main_port, timeout)
+        is_ours = not dist.is_initialized()
         _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
+        if is_ours:
+            end_groups_at_exit()
         set_group_timeout(self.options.timeout)
         return backend
 
@@ -216,6 +221,7 @@ class PipeProcesses(_compat.LightningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
         super().on_exception(exception)
+        abandon_groups()
         if not self._has_peers or isinstance(exception, SIGTERMException):  # all ranks stop
             return
         if not isinstance(exception, PeerError | KeyboardInterrupt):

@@ -7,6 +7,7 @@ from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
 from lightning_gnnpipe.comm.codec import Codecs, get_codec, get_codecs
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.collectives import Collectives
+from lightning_gnnpipe.comm.leaving import abandon_groups, end_groups_at_exit
 from lightning_gnnpipe.comm.link import Link, measure_link
 from lightning_gnnpipe.comm.mesh import Members, Mesh, World
 from lightning_gnnpipe.comm.meter import Meter
@@ -32,7 +33,9 @@ __all__ = [
     "Meter",
     "Transport",
     "World",
+    "abandon_groups",
     "choose_wire",
+    "end_groups_at_exit",
     "get_codec",
     "get_codecs",
     "load_shards",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -72,11 +73,20 @@ class Members:
 
     Attributes:
         ranks: Their numbers among all, ascending.
-        group: Of torch.distributed; None for all ranks, or for this one alone.
+        group_ref: Refers to `group`, which torch.distributed has and ends; None for none.
     """
 
     ranks: Sequence[int]
-    group: ProcessGroup | None = None
+    group_ref: ref[ProcessGroup] | None = None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Their group of torch.distributed; None for all ranks, or for this one alone."""
+        if self.group_ref is None:
+            return None
+        group = self.group_ref()
+        assert group is not None, "the process groups were destroyed"
+        return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,4 +161,4 @@ def _own(world: World, parts: Sequence[Sequence[int]]) -> Members:
         return Members(own)
     # Every rank makes all groups, in the same order.
     groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in parts]
-    return Members(own, groups[parts.index(own)])
+    return Members(own, ref(groups[parts.index(own)]))
