@@ -19,7 +19,7 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.errors import CheckpointError, explain
-from lightning_gnnpipe.history import Moments, SavedGradients, SavedHistory
+from lightning_gnnpipe.history import HistoryStore, Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "histories": histories,
         "moments": moments,
         "loss_scale": store.loss_scale,
+        "reads": _rule(store),
     }
 
 
@@ -188,6 +189,7 @@ def load_ranks(
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
     row_nodes = graph.plan.row_nodes.cpu()
+    is_same_rule = ranks[0]["reads"] == _rule(store)  # others keep something else
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
@@ -198,6 +200,7 @@ def load_ranks(
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
+        kept = kept if is_same_rule else None
         halos, last_halos = (
             _halo_grads(key, name, ranks, perm, ends, device)
             for name in ("halo_grads", "last_halo_grads")
@@ -206,6 +209,11 @@ def load_ranks(
         target = store.by_chunk if by_chunk else store
         target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True
+
+
+def _rule(store: HistoryStore) -> str:
+    """Return the name of the rule for reads of stale rows."""
+    return type(store.options.method.reads).__name__
 
 
 def _halo_grads(

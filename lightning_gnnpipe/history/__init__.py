@@ -9,10 +9,10 @@ from lightning_gnnpipe.history.method import METHODS, StalenessMethod
 from lightning_gnnpipe.history.moments import Moments
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import (
-    DropoutFreeRows,
     ExtrapolatedRows,
     LastRows,
     ReadRule,
+    RenewedRows,
     SmoothedRows,
     SnapshotRows,
 )
@@ -22,7 +22,6 @@ from lightning_gnnpipe.history.store import HistoryStore
 __all__ = [
     "METHODS",
     "DelayedGradients",
-    "DropoutFreeRows",
     "DroppedGradients",
     "ExtrapolatedRows",
     "GradientRule",
@@ -31,6 +30,7 @@ __all__ = [
     "LastRows",
     "Moments",
     "ReadRule",
+    "RenewedRows",
     "SavedGradients",
     "SavedHistory",
     "SmoothedRows",

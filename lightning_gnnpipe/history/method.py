@@ -9,7 +9,7 @@ from types import MappingProxyType
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
-from lightning_gnnpipe.history.reads import DropoutFreeRows, LastRows, ReadRule, SnapshotRows
+from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StalenessMethod:
         gradients: What becomes of the gradients of stale rows: `DroppedGradients` or
             `DelayedGradients`.
         reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
-            `SmoothedRows` or `DropoutFreeRows`.
+            `SmoothedRows` or `RenewedRows`.
 
     Raises:
         ConfigError: If they are something else.
@@ -50,7 +50,7 @@ class StalenessMethod:
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
         "predicted": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), DropoutFreeRows(None)
+            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),

@@ -207,28 +207,53 @@ class SmoothedRows(ReadRule):
 
 
 @dataclass(frozen=True)
-class DropoutFreeRows(ReadRule):
+class RenewedRows(ReadRule):
     """Stale reads return rows of an exact forward pass with dropout off, before every n-th step.
 
-    With n = 1 such a row differs from the fresh one by dropout alone. It costs a forward pass
-    without overlap, unless validation has just made one over the same graph and features: then
-    that has written the rows. (Not with norms over all nodes, which in validation may not look at
-    them, where something trainable comes before the pipelined module, or where callbacks average
-    weights.)
+    With v_e a row of that pass before step e, and h_e the one that step e has written:
+
+        v_e + noise (h_j - v_j)             j: the last step before e with such a pass
+
+    h_j - v_j is what dropout made of the row under the weights of step j, in all layers before it
+    and whatever it is. With `noise=0` stale rows have no dropout, and training sees so much less of
+    it; with 1 they have that of another step. The noise takes one more table of the size of the
+    histories; rows after the first pass have none.
+
+    It costs a forward pass without overlap, unless validation has just made one over the same graph
+    and features: then that has written the rows. (Not with norms over all nodes, which in
+    validation may not look at them, where something trainable comes before the pipelined module, or
+    where callbacks average weights.)
+
+    Source: ours.
 
     Args:
         every_n_steps: Steps between such passes. None: none is made, and rows are those of
             validation after each step that it follows, at no cost; the last ones after others.
+        noise: Share of the last step's dropout in the rows, from 0 to 1.
 
     Raises:
-        ConfigError: If it is not a positive integer.
+        ConfigError: If one of them is out of its range.
     """
 
     every_n_steps: int | None = 1
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
             check_steps(self.every_n_steps)
+        if not 0 <= self.noise <= 1:
+            raise ConfigError(
+                explain(
+                    expected="'noise' of RenewedRows to be from 0 to 1",
+                    found=str(self.noise),
+                    remedy="0 leaves dropout out of stale rows, 1 gives them that of the last "
+                    "step.",
+                )
+            )
+
+    @property
+    def keeps_rows(self) -> bool:
+        return self.noise > 0
 
     @property
     def makes_passes(self) -> bool:
@@ -238,6 +263,22 @@ class DropoutFreeRows(ReadRule):
         if self.every_n_steps is None:
             return step > 0
         return step > 0 and step % self.every_n_steps == 0
+
+    def on_renewed(self, rows: Rows) -> None:
+        """Add the noise, if it is known; keep the rows without it until it is known anew."""
+        if not self.noise or not rows.now.is_floating_point():
+            return
+        if rows.kept is None or rows.kept_written or rows.kept.dtype != rows.now.dtype:
+            rows.keep()
+            return
+        torch.add(rows.now, rows.kept, alpha=self.noise, out=rows.kept)
+        rows.now, rows.kept, rows.kept_written = rows.kept, rows.now, list(rows.written)
+
+    def after(self, rows: Rows, *, is_exact: bool, step: int) -> None:
+        """Keep the noise: what is kept was written by no step then."""
+        if rows.kept is not None and rows.kept_written:
+            torch.sub(rows.now, rows.kept, out=rows.kept)
+            rows.kept_written = []
 
 
 def check_steps(value: object) -> None:

@@ -146,7 +146,8 @@ class HistoryStore:
         entry.is_filled = saved.step != NEVER
         if saved.kept is not None:
             rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
-            rows.kept_written = [saved.kept_step] * self.num_chunks
+            is_written = saved.kept_step != NEVER
+            rows.kept_written = [saved.kept_step] * self.num_chunks if is_written else []
         if saved.gradients is not None:
             entry.grads.load(saved.gradients)
 

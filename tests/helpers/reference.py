@@ -75,7 +75,7 @@ class StaleOracle:
         if self.delay is not None and torch.is_grad_enabled():
             self.delay.forget()
         if self.foresight is not None and not torch.is_grad_enabled():
-            self.foresight.written.clear()
+            self.foresight.renew()
         return self._run(inputs, torch.zeros_like(self.partition), (0,), None)
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
@@ -108,7 +108,8 @@ class StaleOracle:
         self.live = {key: rows.detach().clone() for key, rows in one_pass.fresh.items()}
         if self.foresight is not None:
             for key, rows in self.live.items():
-                self.foresight.written.setdefault(key, []).append(rows)
+                self.foresight.note(key, rows)
+            self.foresight.is_renewal = False
         return outputs
 
 
@@ -124,6 +125,16 @@ class Foresight:
         self.strength = strength
         self.momentum = momentum
         self.written: dict[Key, list[Tensor]] = {}
+        self.is_renewal = False
+
+    def renew(self) -> None:
+        """Begin a pass that renews rows, without a step."""
+        self.is_renewal = True
+        self.written.clear()
+
+    def note(self, key: Key, rows: Tensor) -> None:
+        """Take note of the rows of a pass."""
+        self.written.setdefault(key, []).append(rows)
 
     def guess(self, key: Key) -> Tensor:
         """Return what a stale read returns."""
@@ -136,6 +147,34 @@ class Foresight:
             mean = mean + share * (1 - self.momentum) * value
             share *= self.momentum
         return mean + share * values[0]
+
+
+class KnownNoise(Foresight):
+    """Renewed rows and a share of what training made of the last ones that were renewed.
+
+    Args:
+        share: The share.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.was_renewed: dict[Key, list[bool]] = {}
+
+    def renew(self) -> None:
+        self.is_renewal = True
+
+    def note(self, key: Key, rows: Tensor) -> None:
+        super().note(key, rows)
+        self.was_renewed.setdefault(key, []).append(self.is_renewal)
+
+    def guess(self, key: Key) -> Tensor:
+        values, renewed = self.written[key], self.was_renewed[key]
+        if not renewed[-1]:
+            return values[-1]
+        pairs = zip(values, values[1:], renewed, renewed[1:], strict=False)
+        noises = [after - row for row, after, is_row, is_next in pairs if is_row and not is_next]
+        return values[-1] + self.share * noises[-1] if noises else values[-1]
 
 
 class Delay:

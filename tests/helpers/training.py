@@ -6,7 +6,7 @@ The rules, in the words of what switches them on:
 - ``StalenessWarmup(num_epochs=n)``: the first n steps are exact.
 - ``SnapshotRows(R)``: stale rows are read from a copy of all rows,
   renewed after every exact step, and after step e if (e + 1) % R == 0.
-- ``DropoutFreeRows(R)``: before step e > 0, if e % R == 0 and the step
+- ``RenewedRows(R)``: before step e > 0, if e % R == 0 and the step
   is not itself exact, all rows are computed anew with the present weights, without dropout.
 - Otherwise stale rows are those of the step before.
 """

@@ -18,9 +18,9 @@ from lightning_gnnpipe import (
     AdaptiveHalo,
     BoundedStaleness,
     DelayedGradients,
-    DropoutFreeRows,
     FullGraphDataModule,
     GNNPipeStrategy,
+    RenewedRows,
     StalenessMethod,
 )
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
@@ -240,7 +240,7 @@ def test_codecs_that_there_are_not_are_refused(codecs: Any) -> None:
 def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     aggr: str, tmp_path: Path
 ) -> None:
-    method = StalenessMethod(DelayedGradients(), DropoutFreeRows(every_n_steps=3))
+    method = StalenessMethod(DelayedGradients(), RenewedRows(every_n_steps=3))
     options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
     expected, _ = fit(tmp_path, staleness=method, **options)
     found, _ = fit(tmp_path, staleness=method, recompute=True, **options)

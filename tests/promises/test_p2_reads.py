@@ -10,10 +10,10 @@ import pytest
 
 from lightning_gnnpipe import (
     DelayedGradients,
-    DropoutFreeRows,
     DroppedGradients,
     ExtrapolatedRows,
     LastRows,
+    RenewedRows,
     SmoothedRows,
     StalenessMethod,
 )
@@ -24,7 +24,7 @@ from tests.helpers.graphs import communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import Step, assert_steps_equal
-from tests.helpers.reference import Delay, Foresight
+from tests.helpers.reference import Delay, Foresight, KnownNoise
 from tests.helpers.training import Refresh, train_with_oracle
 from tests.promises.test_p2_stale_gradient import OPTIMIZER, RULES, callbacks
 
@@ -34,6 +34,12 @@ READS = {
     "forward": (ExtrapolatedRows(0.5), {"strength": 0.5}),
     "mean": (ExtrapolatedRows(-0.5), {"strength": -0.5}),
     "smooth": (SmoothedRows(0.8), {"momentum": 0.8}),
+}
+RENEWED = {
+    "each": (1, 1.0),
+    "each_half": (1, 0.5),
+    "second": (2, 1.0),
+    "third": (3, 0.7),
 }
 
 
@@ -46,10 +52,15 @@ class Renews(L.Callback):
         trainer.strategy.controls.refreshes = epoch > 0 and epoch % 3 == 0
 
 
+def guessed(name: str) -> tuple[ReadRule, Foresight]:
+    rule, options = READS[name]
+    return rule, Foresight(**options)
+
+
 def assert_equals_oracle(
     tmp_path: Path,
     name: str,
-    reads: str,
+    reads: tuple[ReadRule, Foresight],
     *,
     rule: str = "live",
     num_stages: int = 1,
@@ -60,7 +71,7 @@ def assert_equals_oracle(
     **options: Any,
 ) -> None:
     case = communities(5)
-    read_rule, foresight = READS[reads]
+    read_rule, foresight = reads
     oracle = ReferenceModule(name, **OPTIMIZER)
     expected = train_with_oracle(
         oracle,
@@ -70,7 +81,7 @@ def assert_equals_oracle(
         refresh=refresh or RULES[rule],
         num_epochs=NUM_EPOCHS,
         delay=Delay(0.5, 0.3) if is_delayed else None,
-        foresight=Foresight(**foresight),
+        foresight=foresight,
     )
     gradients = DelayedGradients(0.5, 0.3) if is_delayed else DroppedGradients()
     fit = run_fit(
@@ -91,7 +102,7 @@ def assert_equals_oracle(
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("name", NETS)
 def test_one_stage_equals_oracle(name: str, reads: str, tmp_path: Path) -> None:
-    assert_equals_oracle(tmp_path, name, reads)
+    assert_equals_oracle(tmp_path, name, guessed(reads))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def test_stages_and_shards_equal_oracle(
     assert_equals_oracle(
         tmp_path,
         name,
-        reads,
+        guessed(reads),
         rule=rule,
         num_stages=num_stages,
         num_shards=num_shards,
@@ -126,7 +137,38 @@ def test_stages_and_shards_equal_oracle(
 
 @pytest.mark.parametrize("reads", READS)
 def test_renewed_rows_are_returned_as_they_are(reads: str, tmp_path: Path) -> None:
-    assert_equals_oracle(tmp_path, "gcn", reads, extra=[Renews()], refresh=EVERY_THIRD)
+    extra = [Renews()]
+    assert_equals_oracle(tmp_path, "gcn", guessed(reads), extra=extra, refresh=EVERY_THIRD)
+
+
+@pytest.mark.parametrize(
+    ("renewed", "num_stages", "num_shards", "options"),
+    [
+        ("each", 1, 1, {}),
+        ("each_half", 1, 1, {"recompute": True}),
+        ("second", 1, 1, {}),
+        ("third", 1, 1, {"rule": "warmup"}),
+        ("each", 2, 1, {"rule": "warmup"}),
+        ("each", 1, 2, {}),
+        ("second", 2, 1, {"is_delayed": True, "recompute": True}),
+    ],
+)
+def test_renewed_rows_have_the_noise_of_training(
+    renewed: str, num_stages: int, num_shards: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A network that is otherwise in training than in validation, and in the oracle as well."""
+    every_n_steps, share = RENEWED[renewed]
+    assert_equals_oracle(
+        tmp_path,
+        "masked",
+        (RenewedRows(every_n_steps, noise=share), KnownNoise(share)),
+        num_stages=num_stages,
+        num_shards=num_shards,
+        refresh=Refresh(
+            RULES[options.get("rule", "live")].num_exact_epochs, every_n_steps, how="exact"
+        ),
+        **options,
+    )
 
 
 def validated(
@@ -163,7 +205,7 @@ def test_validation_saves_the_pass_that_renews_rows(
         patch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(True), refresh(*args)))
         for batches in (0, 1.0):
             passes.clear()
-            rows = DropoutFreeRows(every_n_steps)
+            rows = RenewedRows(every_n_steps)
             steps.append(validated(rows, batches, tmp_path, num_stages, num_shards))
             if num_stages * num_shards == 1:  # otherwise they are made in other processes
                 assert len(passes) == (0 if batches else (NUM_EPOCHS - 1) // every_n_steps)
@@ -178,12 +220,12 @@ def test_rows_of_validation_may_be_taken_where_there_are_some(
     steps = {
         (reads, batches): validated(reads, batches, tmp_path, num_stages, num_shards)
         for reads, batches in (
-            (DropoutFreeRows(None), 0),
+            (RenewedRows(None), 0),
             (LastRows(), 0),
-            (DropoutFreeRows(None), 1.0),
-            (DropoutFreeRows(1), 0),
+            (RenewedRows(None), 1.0),
+            (RenewedRows(1), 0),
         )
     }
-    assert_steps_equal(steps[DropoutFreeRows(None), 0], steps[LastRows(), 0])
-    assert_steps_equal(steps[DropoutFreeRows(None), 1.0], steps[DropoutFreeRows(1), 0])
-    assert steps[LastRows(), 0][-1].loss != steps[DropoutFreeRows(1), 0][-1].loss
+    assert_steps_equal(steps[RenewedRows(None), 0], steps[LastRows(), 0])
+    assert_steps_equal(steps[RenewedRows(None), 1.0], steps[RenewedRows(1), 0])
+    assert steps[LastRows(), 0][-1].loss != steps[RenewedRows(1), 0][-1].loss

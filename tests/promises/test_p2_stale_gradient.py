@@ -46,16 +46,16 @@ def method(refresh: Refresh, scale: float, delay: Sequence[float] | None = None)
     """Return the public method for a rule, a factor of gradients, and what `Delay` takes."""
     from lightning_gnnpipe import (
         DelayedGradients,
-        DropoutFreeRows,
         DroppedGradients,
         LastRows,
+        RenewedRows,
         SnapshotRows,
         StalenessMethod,
     )
 
     reads: Any = LastRows()
     if refresh.every_n_epochs:
-        kind = SnapshotRows if refresh.how == "snapshot" else DropoutFreeRows
+        kind = SnapshotRows if refresh.how == "snapshot" else RenewedRows
         reads = kind(refresh.every_n_epochs)
     if delay is None:
         return StalenessMethod(DroppedGradients(scale), reads)

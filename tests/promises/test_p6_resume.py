@@ -21,12 +21,14 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import (
     AdaptiveStaleness,
     DelayedGradients,
-    DropoutFreeRows,
     GNNPipeStrategy,
+    RenewedRows,
     SnapshotRows,
     StalenessMethod,
     StalenessWarmup,
 )
+from lightning_gnnpipe.history.reads import ReadRule
+from lightning_gnnpipe.sidecar import histories_folder
 from tests.helpers.realistic import realistic_graph
 
 SAVED_AT = 4
@@ -129,9 +131,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": True},
     "bfloat16": {"history_dtype": torch.bfloat16},
     "snapshot": {"staleness": StalenessMethod(reads=SnapshotRows(3))},
-    "refresh": {"staleness": StalenessMethod(reads=DropoutFreeRows(3))},
+    "refresh": {"staleness": StalenessMethod(reads=RenewedRows(3))},
     "delayed": {"staleness": StalenessMethod(DelayedGradients(0.9, 0.5))},
-    "ahead": {"staleness": StalenessMethod(DelayedGradients(0.9, lead=0.5), DropoutFreeRows(None))},
+    "ahead": {"staleness": StalenessMethod(DelayedGradients(0.9, lead=0.5), RenewedRows(None))},
+    "noise": {"staleness": StalenessMethod(reads=RenewedRows(3, noise=0.7))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
 }
@@ -240,3 +243,28 @@ def assert_same(found: Any, expected: Any, name: str) -> None:
         assert torch.equal(found, expected), name
     else:
         assert found == expected, name
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(RenewedRows(3, noise=0.7), SnapshotRows(3)), (SnapshotRows(3), RenewedRows(3, noise=0.7))],
+)
+def test_p6_what_another_rule_has_kept_is_not_taken(
+    first: ReadRule, second: ReadRule, tmp_path: Path
+) -> None:
+    """It goes on as from a run of the same weights that has kept nothing."""
+    options: dict[str, Any] = {"num_stages": 1, "staleness": StalenessMethod(reads=first)}
+    fit(tmp_path / "first", epochs=SAVED_AT, **options)
+    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
+    options["staleness"] = StalenessMethod(reads=second)
+    more = {"epochs": SAVED_AT + 2, "resume": saved, **options}
+    found = fit(tmp_path / "found", **more)
+    ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
+    path = histories_folder(saved, ident) / "stage_0.pt"
+    stage = torch.load(path, weights_only=True)
+    assert any(one["kept"] is not None for one in stage["histories"])
+    for one in stage["histories"]:
+        one.update(kept=None, kept_step=-1)
+    torch.save(stage, path)
+    wanted = fit(tmp_path / "wanted", **more)
+    assert_same(found["state_dict"], wanted["state_dict"], "state_dict")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
-    DropoutFreeRows,
     FullGraphDataModule,
     GNNPipeStrategy,
     LastRows,
+    RenewedRows,
     StalenessMethod,
 )
 from lightning_gnnpipe.history.reads import ReadRule
@@ -25,7 +26,7 @@ from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
 from tests.helpers.graphs import communities
 
 pytestmark = pytest.mark.usefixtures("double")
-WHERE_THERE = DropoutFreeRows(None)
+WHERE_THERE = RenewedRows(None)
 
 
 def graph() -> Data:
@@ -57,6 +58,7 @@ def train(
     reads: ReadRule,
     datamodule: FullGraphDataModule | None = None,
     *callbacks: L.Callback,
+    resume: str | None = None,
     **options: Any,
 ) -> list[Tensor]:
     """Return the weights after six epochs."""
@@ -72,13 +74,29 @@ def train(
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"enable_checkpointing": False, **options},
     )
-    trainer.fit(module, datamodule=datamodule or FullGraphDataModule(graph()))
+    datamodule = datamodule or FullGraphDataModule(graph())
+    trainer.fit(module, datamodule=datamodule, ckpt_path=resume)
     return [one.detach() for one in module.parameters()]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.7])
+def test_p6_a_run_that_is_resumed_after_validation_goes_on_alike(
+    noise: float, tmp_path: Path
+) -> None:
+    """Its checkpoint has rows of validation, and what they are without noise."""
+
+    def go(folder: str, resume: str | None = None) -> list[Tensor]:
+        saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
+        reads = RenewedRows(None, noise=noise)
+        options: dict[str, Any] = {"enable_checkpointing": True}
+        return train(reads, None, saver, resume=resume, **options)
+
+    whole = go("whole")
+    assert are_equal(go("second", str(tmp_path / "whole" / "epoch=2.ckpt")), whole)
 
 
 def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -92,8 +110,11 @@ def scaled(data: Data) -> Data:
 
 def test_rows_of_the_same_features_are_taken() -> None:
     """Also where they are in other tensors."""
-    wanted = train(DropoutFreeRows(1), limit_val_batches=0)
+    wanted = train(RenewedRows(1), limit_val_batches=0)
     assert are_equal(train(WHERE_THERE), wanted)
+    noisy = train(RenewedRows(1, noise=0.7), limit_val_batches=0)
+    assert are_equal(train(RenewedRows(None, noise=0.7)), noisy)
+    assert not are_equal(noisy, wanted)
     assert are_equal(train(WHERE_THERE, Two(lambda data: data)), wanted)
     assert not are_equal(train(LastRows()), wanted)
 
@@ -101,8 +122,8 @@ def test_rows_of_the_same_features_are_taken() -> None:
 def test_rows_of_other_features_are_not() -> None:
     wanted = train(LastRows())
     assert are_equal(train(WHERE_THERE, Two(scaled)), wanted)
-    forced = train(DropoutFreeRows(1), limit_val_batches=0)
-    assert are_equal(train(DropoutFreeRows(1), Two(scaled)), forced)
+    forced = train(RenewedRows(1), limit_val_batches=0)
+    assert are_equal(train(RenewedRows(1), Two(scaled)), forced)
 
 
 def test_rows_of_averaged_weights_are_not() -> None:

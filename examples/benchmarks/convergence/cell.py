@@ -39,11 +39,11 @@ from watched import Watched
 from lightning_gnnpipe import (
     AdaptiveStaleness,
     DelayedGradients,
-    DropoutFreeRows,
     DroppedGradients,
     ExtrapolatedRows,
     FullGraphDataModule,
     GNNPipeStrategy,
+    RenewedRows,
     SnapshotRows,
     StalenessMethod,
     StalenessWarmup,
@@ -64,7 +64,7 @@ class ZeroStart(SnapshotRows):
             rows.kept.zero_()
 
 
-VALIDATED = DropoutFreeRows(None)  # validation runs after every epoch
+VALIDATED = RenewedRows(None)  # validation runs after every epoch
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
@@ -79,6 +79,8 @@ METHODS: dict[str, StalenessMethod] = {
     "smooth+validated": StalenessMethod(DelayedGradients(momentum=0.5), VALIDATED),
     "lead+validated": StalenessMethod(DelayedGradients(lead=0.5), VALIDATED),
     "half+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5), VALIDATED),
+    "half-lead+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5), VALIDATED),
+    "half-lead": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5)),
     "predicted": NAMED["predicted"],
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
@@ -105,6 +107,7 @@ class Recipe:
 RECIPES = {
     "gcnii": Recipe(64, 0.6, 0.01, 0.01, 5e-4),  # GCNII (arXiv 2007.02133) for Cora
     "resgcnplus": Recipe(64, 0.6, 0.01, 5e-4, 5e-4),  # the same decay for all
+    "resgcnplus-slow": Recipe(64, 0.6, 1e-3, 5e-4, 5e-4),  # the rate of DeeperGCN for ogbn-arxiv
     "gnnpipe": Recipe(100, 0.5, 1e-3, 0.0, 0.0),  # GNNPipe (arXiv 2308.10087) for all
     "gnnpipe-fast": Recipe(64, 0.5, 0.01, 0.0, 0.0),  # the same in fewer epochs
 }

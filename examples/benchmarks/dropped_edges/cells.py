@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_gnnpipe import DelayedGradients, DropoutFreeRows, StalenessMethod
+from lightning_gnnpipe import DelayedGradients, RenewedRows, StalenessMethod
 from lightning_gnnpipe.types import PartitionMethod
 
 DATASETS = ("Cora", "CiteSeer", "PubMed")
@@ -17,8 +17,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "predicted": {"staleness": "predicted"},
     "constant": {"staleness": "constant"},
     "delayed": {"staleness": "delayed"},
-    "dropout-free": {"staleness": StalenessMethod(reads=DropoutFreeRows())},
-    "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), DropoutFreeRows())},
+    "dropout-free": {"staleness": StalenessMethod(reads=RenewedRows())},
+    "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), RenewedRows())},
 }
 
 
