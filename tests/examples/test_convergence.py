@@ -62,7 +62,14 @@ def test_finished_cells_become_tables_and_pictures(
     (tmp_path / "curves").mkdir()
     figures = {"best_epoch": 2, "late_test_acc": 0.8, "test_swing": 0.01, "val_swing": 0.0}
     figures |= {"late_train_loss": 0.1, "epoch_s": 0.25, "cut_frac": 0.87}
-    for method, seed, acc in (("exact", 0, 0.80), ("delayed", 0, 0.78), ("delayed", 1, 0.80)):
+    for method, seed, acc in (
+        ("exact", 0, 0.80),
+        ("exact", 1, 0.82),
+        ("exact", 2, 0.99),  # not of a seed that the other has
+        ("delayed", 0, 0.78),
+        ("delayed", 1, 0.80),
+        ("constant", 3, 0.70),  # of one that exact has not
+    ):
         curves = {name: [0.5, 0.6] for name in ("seconds", "train_loss", "val_acc", "test_acc")}
         cell = study["cell"].Cell(method=method, seed=seed)
         study["main"].note(
@@ -75,7 +82,11 @@ def test_finished_cells_become_tables_and_pictures(
     study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
     lines = (tmp_path / "tables.md").read_text().splitlines()
     assert lines[0] == "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs"
-    assert lines[-1].startswith("| 87 % | random | 8 | delayed |  | 2 | 79.0 ± 1.4 | -1.0 | 80.0 |")
+    assert lines[-3].startswith("|  |  |  | exact |  | 0-2 | 87.0 ±")
+    assert lines[-2].startswith("| 87 % | random | 8 | constant |  | 3 | 70.0 ± 0.0 |  | 80.0 |")
+    assert lines[-1].startswith(
+        "| 87 % | random | 8 | delayed |  | 0-1 | 79.0 ± 1.4 | -2.0 | 80.0 |"
+    )
     study["pictures"].draw(rows, tmp_path / "curves", tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 2
 

@@ -35,17 +35,36 @@ def write_tables(rows: Sequence[Row], curves: Path, path: Path) -> None:
     """Write one table for each data set, model and recipe."""
     parts = []
     for key, group in grouped(rows, TABLE).items():
-        exact = [row for row in group if row["method"] == "exact"]
-        reference = mean(exact, "test_acc") if exact else None
+        exact = {peer_of(row): row for row in group if row["method"] == "exact"}
         lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
         settings = grouped(group, LINE)
         for setting in sorted(settings, key=lambda one: (one[2] != "exact", one)):
-            cells = describe(dict(zip(LINE, setting, strict=True)), settings[setting], reference)
-            target = mean(exact, "late_test_acc") - MARGIN if exact else 0.0
-            cells.insert(-2, epochs_to(target, settings[setting], curves) if exact else "")
+            runs = settings[setting]
+            peers = [exact[one] for one in map(peer_of, runs) if one in exact]
+            peers = peers if len(peers) == len(runs) else []
+            cells = describe(dict(zip(LINE, setting, strict=True)), runs, peers)
+            target = mean(peers, "late_test_acc") - MARGIN if peers else 0.0
+            cells.insert(-2, epochs_to(target, runs, curves) if peers else "")
             lines.append("| " + " | ".join(cells) + " |")
         parts.append("\n".join([f"## {title_of(key)}", "", *lines]))
     path.write_text("\n\n".join(parts) + "\n")
+
+
+def peer_of(row: Row) -> tuple[str, ...]:
+    """Return what a run has in common with the exact one that it is compared with."""
+    return row["clip"], row["seed"]
+
+
+def seeds_of(rows: Sequence[Row]) -> str:
+    """Return the seeds, as "0-2, 5"."""
+    seeds = sorted(int(row["seed"]) for row in rows)
+    parts: list[list[int]] = []
+    for seed in seeds:
+        if parts and seed == parts[-1][-1] + 1:
+            parts[-1].append(seed)
+        else:
+            parts.append([seed])
+    return ", ".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in parts)
 
 
 def title_of(key: Sequence[str]) -> str:
@@ -105,19 +124,19 @@ def read_curves(path: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in rows[0]}
 
 
-def describe(setting: Mapping[str, str], rows: Sequence[Row], reference: float | None) -> list[str]:
-    """Return the cells of one line."""
+def describe(setting: Mapping[str, str], rows: Sequence[Row], peers: Sequence[Row]) -> list[str]:
+    """Return the cells of one line; `peers` are exact runs of the same seeds."""
     is_exact = setting["method"] == "exact"
     accuracies = [100 * float(row["test_acc"]) for row in rows]
     spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
     test = statistics.mean(accuracies)
-    change = "" if reference is None or is_exact else f"{test - 100 * reference:+.1f}"
+    change = f"{test - 100 * mean(peers, 'test_acc'):+.1f}" if peers and not is_exact else ""
     return [
         "" if is_exact else f"{100 * mean(rows, 'cut_frac'):.0f} %",
         *("" if is_exact else setting[name] for name in LINE[:2]),
         setting["method"],
         ", ".join(others_of(setting)),
-        str(len(rows)),
+        seeds_of(rows),
         f"{test:.1f} ± {spread:.1f}",
         change,
         f"{100 * mean(rows, 'late_test_acc'):.1f}",
