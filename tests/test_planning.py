@@ -18,6 +18,7 @@ from lightning_gnnpipe import (
     DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
+    RenewedRows,
     SnapshotRows,
     StalenessMethod,
 )
@@ -148,7 +149,8 @@ def test_memory_follows_how_histories_are_kept() -> None:
         return sum(cost.history_bytes for cost in plan.layer_costs)
 
     plain = memory()
-    assert plain == 6 * 3 * NUM_NODES * WIDTH * 4  # rows, gradients that wait, the last ones
+    # Rows, what is kept of them, gradients that wait, the last ones.
+    assert plain == 6 * 4 * NUM_NODES * WIDTH * 4
     assert memory(history_dtype=torch.bfloat16) == plain // 2
     assert memory(history_device="cpu") == plain
     assert memory(history_device="cpu:0") == 0
@@ -161,7 +163,7 @@ def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> No
         strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", cross_chunk_edges=edges)
         return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
 
-    histories = 6 * 3 * NUM_NODES * WIDTH * 4
+    histories = 6 * 4 * NUM_NODES * WIDTH * 4
     assert memory("drop") <= memory("keep") - histories  # and fewer activations of edges
 
 
@@ -178,6 +180,8 @@ def test_memory_follows_how_staleness_is_met() -> None:
     assert tables(StalenessMethod(DelayedGradients(momentum=0.5))) == 3
     assert tables(StalenessMethod(DelayedGradients()), recompute=True) == 3
     assert tables(StalenessMethod(reads=SnapshotRows())) == 3
+    assert tables(StalenessMethod(reads=RenewedRows())) == 2
+    assert tables(StalenessMethod(reads=RenewedRows(noise=0.5))) == 3
 
 
 def test_memory_of_gradients_that_wait_by_halo() -> None:
