@@ -46,6 +46,9 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             _compat.teardown(trainer)
             if index == 0:
                 results.put(_STOPPED)
+        except BaseException:
+            trainer.strategy.abandon()
+            raise
 
     def check_result(self, result: Any) -> None:
         if result == _STOPPED:

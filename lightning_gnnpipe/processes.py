@@ -160,10 +160,11 @@ class PipeProcesses(_compat.LightningStrategy):
         # Processes start at their own pace: the first meeting may take longer than a message.
         timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
         store = restart_store(environment.main_address, environment.main_port, timeout)
-        is_ours = not dist.is_initialized()
+        is_new = not dist.is_initialized()
         _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
-        if is_ours:
-            end_groups_at_exit()
+        end_groups_at_exit(is_new=is_new)
+        if is_new:
+            self._transport = None  # its groups have ended
         set_group_timeout(self.options.timeout)
         return backend
 
@@ -221,13 +222,20 @@ class PipeProcesses(_compat.LightningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
         super().on_exception(exception)
-        abandon_groups()
-        if not self._has_peers or isinstance(exception, SIGTERMException):  # all ranks stop
+        if not self._has_peers:
+            return
+        if self._is_interrupted:
+            self.abandon()
+        if isinstance(exception, SIGTERMException):  # all ranks stop
             return
         if not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)
+
+    def abandon(self) -> None:
+        """Do not wait for other ranks when this process ends."""
+        abandon_groups()
 
 
 def _default_backend(device: torch.device) -> str:

@@ -72,9 +72,9 @@ class GNNPipeStrategy(PipeLoops):
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
         staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
-            ones half, from two epochs; stale rows of validation), "delayed" (from the last one),
-            "constant" (none of stale rows), "scaled" (those of the others twice, technique 3),
-            "gnnpipe" (stale reads from snapshots too, technique 2), or a `StalenessMethod`.
+            ones half, from two epochs; stale rows of validation with the last dropout), "delayed"
+            (from the last one), "constant" (none of stale rows), "scaled" (those of the others
+            twice, technique 3), "gnnpipe" (snapshots too, technique 2), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

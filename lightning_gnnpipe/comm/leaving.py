@@ -9,13 +9,25 @@ waits for its threads. A group that others refer to is not destroyed: `Members` 
 from __future__ import annotations
 
 import atexit
+from weakref import ref
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_made: list[ref[ProcessGroup]] = []  # the group of all ranks, where we have made it
 
 
-def end_groups_at_exit() -> None:
-    """Destroy all process groups when the program ends."""
-    atexit.register(_end_groups)
+def end_groups_at_exit(*, is_new: bool) -> None:
+    """Destroy all process groups when the program ends, unless somebody else has made them.
+
+    Args:
+        is_new: Whether the group of all ranks was made just now.
+    """
+    if is_new:
+        _made[:] = [ref(_world())]
+    if any(one() is _world() for one in _made):
+        atexit.unregister(_end_groups)
+        atexit.register(_end_groups)
 
 
 def abandon_groups() -> None:
@@ -24,5 +36,11 @@ def abandon_groups() -> None:
 
 
 def _end_groups() -> None:
-    if dist.is_initialized():  # the program may have done it
+    if dist.is_initialized() and any(one() is _world() for one in _made):
         dist.destroy_process_group()
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -24,7 +24,7 @@ from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
-from lightning_gnnpipe.engine.graph import GraphCache
+from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
@@ -208,14 +208,15 @@ class PipelineEngine:
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
-        is_due = self.controls.refreshes or graph.is_refresh_due(self.num_training_passes)
+        self._note_loss(graph)
+        refreshes = self.controls.refreshes and not graph.is_renewed
+        is_due = refreshes or graph.is_refresh_due(self.num_training_passes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (
             graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
         )
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
-        graph.store.rescale(self.progress.loss_scale(), is_lost=not isfinite(self.progress.loss))
         graph.trained_with = TrainedCall.of(call, self.model.module)
         order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
@@ -226,6 +227,10 @@ class PipelineEngine:
         if is_exact:
             graph.filled.add(mode.reads)
         return output
+
+    def _note_loss(self, graph: PlannedGraph) -> None:
+        """Have what waits be of the present loss scale; drop it if the last loss was not finite."""
+        graph.store.rescale(self.progress.loss_scale(), is_lost=not isfinite(self.progress.loss))
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = None  # there are no histories to take
@@ -267,6 +272,7 @@ class PipelineEngine:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
         if renews:
+            self._note_loss(graph)
             graph.renew()
         return mode.layers.rebuild_output(outputs)
 

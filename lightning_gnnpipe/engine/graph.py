@@ -57,7 +57,7 @@ class PlannedGraph:
         self._transport = transport
         self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
-        self.is_renewed = False  # rows are of the present weights, without dropout
+        self.is_renewed = False  # rows are of the present weights
         self.trained_with: TrainedCall | None = None
         self._make_histories(histories)
 

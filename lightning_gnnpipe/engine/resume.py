@@ -24,7 +24,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "moments": moments,
         "loss_scale": store.loss_scale,
         "reads": _rule(store),
+        "is_renewed": graph.is_renewed,
     }
 
 
@@ -189,7 +190,8 @@ def load_ranks(
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
     row_nodes = graph.plan.row_nodes.cpu()
-    is_same_rule = ranks[0]["reads"] == _rule(store)  # others keep something else
+    graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
+    is_kept = _takes_kept(ranks, store)
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
@@ -200,7 +202,7 @@ def load_ranks(
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
-        kept = kept if is_same_rule else None
+        kept = kept if is_kept else None
         halos, last_halos = (
             _halo_grads(key, name, ranks, perm, ends, device)
             for name in ("halo_grads", "last_halo_grads")
@@ -214,6 +216,21 @@ def load_ranks(
 def _rule(store: HistoryStore) -> str:
     """Return the name of the rule for reads of stale rows."""
     return type(store.options.method.reads).__name__
+
+
+def _takes_kept(ranks: Sequence[Mapping[str, Any]], store: HistoryStore) -> bool:
+    """Return whether what was kept beside the rows is of use: another rule keeps something else."""
+    saved, present = ranks[0]["reads"], _rule(store)
+    if saved == present:
+        return store.options.method.reads.keeps_rows
+    if any(one["kept"] is not None for rank in ranks for one in rank["histories"]):
+        log.warning(
+            "The checkpoint was saved with %s, and this run reads stale rows by %s: from what "
+            "the former kept beside the last rows to the last rows alone.",
+            saved,
+            present,
+        )
+    return False
 
 
 def _halo_grads(

@@ -22,7 +22,7 @@ class Rows:
         now: `[num_rows, *]`: what is read.
         written: The step at which each chunk's rows were written.
         kept: `[num_rows, *]`: what a rule keeps beside them, if anything.
-        kept_written: The step at which each chunk's rows of `kept` were written.
+        kept_written: The steps at which chunks' rows of `kept` were written; empty if by none.
     """
 
     now: Tensor
@@ -63,6 +63,9 @@ class ReadRule:
 
     def on_renewed(self, rows: Rows) -> None:
         """Take note that the rows were recomputed by an exact pass, and are not stale."""
+
+    def on_lost(self, rows: Rows) -> None:
+        """Take note that the last step had a loss that is not finite, and perhaps such rows."""
 
 
 @dataclass(frozen=True)
@@ -215,16 +218,15 @@ class RenewedRows(ReadRule):
         v_e + noise (h_j - v_j)             j: the last step before e with such a pass
 
     h_j - v_j is what dropout made of the row under the weights of step j, in all layers before it
-    and whatever it is. With `noise=0` stale rows have no dropout, and training sees so much less of
-    it; with 1 they have that of another step. The noise takes one more table of the size of the
-    histories; rows after the first pass have none.
+    and whatever it is, and what stale rows and rounding made of it. With `noise=0` stale rows have
+    no dropout, and training sees so much less of it; with 1 they have that of another step. The
+    noise takes one more table of the size of the histories. Where it is not known there is none:
+    after the first pass, a loss that was not finite, or a change of dtype; for integers; and with
+    `async_halo` for rows of other shards.
 
-    It costs a forward pass without overlap, unless validation has just made one over the same graph
-    and features: then that has written the rows. (Not with norms over all nodes, which in
-    validation may not look at them, where something trainable comes before the pipelined module, or
-    where callbacks average weights.)
-
-    Source: ours.
+    It costs a forward pass without overlap, unless validation has just written the rows, by one
+    over the same graph and features. (Not with norms over all nodes, which in validation may not
+    look at them, after something trainable, or where callbacks average weights.) Source: ours.
 
     Args:
         every_n_steps: Steps between such passes. None: none is made, and rows are those of
@@ -246,8 +248,7 @@ class RenewedRows(ReadRule):
                 explain(
                     expected="'noise' of RenewedRows to be from 0 to 1",
                     found=str(self.noise),
-                    remedy="0 leaves dropout out of stale rows, 1 gives them that of the last "
-                    "step.",
+                    remedy="With 0 stale rows have no dropout, with 1 that of the last step.",
                 )
             )
 
@@ -260,9 +261,7 @@ class RenewedRows(ReadRule):
         return self.every_n_steps is not None
 
     def renews(self, step: int) -> bool:
-        if self.every_n_steps is None:
-            return step > 0
-        return step > 0 and step % self.every_n_steps == 0
+        return step > 0 and step % (self.every_n_steps or 1) == 0
 
     def on_renewed(self, rows: Rows) -> None:
         """Add the noise, if it is known; keep the rows without it until it is known anew."""
@@ -273,6 +272,10 @@ class RenewedRows(ReadRule):
             return
         torch.add(rows.now, rows.kept, alpha=self.noise, out=rows.kept)
         rows.now, rows.kept, rows.kept_written = rows.kept, rows.now, list(rows.written)
+
+    def on_lost(self, rows: Rows) -> None:
+        if not rows.kept_written:
+            rows.kept = None
 
     def after(self, rows: Rows, *, is_exact: bool, step: int) -> None:
         """Keep the noise: what is kept was written by no step then."""

@@ -36,7 +36,7 @@ class SavedHistory:
         rows: `[num_nodes, *]`, in plan order.
         step: The step that wrote them.
         kept: What a rule keeps beside them, `[num_nodes, *]`.
-        kept_step: The step that wrote its rows.
+        kept_step: The step that wrote its rows; `NEVER` where it has no step's rows.
         gradients: What waits for the next step.
     """
 

@@ -60,6 +60,7 @@ class HistoryStore:
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
+        self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
 
     @property
@@ -103,6 +104,9 @@ class HistoryStore:
             for entry in self._entries.values():
                 entry.grads.rescale(factor)
             self.loss_scale = loss_scale
+        if is_lost:
+            for entry in self._entries.values():
+                self.options.method.reads.on_lost(entry.rows)
 
     def before_forward(self, *, is_exact: bool) -> None:
         """Put into the rows what stale reads of this step return."""
@@ -114,11 +118,13 @@ class HistoryStore:
         """Keep what stale reads of later steps need."""
         for entry in self._entries.values():
             self.options.method.reads.after(entry.rows, is_exact=is_exact, step=self.step)
+        self._pushed.clear()
 
     def on_renewed(self) -> None:
         """Take note that an exact pass has recomputed all rows, without a training step."""
-        for entry in self._entries.values():
-            self.options.method.reads.on_renewed(entry.rows)
+        for key in self._pushed:
+            self.options.method.reads.on_renewed(self._entries[key].rows)
+        self._pushed.clear()
 
     def end_step(self, *, is_exact: bool) -> None:
         """End the backward of a training step: forget gradients, or have them wait."""
@@ -156,6 +162,7 @@ class HistoryStore:
     ) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
         entry = self._entry(key, rows)
+        self._pushed.add(key)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
         rows_now, written = entry.rows.now, entry.rows.written
         target = rows_now[chunk.start : chunk.end]

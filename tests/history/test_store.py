@@ -11,6 +11,7 @@ from lightning_gnnpipe.history import (
     DroppedGradients,
     HistoryOptions,
     HistoryStore,
+    RenewedRows,
     SnapshotRows,
     StalenessMethod,
     StalenessRecorder,
@@ -84,10 +85,61 @@ def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> N
         store.push("h", whole, torch.full((5, 1), float(step)))
         store.after_forward(is_exact=step == 0)
     assert read == [0, 1, 1, 3]
+    store.push("h", whole, torch.full((5, 1), 4.0))
     store.on_renewed()
     store.push("h", whole, torch.full((5, 1), 9.0))
     store.before_forward(is_exact=False)
     assert store.rows("h").mean() == 4
+
+
+@pytest.fixture
+def noisy() -> HistoryStore:
+    return HistoryStore(5, 2, HistoryOptions(StalenessMethod(reads=RenewedRows(noise=0.5))))
+
+
+def renew(store: HistoryStore, plan: ChunkPlan, value: float) -> float:
+    """Write `value` by a pass that renews rows; return what a stale read then returns."""
+    store.push("h", plan.whole.chunks[0], torch.full((5, 1), value))
+    store.on_renewed()
+    return float(store.rows("h").mean())
+
+
+def train(store: HistoryStore, plan: ChunkPlan, value: float) -> None:
+    """Write `value` in a training step."""
+    store.before_forward(is_exact=False)
+    store.push("h", plan.whole.chunks[0], torch.full((5, 1), value))
+    store.after_forward(is_exact=False)
+
+
+def test_renewed_rows_have_half_of_the_last_noise(plan: ChunkPlan, noisy: HistoryStore) -> None:
+    train(noisy, plan, 7.0)  # before the first pass it is not known
+    assert renew(noisy, plan, 10.0) == 10
+    train(noisy, plan, 12.0)
+    assert renew(noisy, plan, 11.0) == 11 + 0.5 * (12 - 10)
+    train(noisy, plan, 9.0)
+    train(noisy, plan, 90.0)  # without a pass before it
+    assert renew(noisy, plan, 20.0) == 20 + 0.5 * (9 - 11)
+
+
+def test_noise_of_a_lost_step_is_dropped(plan: ChunkPlan, noisy: HistoryStore) -> None:
+    renew(noisy, plan, 10.0)
+    train(noisy, plan, float("inf"))
+    noisy.rescale(1.0, is_lost=True)
+    assert renew(noisy, plan, 11.0) == 11
+    noisy.rescale(1.0, is_lost=True)  # said again, before the next step
+    train(noisy, plan, 13.0)
+    assert renew(noisy, plan, 11.0) == 11 + 0.5 * (13 - 11)
+
+
+def test_rows_that_a_pass_has_not_written_are_not_renewed(
+    plan: ChunkPlan, noisy: HistoryStore
+) -> None:
+    """As of a layer that is called in training alone."""
+    for value in (1.0, 2.0, 3.0):
+        noisy.push("training", plan.whole.chunks[0], torch.full((5, 1), value))
+        train(noisy, plan, value)
+        renew(noisy, plan, value)
+        assert noisy.rows("training").mean() == value
 
 
 def test_gradients_wait_a_step(plan: ChunkPlan) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import atexit, sys
+import atexit, os, signal, sys
 from pathlib import Path
 
 
@@ -20,9 +20,10 @@ def names():
 
 
 def say():  # the first that is registered runs last
-    print(f"rank {trainer.global_rank} ends with gloo: {'pt_gloo_runloop' in names()}", flush=True)
+    print(f"rank {RANK} ends with gloo: {'pt_gloo_runloop' in names()}", flush=True)
 
 
+RANK = None
 atexit.register(say)
 
 import lightning as L
@@ -33,41 +34,47 @@ from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.models import GCN, NodeClassifier
 
 torch.set_num_threads(1)
-ring = torch.arange(30)
-data = Data(
-    x=torch.eye(30),
-    edge_index=torch.stack([ring, (ring + 1) % 30]),
-    y=(ring % 3),
-)
-options = {
-    "pipe": {},
-    "hybrid": {"num_stages": 2, "graph_parallel": 2},
-    "async": {"num_stages": 1, "graph_parallel": 2, "async_halo": True},
-    "fails": {},
-}[sys.argv[1]]
-trainer = L.Trainer(
-    accelerator="cpu", devices=4 if sys.argv[1] == "hybrid" else 2, max_epochs=4, logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    strategy=GNNPipeStrategy(num_chunks=3, **options),
-)
+how = sys.argv[1]
 
 
 class Stops(L.Callback):
     def on_train_epoch_end(self, trainer, *_):
+        global RANK
+        RANK = trainer.global_rank
         assert "pt_gloo_runloop" in names()
-        if sys.argv[1] == "fails" and trainer.current_epoch == 2:
+        if "fails" in how and trainer.current_epoch == 2:
             raise RuntimeError("stopped on purpose")
+        if how == "stops" and trainer.current_epoch == 2 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-trainer.callbacks.append(Stops())
-module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
-trainer.fit(module, datamodule=FullGraphDataModule(data))
+def fit(options):
+    ring = torch.arange(30)
+    edge_index = torch.stack([ring, (ring + 1) % 30])
+    data = Data(x=torch.eye(30), edge_index=edge_index, y=(ring % 3))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=4 if how == "hybrid" else 2, max_epochs=4, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        strategy=GNNPipeStrategy(num_chunks=3, **options), callbacks=[Stops()],
+    )
+    module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
+    trainer.fit(module, datamodule=FullGraphDataModule(data))
+
+
+if __name__ == "__main__":
+    fit({
+        "hybrid": {"num_stages": 2, "graph_parallel": 2},
+        "async": {"num_stages": 1, "graph_parallel": 2, "async_halo": True},
+        "spawn": {"start_method": "spawn"},
+        "spawn fails": {"start_method": "spawn"},
+    }.get(how, {}))
 """
 
 
-def run(tmp_path: Path, how: str) -> tuple[int, str, str]:
+def start(tmp_path: Path, text: str, how: str) -> tuple[int, str, str]:
+    """Return the exit status of the script and what it has written."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, str(script), how],
@@ -80,11 +87,17 @@ def run(tmp_path: Path, how: str) -> tuple[int, str, str]:
     return process.returncode, process.stdout, process.stderr
 
 
+def run(tmp_path: Path, how: str) -> tuple[int, str, str]:
+    return start(tmp_path, SCRIPT, how)
+
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
 
 
 @linux
-@pytest.mark.parametrize(("how", "num_ranks"), [("pipe", 2), ("hybrid", 4), ("async", 2)])
+@pytest.mark.parametrize(
+    ("how", "num_ranks"), [("pipe", 2), ("hybrid", 4), ("async", 2), ("spawn", 2)]
+)
 def test_threads_of_gloo_end_before_the_interpreter(
     tmp_path: Path, how: str, num_ranks: int
 ) -> None:
@@ -95,9 +108,57 @@ def test_threads_of_gloo_end_before_the_interpreter(
 
 
 @linux
-def test_a_run_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["fails", "spawn fails"])
+def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
     """Its groups are left as they are."""
-    code, out, errors = run(tmp_path, "fails")
+    code, out, errors = run(tmp_path, how)
     assert code != 0
     assert "stopped on purpose" in errors
-    assert "rank 0 ends with gloo: True" in out
+    assert "ends with gloo: True" in out
+
+
+@linux
+def test_a_signal_that_all_obey_is_an_orderly_end(tmp_path: Path) -> None:
+    _, out, errors = run(tmp_path, "stops")
+    assert "terminate called" not in errors
+    for rank in range(2):
+        assert f"rank {rank} ends with gloo: False" in out
+
+
+GROUP = """
+import sys
+import torch.distributed as dist
+from lightning_gnnpipe.comm import abandon_groups, end_groups_at_exit
+
+init = dist.init_process_group
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: print("destroyed", flush=True) or destroy()
+
+
+def make():
+    init("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+make()
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_destroyed"),
+    [
+        ("end_groups_at_exit(is_new=True)", True),
+        ("end_groups_at_exit(is_new=False)", False),  # the user's own
+        ("end_groups_at_exit(is_new=True); abandon_groups()", False),
+        (
+            "end_groups_at_exit(is_new=True); abandon_groups(); end_groups_at_exit(is_new=False)",
+            True,
+        ),
+        ("end_groups_at_exit(is_new=True); destroy()", False),
+        ("end_groups_at_exit(is_new=True); destroy(); make()", False),
+    ],
+)
+def test_only_groups_of_ours_are_destroyed(tmp_path: Path, steps: str, is_destroyed: bool) -> None:
+    code, out, errors = start(tmp_path, GROUP, steps)
+    assert code == 0, errors[-3000:]
+    assert out.split() == ["destroyed"] * is_destroyed

@@ -39,7 +39,7 @@ RENEWED = {
     "each": (1, 1.0),
     "each_half": (1, 0.5),
     "second": (2, 1.0),
-    "third": (3, 0.7),
+    "second_part": (2, 0.7),
 }
 
 
@@ -147,7 +147,7 @@ def test_renewed_rows_are_returned_as_they_are(reads: str, tmp_path: Path) -> No
         ("each", 1, 1, {}),
         ("each_half", 1, 1, {"recompute": True}),
         ("second", 1, 1, {}),
-        ("third", 1, 1, {"rule": "warmup"}),
+        ("second_part", 1, 1, {"rule": "warmup"}),
         ("each", 2, 1, {"rule": "warmup"}),
         ("each", 1, 2, {}),
         ("second", 2, 1, {"is_delayed": True, "recompute": True}),

@@ -257,7 +257,7 @@ def test_p6_what_another_rule_has_kept_is_not_taken(
     fit(tmp_path / "first", epochs=SAVED_AT, **options)
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
     options["staleness"] = StalenessMethod(reads=second)
-    more = {"epochs": SAVED_AT + 2, "resume": saved, **options}
+    more = {"epochs": SAVED_AT + 4, "resume": saved, **options}
     found = fit(tmp_path / "found", **more)
     ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
     path = histories_folder(saved, ident) / "stage_0.pt"

@@ -84,14 +84,15 @@ def train(
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.7])
+@pytest.mark.parametrize("every_n_steps", [None, 1, 2])
 def test_p6_a_run_that_is_resumed_after_validation_goes_on_alike(
-    noise: float, tmp_path: Path
+    every_n_steps: int | None, noise: float, tmp_path: Path
 ) -> None:
     """Its checkpoint has rows of validation, and what they are without noise."""
 
     def go(folder: str, resume: str | None = None) -> list[Tensor]:
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
-        reads = RenewedRows(None, noise=noise)
+        reads = RenewedRows(every_n_steps, noise=noise)
         options: dict[str, Any] = {"enable_checkpointing": True}
         return train(reads, None, saver, resume=resume, **options)
 

@@ -36,6 +36,8 @@ def write_tables(rows: Sequence[Row], curves: Path, path: Path) -> None:
     parts = []
     for key, group in grouped(rows, TABLE).items():
         exact = {peer_of(row): row for row in group if row["method"] == "exact"}
+        if len(exact) < sum(row["method"] == "exact" for row in group):
+            raise ValueError(f"two exact runs of one seed in {title_of(key)}")
         lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
         settings = grouped(group, LINE)
         for setting in sorted(settings, key=lambda one: (one[2] != "exact", one)):
