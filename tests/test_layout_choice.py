@@ -115,7 +115,7 @@ def test_p1_a_chosen_layout_equals_plain_lightning(
 
 def test_only_what_fits_into_the_memory_is_chosen(tmp_path: Path) -> None:
     """Wide layers on a ring: shards hold all weights, four stages hold two of five layers."""
-    num_nodes, width = 256, 64
+    num_nodes, width = 192, 64
     nodes = torch.arange(num_nodes)
     ring = Data(
         x=torch.rand(num_nodes, width),
