@@ -128,12 +128,12 @@ def test_cells_without_curves_have_a_line_and_no_picture(
 
 def test_a_line_says_what_is_not_usual(study: dict[str, ModuleType], tmp_path: Path) -> None:
     note_one(study, tmp_path, method="predicted", adaptive=1, order="fixed")
-    note_one(study, tmp_path, method="predicted", anneal=1)
+    note_one(study, tmp_path, method="predicted", anneal=100)
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
     study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
     text = (tmp_path / "tables.md").read_text()
     assert "| predicted | order fixed, adaptive |" in text
-    assert "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs, learning rate annealed\n" in text
+    assert "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs, the last 100 annealed\n" in text
 
 
 def test_cells_of_an_earlier_version_are_refused(

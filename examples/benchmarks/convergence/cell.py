@@ -14,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -139,16 +140,22 @@ class Cell:
 
 
 class WatchedDeep(Watched, DeepClassifier):
-    """Decays as the one, and logs as the other; anneals the learning rate over so many epochs."""
+    """Decays as the one, logs as the other; in the last epochs its rate falls along a cosine."""
 
+    num_epochs: int = 0
     num_annealed: int = 0
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         if not self.num_annealed:
             return optimizer
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.num_annealed)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.share_of_rate)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def share_of_rate(self, epoch: int) -> float:
+        """Return the share of the learning rate that an epoch has."""
+        done = max(epoch - (self.num_epochs - self.num_annealed), 0) / self.num_annealed
+        return 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Curves(L.Callback):
@@ -187,7 +194,7 @@ def run(cell: Cell, root: str | None) -> dict[str, Any]:
     module = WatchedDeep(
         net, datamodule.num_classes, recipe.lr, recipe.linear_decay, recipe.conv_decay
     )
-    module.num_annealed = cell.epochs if cell.anneal else 0
+    module.num_epochs, module.num_annealed = cell.epochs, cell.anneal
     partition = partition_of(datamodule.data, cell)
     curves = Curves()
     control = [AdaptiveStaleness()] if cell.adaptive else []

@@ -73,7 +73,7 @@ def title_of(key: Sequence[str]) -> str:
     """Return what the runs of one table have in common."""
     dataset, model, layers, recipe, epochs, anneal = key
     title = f"{dataset}, {layers}-layer {model}, recipe {recipe}, {epochs} epochs"
-    return title + (", learning rate annealed" if anneal != "0" else "")
+    return title + (f", the last {anneal} annealed" if anneal != "0" else "")
 
 
 def others_of(setting: Mapping[str, str]) -> list[str]:
