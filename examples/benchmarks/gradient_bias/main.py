@@ -102,9 +102,7 @@ def train(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=GNNPipeStrategy(
-            num_chunks=num_chunks, partition="random", staleness=staleness, chunk_order="shuffled"
-        ),
+        strategy=GNNPipeStrategy(num_chunks=num_chunks, partition="random", staleness=staleness),
         max_epochs=num_epochs,
         callbacks=[watch],
         num_sanity_val_steps=0,
