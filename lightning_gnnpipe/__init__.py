@@ -14,6 +14,7 @@ from lightning_gnnpipe.callbacks import (
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.history import (
+    AdaptiveGradients,
     DelayedGradients,
     DroppedGradients,
     ExtrapolatedRows,
@@ -29,6 +30,7 @@ from lightning_gnnpipe.strategy import GNNPipeStrategy
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveGradients",
     "AdaptiveHalo",
     "AdaptiveStaleness",
     "BoundedStaleness",

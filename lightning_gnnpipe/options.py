@@ -165,7 +165,7 @@ class StrategyOptions:
     @property
     def is_biased(self) -> bool:
         """Whether some edges between chunks always count more than others."""
-        return self.chunk_order == "fixed" and self.method.gradients.scale != 1.0
+        return self.chunk_order == "fixed" and any(s != 1.0 for s in self.method.gradients.scales)
 
     @property
     def histories(self) -> HistoryOptions:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    AdaptiveGradients,
     DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
@@ -179,6 +180,8 @@ def test_memory_follows_how_staleness_is_met() -> None:
     assert tables(StalenessMethod()) == tables(StalenessMethod(DelayedGradients())) == 2
     assert tables(StalenessMethod(DelayedGradients(momentum=0.5))) == 3
     assert tables(StalenessMethod(DelayedGradients()), recompute=True) == 3
+    assert tables(StalenessMethod(AdaptiveGradients())) == 3
+    assert tables(StalenessMethod(AdaptiveGradients()), recompute=True) == 4
     assert tables(StalenessMethod(reads=SnapshotRows())) == 3
     assert tables(StalenessMethod(reads=RenewedRows())) == 2
     assert tables(StalenessMethod(reads=RenewedRows(noise=0.5))) == 3
@@ -195,8 +198,8 @@ def test_memory_of_gradients_that_wait_by_halo() -> None:
 
     none = memory(StalenessMethod())
     one = memory(StalenessMethod(DelayedGradients())) - none
-    two = memory(StalenessMethod(DelayedGradients(lead=0.5))) - none
-    assert two == 2 * one > 0
+    for rule in (DelayedGradients(lead=0.5), AdaptiveGradients()):
+        assert memory(StalenessMethod(rule)) - none == 2 * one > 0
 
 
 def test_all_layouts_of_the_devices_are_compared() -> None:

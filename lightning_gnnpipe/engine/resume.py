@@ -19,12 +19,12 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.errors import CheckpointError, explain
-from lightning_gnnpipe.history import HistoryStore, Moments, SavedGradients, SavedHistory
+from lightning_gnnpipe.history import Adapted, HistoryStore, Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,11 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
             "halo_grads": dict(gradients.halos),
             "last_halo_grads": dict(gradients.last_halos),
         }
-        histories.append({"key": _plain(key), **tables, **steps, **halos})
+        adapted = None if gradients.adapted is None else tuple(gradients.adapted)
+        scales = {"scale": gradients.scale, "output_scale": gradients.output_scale}
+        histories.append(
+            {"key": _plain(key), **tables, **steps, **halos, **scales, "adapted": adapted}
+        )
     moments = [
         {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
         for key in store.moments
@@ -207,7 +211,10 @@ def load_ranks(
             _halo_grads(key, name, ranks, perm, ends, device)
             for name in ("halo_grads", "last_halo_grads")
         )
-        gradients = SavedGradients(outputs, halos, last, last_halos)
+        one = parts[0][1]  # alike on all
+        scales = one["scale"], one["output_scale"]
+        adapted = None if one["adapted"] is None else Adapted(*one["adapted"])
+        gradients = SavedGradients(outputs, halos, last, last_halos, *scales, adapted)
         target = store.by_chunk if by_chunk else store
         target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True

@@ -70,10 +70,9 @@ class SharedStore:
         self._flying.clear()
         self._last.clear()
 
-    @property
-    def scale(self) -> float:
-        """Factor on gradients between chunks."""
-        return 1.0 if self._histories is None else self._histories.scale
+    def scale_of(self, key: CallKey) -> float:
+        """Return the factor on gradients of the call between chunks."""
+        return 1.0 if self._histories is None else self._histories.scale_of(key)
 
     @property
     def shards(self) -> SharedStore:

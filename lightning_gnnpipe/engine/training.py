@@ -118,6 +118,8 @@ class TrainingPass:
         sums.finish()
         if self._store is not None:
             self._store.end_step(is_exact=self.is_exact)
+            if not self.is_exact:
+                self._store.adapt(self._over_shards)
         return self._leaf_grads(slots)
 
     def _begin_backward(self) -> None:
@@ -130,6 +132,11 @@ class TrainingPass:
                 )
             )
         self._is_done = True
+
+    def _over_shards(self, sums: Tensor) -> Tensor:
+        total = sums.clone()
+        self._parts.transport.sum_over_shards(total, "control")
+        return total
 
     def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
         """Return the gradients of the batch's tensors number `slots`, over all ranks."""

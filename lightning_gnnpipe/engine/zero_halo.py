@@ -34,7 +34,6 @@ class ZeroHalo:
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = OwnMoments()
-        self.scale = options.method.gradients.scale
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
         self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
         self._options = options
@@ -55,6 +54,9 @@ class ZeroHalo:
         other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
         other._num_halo = self._num_chunks * (self._num_chunks - 1)
         return other
+
+    def scale_of(self, key: CallKey) -> float:
+        return self._options.method.gradients.scale
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

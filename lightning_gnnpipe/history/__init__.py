@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_gnnpipe.history.adaptive import AdaptiveGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
@@ -16,11 +17,13 @@ from lightning_gnnpipe.history.reads import (
     SmoothedRows,
     SnapshotRows,
 )
-from lightning_gnnpipe.history.saved import SavedGradients, SavedHistory
+from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 
 __all__ = [
     "METHODS",
+    "Adapted",
+    "AdaptiveGradients",
     "DelayedGradients",
     "DroppedGradients",
     "ExtrapolatedRows",

@@ -102,7 +102,7 @@ class DelayedGradients(GradientRule):
         return 1 + (self.lead > 0)
 
     def make_buffer(self) -> GradientBuffer:
-        return _WaitingBuffer(self)
+        return WaitingBuffer(self)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Waiting:
     last: Tensor | None
 
 
-class _WaitingBuffer(GradientBuffer):
+class WaitingBuffer(GradientBuffer):
     """What waits for the next step: for each reader's halo, or a linear layer's outputs.
 
     With late_e what is given in step e, the formulas of `DelayedGradients` are one recursion:
@@ -125,7 +125,7 @@ class _WaitingBuffer(GradientBuffer):
     """
 
     def __init__(self, rule: DelayedGradients) -> None:
-        super().__init__()
+        super().__init__(rule.scale)
         self._rule = rule
         self._decay = rule.decay / rule.scale
         self._halos: dict[int, _Waiting] = {}  # by reader
@@ -136,6 +136,26 @@ class _WaitingBuffer(GradientBuffer):
         self._outputs: Tensor | None = None
         self._last: Tensor | None = None
         self._waits = self._has_last = self._is_open = False
+
+    def _use(self, rule: DelayedGradients) -> None:
+        """Go on by another rule; what waits is given as it is."""
+        if rule == self._rule:
+            return
+        factor = self.scale / rule.scale
+        self._scale_late(factor, factor)
+        self._rule, self.scale = rule, rule.scale
+        self._decay = rule.decay / rule.scale
+
+    def _scale_late(self, of_halos: float, of_outputs: float) -> None:
+        for waiting in self._halos.values():
+            waiting.late.mul_(of_halos)
+        if self._waits and self._outputs is not None:
+            self._outputs.mul_(of_outputs)
+
+    @property
+    def _output_scale(self) -> float:
+        """What is late of outputs is given so many times: without a filter it is not damped yet."""
+        return self.scale if self._rule.is_filtered else self._rule.decay
 
     def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         own = grad.to(like.device)
@@ -150,7 +170,7 @@ class _WaitingBuffer(GradientBuffer):
         last = own.clone() if self._rule.lead else None
         self._halos[chunk.index] = _Waiting(positions, late, last)
 
-    def take(self, rows: Where, like: Tensor) -> Tensor | None:
+    def _take(self, rows: Where, like: Tensor) -> Tensor | None:
         if not self._halos and not self._has_total:
             return None
         known = next((one.late.dtype for one in self._halos.values()), torch.float32)
@@ -186,14 +206,16 @@ class _WaitingBuffer(GradientBuffer):
         if not self._is_open:
             self._open(dtype, like)
         assert self._outputs is not None
-        rows = self._outputs[chunk.start : chunk.end]
         if self._rule.is_filtered:
-            assert self._last is not None
-            late = rows if self._waits else None
-            out = self._last[chunk.start : chunk.end]
-            self._carry(out, grad, late, has_last=self._has_last)
-        rows.copy_(grad)
+            self._carry_output(chunk, grad)
+        self._outputs[chunk.start : chunk.end] = grad
         return self._outputs, None
+
+    def _carry_output(self, chunk: ChunkView, grad: Tensor) -> None:
+        assert self._outputs is not None and self._last is not None
+        late = self._outputs[chunk.start : chunk.end] if self._waits else None
+        out = self._last[chunk.start : chunk.end]
+        self._carry(out, grad, late, has_last=self._has_last)
 
     def _open(self, dtype: torch.dtype, like: Tensor) -> None:
         """Begin a step."""
@@ -243,6 +265,8 @@ class _WaitingBuffer(GradientBuffer):
                 for chunk, one in self._halos.items()
                 if one.last is not None
             },
+            scale=self.scale,
+            output_scale=self._output_scale,
         )
 
     def load(self, saved: SavedGradients) -> None:
@@ -255,3 +279,8 @@ class _WaitingBuffer(GradientBuffer):
         self._waits = saved.outputs is not None
         if self._rule.lead and saved.last_outputs is not None:
             self._last, self._has_last = saved.last_outputs.clone(), True
+        is_used = self._rule.decay > 0
+        self._scale_late(
+            is_used * saved.scale / self.scale,
+            is_used * saved.output_scale / (self._output_scale or 1.0),
+        )

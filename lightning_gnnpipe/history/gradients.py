@@ -8,6 +8,7 @@ it read fresh is taken later in the same step; what it adds for stale rows comes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,13 @@ class GradientBuffer(ABC):
     """The gradients of one history's rows, or those of the outputs of a linear layer over it.
 
     Rows are in plan order, where the history is.
+
+    Args:
+        scale: Factor on what is taken of other chunks; a buffer may change it between steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
         self._kept: Tensor | None = None  # outputs
 
     @abstractmethod
@@ -40,9 +45,14 @@ class GradientBuffer(ABC):
             like: The history, `[num_rows, *]`.
         """
 
-    @abstractmethod
     def take(self, rows: Where, like: Tensor) -> Tensor | None:
-        """Return what other chunks have for `rows`, `[num_taken, *]`; None if nothing."""
+        """Return what other chunks have for `rows`, scaled, `[num_taken, *]`; None if nothing."""
+        grad = self._take(rows, like)
+        return grad if grad is None or self.scale == 1.0 else grad * self.scale
+
+    @abstractmethod
+    def _take(self, rows: Where, like: Tensor) -> Tensor | None:
+        """Return it unscaled."""
 
     @abstractmethod
     def add_output(
@@ -69,6 +79,18 @@ class GradientBuffer(ABC):
     def end_step(self, *, is_exact: bool) -> None:
         """Forget what the next step does not need; an exact step has left nothing for it."""
 
+    def measured(self, num_chunks: int) -> Tensor | None:
+        """Return what `adapt` is to be given, but for this rank's rows alone; None for nothing.
+
+        Returns:
+            `[num_chunks, *]`; on all ranks or on none.
+        """
+        return None
+
+    def adapt(self, sums: Sequence[Sequence[float]]) -> None:
+        """Go on as `sums` asks for: what ranks have measured in this step, added up."""
+        raise NotImplementedError
+
     @abstractmethod
     def rescale(self, factor: float | None) -> None:
         """Multiply what waits for the next step; None: drop it."""
@@ -87,8 +109,13 @@ class GradientRule(ABC):
 
     @property
     def scale(self) -> float:
-        """Factor on the gradients of fresh rows of other chunks."""
+        """Factor on the gradients of fresh rows of other chunks, at first."""
         return 1.0
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The factors that there may be."""
+        return (self.scale,)
 
     def num_tables(self, *, recomputes: bool) -> int:
         """Return how many tables of the size of a linear layer's outputs its buffer is made of."""
@@ -137,14 +164,14 @@ class DroppedGradients(GradientRule):
             )
 
     def make_buffer(self) -> GradientBuffer:
-        return _ClearedBuffer()
+        return _ClearedBuffer(self.scale)
 
 
 class _ClearedBuffer(GradientBuffer):
     """Cleared at the end of each step. Outputs are kept where their gradients will come."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
         self._total: Tensor | None = None
         self._has_any = False
         self._keeps_outputs = False
@@ -154,7 +181,7 @@ class _ClearedBuffer(GradientBuffer):
         total = self._sized(grad.dtype, like)
         total.index_add_(0, positions, grad.to(total.device))
 
-    def take(self, rows: Where, like: Tensor) -> Tensor | None:
+    def _take(self, rows: Where, like: Tensor) -> Tensor | None:
         return self._total[rows] if self._total is not None and self._has_any else None
 
     def add_output(
@@ -188,6 +215,23 @@ class _ClearedBuffer(GradientBuffer):
         self._total = sized(self._total, dtype, like)
         self._has_any = True
         return self._total
+
+
+def adapt_buffers(
+    buffers: Sequence[GradientBuffer], num_chunks: int, over_ranks: Callable[[Tensor], Tensor]
+) -> None:
+    """Let the rules of a pipelined step's buffers follow what they have measured.
+
+    Args:
+        buffers: In the same order on all ranks that hold rows of these histories.
+        num_chunks: Chunks of the plan.
+        over_ranks: Returns the sum of a tensor over those ranks; called on all of them or none.
+    """
+    found = [(one, sums) for one in buffers if (sums := one.measured(num_chunks)) is not None]
+    if found:
+        totals = over_ranks(torch.stack([sums for _, sums in found])).tolist()
+        for (one, _), total in zip(found, totals, strict=True):
+            one.adapt(total)
 
 
 def sized(buffer: Tensor | None, dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.history.adaptive import AdaptiveGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
 from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
@@ -17,8 +18,8 @@ class StalenessMethod:
     """How staleness is met, in gradients and in reads.
 
     Args:
-        gradients: What becomes of the gradients of stale rows: `DroppedGradients` or
-            `DelayedGradients`.
+        gradients: What becomes of the gradients of stale rows: `DroppedGradients`,
+            `DelayedGradients` or `AdaptiveGradients`.
         reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
             `SmoothedRows` or `RenewedRows`.
 
@@ -49,9 +50,7 @@ class StalenessMethod:
 
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
-        "predicted": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
-        ),
+        "predicted": StalenessMethod(AdaptiveGradients(), RenewedRows(None, noise=0.7)),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
         "scaled": StalenessMethod(DroppedGradients(scale=2.0)),

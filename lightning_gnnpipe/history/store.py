@@ -8,14 +8,14 @@ written is never read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
-from lightning_gnnpipe.history.gradients import GradientBuffer
+from lightning_gnnpipe.history.gradients import GradientBuffer, adapt_buffers
 from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
@@ -63,10 +63,9 @@ class HistoryStore:
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
 
-    @property
-    def scale(self) -> float:
-        """Factor on gradients between chunks."""
-        return self.options.method.gradients.scale
+    def scale_of(self, key: Hashable) -> float:
+        """Return the factor on gradients of the history between chunks."""
+        return self._entries[key].grads.scale
 
     @property
     def is_local(self) -> bool:
@@ -130,6 +129,11 @@ class HistoryStore:
         """End the backward of a training step: forget gradients, or have them wait."""
         for entry in self._entries.values():
             entry.grads.end_step(is_exact=is_exact)
+
+    def adapt(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let rules follow what was measured in a pipelined step; see `adapt_buffers`."""
+        buffers = [entry.grads for entry in self._entries.values()]
+        adapt_buffers(buffers, self.num_chunks, over_ranks)
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""
@@ -257,8 +261,7 @@ class HistoryStore:
 
     def _taken(self, key: Hashable, rows: slice | Tensor) -> Tensor | None:
         entry = self._entries[key]
-        grad = entry.grads.take(rows, entry.rows.now)
-        return grad if grad is None or self.scale == 1.0 else grad * self.scale
+        return entry.grads.take(rows, entry.rows.now)
 
     def _halo(self, chunk: ChunkView) -> Tensor:
         """Return the positions of the chunk's halo, where the histories are."""

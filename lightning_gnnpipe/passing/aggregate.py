@@ -139,7 +139,7 @@ class Aggregation:
             own = multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
             return self._with_ghosts(own, grad, 1.0, None)
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
-        scale = self.store.scale
+        scale = self.store.scale_of(self.key)
         columns = self.adjacency.columns(self.chunk, table.dtype, scale, done)
         return self._with_ghosts(multiply(columns, table), table, scale, done).to(grad.dtype)
 

@@ -61,10 +61,6 @@ class HaloStore(Protocol):
     """Where rows are pushed to and halo rows are pulled from."""
 
     @property
-    def scale(self) -> float:
-        """Factor on gradients between chunks."""
-
-    @property
     def is_local(self) -> bool:
         """Whether histories are where the layers compute, so that they can be read in place."""
 
@@ -79,6 +75,9 @@ class HaloStore(Protocol):
     @property
     def shards(self) -> ShardLink | None:
         """The other ranks that hold a part of each chunk, if there are any."""
+
+    def scale_of(self, key: CallKey) -> float:
+        """Return the factor on gradients of the call between chunks."""
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

@@ -57,7 +57,7 @@ def train_with_oracle(
     orders: Orders,
     refresh: Refresh,
     num_epochs: int,
-    cross_chunk_grad_scale: float = 1.0,
+    cross_chunk_grad_scale: float | Callable[[int], float] = 1.0,
     delay: Delay | None = None,
     foresight: Foresight | None = None,
 ) -> list[Step]:
@@ -65,18 +65,15 @@ def train_with_oracle(
 
     Args:
         orders: Order of the chunks in each epoch, as a function of its number.
+        cross_chunk_grad_scale: The factor, or what returns that of an epoch, called when it begins.
     """
-    oracle = StaleOracle(
-        module.net,
-        partition,
-        cross_chunk_grad_scale=cross_chunk_grad_scale,
-        delay=delay,
-        foresight=foresight,
-    )
+    oracle = StaleOracle(module.net, partition, delay=delay, foresight=foresight)
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []
     for epoch in range(num_epochs):
+        scale = cross_chunk_grad_scale
+        oracle.cross_chunk_grad_scale = scale(epoch) if callable(scale) else scale
         if refresh.recomputes_before(epoch):
             _recompute(oracle, module, inputs)
         if refresh.is_exact(epoch):

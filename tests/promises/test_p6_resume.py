@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
+    AdaptiveGradients,
     AdaptiveStaleness,
     DelayedGradients,
     GNNPipeStrategy,
@@ -164,6 +165,37 @@ def test_p6_another_number_of_stages_goes_on_alike(
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
     found = fit(tmp_path / "second", num_stages=second, resume=saved, **options)
     torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("second", [1, 2])
+def test_p6_gradients_of_two_rules_go_on_alike(second: int, tmp_path: Path) -> None:
+    """Correlations are measured in steps 5 and 10, before the checkpoint and after it."""
+    rules = AdaptiveGradients(threshold=0.5)
+    options: dict[str, Any] = {"staleness": StalenessMethod(rules), "epochs": 12}
+    whole = fit(tmp_path / "whole", num_stages=second, **options)
+    fit(tmp_path / "first", num_stages=1, **options)
+    saved = tmp_path / "first" / "epoch=7.ckpt"
+    ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
+    stage = torch.load(histories_folder(saved, ident) / "stage_0.pt", weights_only=True)
+    adapted = [one["adapted"] for one in stage["histories"]]
+    assert any(is_noisy and correlation is not None for correlation, is_noisy, _ in adapted)
+    found = fit(tmp_path / "second", num_stages=second, resume=saved, **options)
+    torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+    last = [tmp_path / folder / "epoch=11.ckpt" for folder in ("whole", "second")]
+    whole_adapted, found_adapted = map(adapted_of, last)
+    assert found_adapted == whole_adapted and len(whole_adapted) == len(adapted)
+
+
+def adapted_of(checkpoint: Path) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what has been measured, by history, over all stages."""
+    ident = torch.load(checkpoint, weights_only=True)["gnnpipe"]["histories"]
+    files = histories_folder(checkpoint, ident).glob("stage_*.pt")
+    stages = [torch.load(file, weights_only=True) for file in files]
+    found = {one["key"]: one["adapted"] for stage in stages for one in stage["histories"]}
+    return {
+        key: (None if correlation is None else round(correlation, 9), *others)
+        for key, (correlation, *others) in found.items()
+    }
 
 
 def adaptive() -> list[L.Callback]:

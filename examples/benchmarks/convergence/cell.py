@@ -38,6 +38,7 @@ from synthetic import make_arxiv_like
 from watched import Watched
 
 from lightning_gnnpipe import (
+    AdaptiveGradients,
     AdaptiveStaleness,
     DelayedGradients,
     DroppedGradients,
@@ -66,6 +67,7 @@ class ZeroStart(SnapshotRows):
 
 
 VALIDATED = RenewedRows(None)  # validation runs after every epoch
+ADAPTIVE = AdaptiveGradients()
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
@@ -83,6 +85,8 @@ METHODS: dict[str, StalenessMethod] = {
     "half-lead+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5), VALIDATED),
     "half-lead": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5)),
     "predicted": NAMED["predicted"],
+    "steady": StalenessMethod(ADAPTIVE.steady, NAMED["predicted"].reads),
+    "noisy": StalenessMethod(ADAPTIVE.noisy, NAMED["predicted"].reads),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
     "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
