@@ -71,8 +71,8 @@ class GNNPipeStrategy(PipeLoops):
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
-        staleness: How staleness is met: "predicted" (less of gradients of stale rows, from two
-            epochs, more of others; stale rows of validation with the last dropout), "delayed"
+        staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
+            ones half, from two epochs; stale rows of validation with the last dropout), "delayed"
             (from the last one), "constant" (none of stale rows), "scaled" (those of the others
             twice, technique 3), "gnnpipe" (snapshots too, technique 2), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all

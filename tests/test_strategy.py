@@ -15,7 +15,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 from torch_geometric.loader import DataLoader as PyGDataLoader
 
-from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe import (
+    AdaptiveGradients,
+    DelayedGradients,
+    GNNPipeStrategy,
+    StalenessMethod,
+)
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.types import OrderName, StalenessName
 from tests.helpers.realistic import Realistic, realistic_graph
@@ -274,11 +279,21 @@ def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("order", "staleness", "warns"),
-    [("fixed", "predicted", True), ("fixed", "delayed", False), ("shuffled", "predicted", False)],
+    ("order", "staleness", "factors"),
+    [
+        ("fixed", "predicted", "1.5"),
+        ("fixed", StalenessMethod(AdaptiveGradients()), "1.5 or 1.25"),
+        ("fixed", "delayed", None),
+        ("fixed", StalenessMethod(AdaptiveGradients(*[DelayedGradients(lead=0.5)] * 2)), None),
+        ("shuffled", "predicted", None),
+    ],
+    ids=["default", "two rules", "none", "no factor in two rules", "shuffled"],
 )
 def test_a_fixed_order_with_a_factor_on_gradients_is_told(
-    order: OrderName, staleness: StalenessName, warns: bool, caplog: pytest.LogCaptureFixture
+    order: OrderName,
+    staleness: StalenessName | StalenessMethod,
+    factors: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     strategy = GNNPipeStrategy(num_chunks=2, chunk_order=order, staleness=staleness)
     trainer = L.Trainer(
@@ -290,4 +305,5 @@ def test_a_fixed_order_with_a_factor_on_gradients_is_told(
     )
     with caplog.at_level(logging.WARNING):
         trainer.fit(make_module(), datamodule=datamodule())
-    assert ("chunk_order='fixed' with a factor of 1.5 or 1.25 on" in caplog.text) == warns
+    assert ("chunk_order='fixed' with a factor of " in caplog.text) == (factors is not None)
+    assert factors is None or f"with a factor of {factors} on gradients" in caplog.text

@@ -9,11 +9,10 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_gnnpipe import AdaptiveGradients, StalenessMonitor
+from lightning_gnnpipe import DelayedGradients, StalenessMonitor
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.history import METHODS
-from lightning_gnnpipe.history.adaptive import EVERY_N_STEPS
 from lightning_gnnpipe.types import StalenessName
 from tests.helpers.engines import one_process_engine
 from tests.helpers.graphs import GraphCase, all_cases, communities
@@ -96,9 +95,8 @@ def test_the_oracle_holds_with_leading_chunks_and_the_default_staleness(
 ) -> None:
     case = communities(5)
     found, _ = train(case, tmp_path, num_stages=num_stages, staleness="predicted")
-    rules = METHODS["predicted"].gradients
-    assert isinstance(rules, AdaptiveGradients) and NUM_EPOCHS <= EVERY_N_STEPS
-    rule = rules.steady  # until something is measured
+    rule = METHODS["predicted"].gradients
+    assert isinstance(rule, DelayedGradients)
     delay = Delay(rule.decay, rule.momentum, rule.lead)
     assert_equals_oracle(case, found, cross_chunk_grad_scale=rule.scale, delay=delay)
 

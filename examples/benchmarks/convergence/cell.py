@@ -67,7 +67,6 @@ class ZeroStart(SnapshotRows):
 
 
 VALIDATED = RenewedRows(None)  # validation runs after every epoch
-ADAPTIVE = AdaptiveGradients()
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
@@ -85,8 +84,7 @@ METHODS: dict[str, StalenessMethod] = {
     "half-lead+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5), VALIDATED),
     "half-lead": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5)),
     "predicted": NAMED["predicted"],
-    "steady": StalenessMethod(ADAPTIVE.steady, NAMED["predicted"].reads),
-    "noisy": StalenessMethod(ADAPTIVE.noisy, NAMED["predicted"].reads),
+    "two-rules": StalenessMethod(AdaptiveGradients(), NAMED["predicted"].reads),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
     "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),

@@ -31,7 +31,6 @@ from graphs import load_graph
 from quiet import silence_lightning
 
 from lightning_gnnpipe import (
-    AdaptiveGradients,
     DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
@@ -45,8 +44,8 @@ METHODS: dict[str, StalenessMethod | StalenessName] = {
     "scaled": "scaled",
     "delayed": "delayed",
     "lead 0.5": StalenessMethod(DelayedGradients(lead=0.5)),
-    "noisy": StalenessMethod(AdaptiveGradients().noisy),
-    "steady": StalenessMethod(AdaptiveGradients().steady),
+    "decay 0.75, lead 0.3": StalenessMethod(DelayedGradients(0.75, scale=1.25, lead=0.3)),
+    "predicted": "predicted",
 }
 GROUP = 8  # convolutions a row
 
