@@ -1,8 +1,8 @@
 """Delayed gradients by one of two rules, as gradients are alike from step to step or not.
 
-    much alike    training is led by them: what is late makes it swing, so it is damped more
-    hardly alike  they are mostly noise, such as that of dropout: nothing swings, and damping
-                  takes away what long paths bring
+    much alike    training is led by them: what is late can make it swing, so it is damped more
+    hardly alike  they are mostly noise, such as that of dropout: there is less to swing, and
+                  damping takes away what long paths bring
 
 Each layer has its own correlation, so those of one network may differ.
 """
@@ -39,9 +39,10 @@ class AdaptiveGradients(GradientRule):
 
     R is r at first. From the next step on `noisy` is used if R < 0.85 `threshold`, `steady` if
     R >= `threshold`, and in between the one that was; a run begins with `steady`. What waits when
-    rules change is given as the former rule has made it. Layers that do not read histories in
-    place have `steady` throughout: those that are not linear in what they read, such as attention,
-    and all with a `history_device`.
+    rules change is given as the former rule has made it. Chunks with gradients of zero, or that are
+    not finite, say nothing. Layers that do not read histories in place have `steady` throughout:
+    those that are not linear in what they read, such as attention, or whose edges are not the
+    batch's own, and all with a `history_device`.
 
     Gradients of several batches, or of losses that take turns, are hardly alike for another reason
     than noise: take `AdaptiveGradients().steady` there.
@@ -85,7 +86,7 @@ class AdaptiveGradients(GradientRule):
                     expected="'threshold' of AdaptiveGradients to be a finite number",
                     found=str(self.threshold),
                     remedy="It is a correlation: 0.18 is between noise and a common direction. "
-                    "Above 1.2 'noisy' is always used, at -1 or below 'steady'.",
+                    "Above 1.2 'noisy' is used once it is known, at -1 or below 'steady'.",
                 )
             )
 
@@ -118,14 +119,14 @@ class _AdaptiveBuffer(WaitingBuffer):
         self._num_steps = 0  # pipelined ones, after the last that was measured
         self._sums: dict[int, Tensor] = {}  # <a, b>, <a, a>, <b, b> of this step, by chunk
 
-    def _carry_output(self, chunk: ChunkView, grad: Tensor) -> None:
+    def carry_output(self, chunk: ChunkView, grad: Tensor) -> None:
         if self._has_last and self._num_steps >= EVERY_N_STEPS - 1:
             assert self._last is not None
             self._sums[chunk.index] = _products(grad, self._last[chunk.start : chunk.end])
-        super()._carry_output(chunk, grad)
+        super().carry_output(chunk, grad)
 
-    def _drop(self) -> None:
-        super()._drop()
+    def drop(self) -> None:
+        super().drop()
         self._sums.clear()  # of a step that has failed
 
     def end_step(self, *, is_exact: bool) -> None:

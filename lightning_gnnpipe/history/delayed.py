@@ -207,11 +207,12 @@ class WaitingBuffer(GradientBuffer):
             self._open(dtype, like)
         assert self._outputs is not None
         if self._rule.is_filtered:
-            self._carry_output(chunk, grad)
+            self.carry_output(chunk, grad)
         self._outputs[chunk.start : chunk.end] = grad
         return self._outputs, None
 
-    def _carry_output(self, chunk: ChunkView, grad: Tensor) -> None:
+    def carry_output(self, chunk: ChunkView, grad: Tensor) -> None:
+        """Write what the chunk is given late in the next step over its last gradients."""
         assert self._outputs is not None and self._last is not None
         late = self._outputs[chunk.start : chunk.end] if self._waits else None
         out = self._last[chunk.start : chunk.end]
@@ -231,14 +232,15 @@ class WaitingBuffer(GradientBuffer):
     def end_step(self, *, is_exact: bool) -> None:
         self._has_total = False
         if is_exact:
-            self._drop()
+            self.drop()
         elif self._is_open:
             if self._rule.is_filtered:
                 self._outputs, self._last = self._last, self._outputs
             self._waits, self._has_last = True, self._rule.lead > 0
         self._is_open = False
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Forget what waits."""
         self._halos.clear()
         if self._outputs is not None:
             self._outputs.zero_()
@@ -246,7 +248,7 @@ class WaitingBuffer(GradientBuffer):
 
     def rescale(self, factor: float | None) -> None:
         if factor is None:
-            self._drop()
+            self.drop()
             return
         rows = [one for waiting in self._halos.values() for one in (waiting.late, waiting.last)]
         for one in (*rows, self._outputs, self._last):
