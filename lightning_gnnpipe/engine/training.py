@@ -118,8 +118,7 @@ class TrainingPass:
         sums.finish()
         if self._store is not None:
             self._store.end_step(is_exact=self.is_exact)
-            if not self.is_exact:
-                self._store.adapt(self._over_shards)
+            self._store.adapt(self._sum_over_shards)
         return self._leaf_grads(slots)
 
     def _begin_backward(self) -> None:
@@ -133,10 +132,8 @@ class TrainingPass:
             )
         self._is_done = True
 
-    def _over_shards(self, sums: Tensor) -> Tensor:
-        total = sums.clone()
-        self._parts.transport.sum_over_shards(total, "control")
-        return total
+    def _sum_over_shards(self, sums: Tensor) -> None:
+        self._parts.transport.sum_over_shards(sums, "control")
 
     def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
         """Return the gradients of the batch's tensors number `slots`, over all ranks."""

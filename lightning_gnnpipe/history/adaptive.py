@@ -9,7 +9,7 @@ Each layer has its own correlation, so those of one network may differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, sqrt
 
@@ -133,14 +133,19 @@ class _AdaptiveBuffer(WaitingBuffer):
         self._num_steps += self._is_open and not is_exact
         super().end_step(is_exact=is_exact)
 
-    def measured(self, num_chunks: int) -> Tensor | None:
-        if not self._sums:
-            return None
+    @property
+    def has_measured(self) -> bool:
+        """Whether gradients were compared in this step; alike on all ranks with its rows."""
+        return bool(self._sums)
+
+    def measured(self, num_chunks: int) -> Tensor:
+        """Return what `adapt` is given, but of this rank's rows alone, `[num_chunks, 3]`."""
         sums = torch.zeros(num_chunks, 3, dtype=torch.float64)
         sums[list(self._sums)] = torch.stack(list(self._sums.values())).cpu()
         return sums
 
     def adapt(self, sums: Sequence[Sequence[float]]) -> None:
+        """Go on by the rule that this step's sums ask for."""
         self._sums.clear()
         self._num_steps = 0
         found = [p / sqrt(a) / sqrt(b) for p, a, b in sums if 0 < a < inf and 0 < b < inf]
@@ -164,6 +169,24 @@ class _AdaptiveBuffer(WaitingBuffer):
             self._correlation, is_noisy, self._num_steps = saved.adapted
             self._use(self._rules.noisy if is_noisy else self._rules.steady)
         super().load(saved)
+
+
+def adapt_buffers(
+    buffers: Iterable[GradientBuffer], num_chunks: int, sum_over_ranks: Callable[[Tensor], None]
+) -> None:
+    """Let rules follow what buffers have measured in a step.
+
+    Args:
+        buffers: In the same order on all ranks that hold rows of these histories.
+        num_chunks: Chunks of the plan.
+        sum_over_ranks: Sums a tensor over those ranks, in place; called on all of them or none.
+    """
+    found = [one for one in buffers if isinstance(one, _AdaptiveBuffer) and one.has_measured]
+    if found:
+        sums = torch.stack([one.measured(num_chunks) for one in found])
+        sum_over_ranks(sums)
+        for one, total in zip(found, sums.tolist(), strict=True):
+            one.adapt(total)
 
 
 def _products(grad: Tensor, last: Tensor) -> Tensor:

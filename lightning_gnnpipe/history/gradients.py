@@ -8,7 +8,6 @@ it read fresh is taken later in the same step; what it adds for stale rows comes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,18 +77,6 @@ class GradientBuffer(ABC):
     @abstractmethod
     def end_step(self, *, is_exact: bool) -> None:
         """Forget what the next step does not need; an exact step has left nothing for it."""
-
-    def measured(self, num_chunks: int) -> Tensor | None:
-        """Return what `adapt` is to be given, but for this rank's rows alone; None for nothing.
-
-        Returns:
-            `[num_chunks, *]`; on all ranks or on none.
-        """
-        return None
-
-    def adapt(self, sums: Sequence[Sequence[float]]) -> None:
-        """Go on as `sums` asks for: what ranks have measured in this step, added up."""
-        raise NotImplementedError
 
     @abstractmethod
     def rescale(self, factor: float | None) -> None:
@@ -215,23 +202,6 @@ class _ClearedBuffer(GradientBuffer):
         self._total = sized(self._total, dtype, like)
         self._has_any = True
         return self._total
-
-
-def adapt_buffers(
-    buffers: Sequence[GradientBuffer], num_chunks: int, over_ranks: Callable[[Tensor], Tensor]
-) -> None:
-    """Let the rules of a pipelined step's buffers follow what they have measured.
-
-    Args:
-        buffers: In the same order on all ranks that hold rows of these histories.
-        num_chunks: Chunks of the plan.
-        over_ranks: Returns the sum of a tensor over those ranks; called on all of them or none.
-    """
-    found = [(one, sums) for one in buffers if (sums := one.measured(num_chunks)) is not None]
-    if found:
-        totals = over_ranks(torch.stack([sums for _, sums in found])).tolist()
-        for (one, _), total in zip(found, totals, strict=True):
-            one.adapt(total)
 
 
 def sized(buffer: Tensor | None, dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.history.adaptive import adapt_buffers
 from lightning_gnnpipe.history.drift import StalenessRecorder
-from lightning_gnnpipe.history.gradients import GradientBuffer, adapt_buffers
+from lightning_gnnpipe.history.gradients import GradientBuffer
 from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
@@ -130,10 +131,10 @@ class HistoryStore:
         for entry in self._entries.values():
             entry.grads.end_step(is_exact=is_exact)
 
-    def adapt(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Let rules follow what was measured in a pipelined step; see `adapt_buffers`."""
-        buffers = [entry.grads for entry in self._entries.values()]
-        adapt_buffers(buffers, self.num_chunks, over_ranks)
+    def adapt(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
+        """Let rules follow what was measured in a step; see `adapt_buffers`."""
+        buffers = (entry.grads for entry in self._entries.values())
+        adapt_buffers(buffers, self.num_chunks, sum_over_ranks)
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""

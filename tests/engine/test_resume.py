@@ -101,7 +101,7 @@ def test_the_rule_for_gradients_stays_that_of_the_layer(assignment: list[int]) -
             rows = torch.full((chunk.num_nodes, 1), (-1.0) ** step)
             first.store.add_output_grad(H, chunk, rows)
         first.store.end_step(is_exact=False)
-        first.store.adapt(lambda sums: sums)
+        first.store.adapt(lambda sums: None)
     load_ranks(second, [save_rank(first)], {0})
     found, expected = second.store.save(H).gradients, first.store.save(H).gradients
     assert found is not None and expected is not None

@@ -42,8 +42,8 @@ def make_store(
     return store
 
 
-def same(sums: Tensor) -> Tensor:
-    return sums
+def alone(sums: Tensor) -> None:
+    """Sum over one rank."""
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
     *,
     size: float = 1.0,
     dtype: torch.dtype = torch.float64,
-    over_ranks: Callable[[Tensor], Tensor] = same,
+    sum_over_ranks: Callable[[Tensor], None] = alone,
 ) -> None:
     """Make a step in which each chunk's gradients have these cosines with the direction (1, 0)."""
     for key in store:
@@ -63,7 +63,7 @@ def train(
             rows = size * (1 + chunk.index) * row.expand(chunk.num_nodes, 2)
             store.add_output_grad(key, chunk, rows.to(dtype))
     store.end_step(is_exact=False)
-    store.adapt(over_ranks)
+    store.adapt(sum_over_ranks)
 
 
 def ask(store: HistoryStore, plan: ChunkPlan, *cosines: float, **options: object) -> None:
@@ -105,13 +105,13 @@ def test_each_history_is_measured_by_itself_over_all_ranks(plan: ChunkPlan) -> N
     """Another rank has as much of each chunk, but opposite gradients in the second history."""
     store = make_store(plan, keys=("h", "other"))
 
-    def over_ranks(sums: Tensor) -> Tensor:
+    def sum_over_ranks(sums: Tensor) -> None:
         assert sums.shape == (2, 2, 3)
         theirs = sums.clone()
         theirs[1, :, 0] *= -1
-        return sums + theirs
+        sums += theirs
 
-    ask(store, plan, 1.0, 1.0, over_ranks=over_ranks)
+    ask(store, plan, 1.0, 1.0, sum_over_ranks=sum_over_ranks)
     assert (store.scale_of("h"), store.scale_of("other")) == (STEADY, NOISY)
 
 
@@ -135,7 +135,7 @@ def test_gradients_of_halos_are_not_measured(plan: ChunkPlan) -> None:
             rows = torch.full((chunk.num_halo, 2), (-1.0) ** step, dtype=torch.float64)
             store.push_grad("h", chunk, rows)
         store.end_step(is_exact=False)
-        store.adapt(same)
+        store.adapt(alone)
     assert store.scale_of("h") == STEADY and correlation(store) is None
 
 
