@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +13,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tables import LINE, TABLE, Row, grouped, has_curves, mean, others_of, read_curves, title_of
+
+STYLES = [
+    {"ls": dashes, "color": f"C{number}", "lw": 1.0} for dashes, number in product("-:", range(10))
+]
 
 
 def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
@@ -32,7 +36,7 @@ def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
 def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
     """Return test accuracy and training loss, means over the seeds, over epochs and seconds."""
     figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharey="row", layout="constrained")
-    for setting, rows in grouped(group, LINE).items():
+    for number, (setting, rows) in enumerate(grouped(group, LINE).items()):
         if not has_curves(rows, folder):
             continue
         runs = [read_curves(folder / f"{row['name']}.csv") for row in rows]
@@ -41,7 +45,7 @@ def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
         named = dict(zip(LINE, setting, strict=True))
         label = ", ".join([f"{setting[2]}, {setting[0]} K={setting[1]}", *others_of(named)])
         label = "exact" if is_exact else label
-        style = {"color": "black", "lw": 2.0} if is_exact else {"lw": 1.0}
+        style = {"color": "black", "lw": 2.0} if is_exact else STYLES[number % len(STYLES)]
         for line, name in zip(axes, ("test_acc", "train_loss"), strict=True):
             values = means([run[name] for run in runs])
             line[0].plot(values, label=label, **style)
