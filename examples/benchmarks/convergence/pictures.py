@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, cycle, product
 from pathlib import Path
 
 import matplotlib
@@ -36,7 +36,8 @@ def draw(rows: Sequence[Row], curves: Path, folder: Path) -> None:
 def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
     """Return test accuracy and training loss, means over the seeds, over epochs and seconds."""
     figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharey="row", layout="constrained")
-    for number, (setting, rows) in enumerate(grouped(group, LINE).items()):
+    styles = cycle(STYLES)
+    for setting, rows in grouped(group, LINE).items():
         if not has_curves(rows, folder):
             continue
         runs = [read_curves(folder / f"{row['name']}.csv") for row in rows]
@@ -45,7 +46,7 @@ def draw_curves(group: Sequence[Row], folder: Path) -> Figure:
         named = dict(zip(LINE, setting, strict=True))
         label = ", ".join([f"{setting[2]}, {setting[0]} K={setting[1]}", *others_of(named)])
         label = "exact" if is_exact else label
-        style = {"color": "black", "lw": 2.0} if is_exact else STYLES[number % len(STYLES)]
+        style = {"color": "black", "lw": 2.0} if is_exact else next(styles)
         for line, name in zip(axes, ("test_acc", "train_loss"), strict=True):
             values = means([run[name] for run in runs])
             line[0].plot(values, label=label, **style)
