@@ -2,7 +2,8 @@
 
 Public data sets are read from ``root`` if it is given, a folder laid out as
 ``<PyG class>/<data set>/raw``; it may be read-only, because its files are linked into a cache
-folder, where PyG writes what it makes of them. Without ``root`` they are downloaded there.
+folder, where PyG writes what it makes of them. Without ``root`` they are downloaded there. One
+process at a time does so; the others wait for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch_geometric import datasets as pyg
 from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import NormalizeFeatures
@@ -46,6 +48,12 @@ def load_graph(name: str, root: str | None = None) -> Data | Dataset:
     """Return the graph ``name``, whatever its case: ``digits``, ``Cora``, ``ogbn-arxiv``, ..."""
     if name.lower() == "digits":
         return load_digits_graph()
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir() / "graphs.lock"):
+        return load_public_graph(name, root)
+
+
+def load_public_graph(name: str, root: str | None) -> Data | Dataset:
     if name.lower().startswith("ogbn-"):
         folder = name.lower().replace("-", "_")
         return load_ogb_node_dataset(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import graphs
 import pytest
 import torch
 from graphs import cache_dir, link_raw_files, load_graph
@@ -52,6 +55,24 @@ def test_raw_files_are_linked_not_copied_and_processed_ones_left_out(tmp_path, c
     assert (linked / "raw/a").is_symlink() and (linked / "raw/a").read_text() == "raw/a"
     assert (linked / "raw/more/b").read_text() == "raw/more/b"
     assert not (linked / "processed").exists()
+
+
+def test_only_one_at_a_time_writes_to_the_cache(monkeypatch):
+    """Two that process a data set at once would read each other's unfinished files."""
+    running = most = 0
+
+    def build(root: str, name: str) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.1)
+        running -= 1
+        return name
+
+    monkeypatch.setitem(graphs.FAMILIES, "Planetoid", (build, ("Cora",)))
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(load_graph, ["cora"] * 3)) == ["Cora"] * 3
+    assert most == 1
 
 
 def test_cora_is_read_from_the_data_folder():
