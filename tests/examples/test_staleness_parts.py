@@ -148,3 +148,24 @@ def test_stale_rows_are_those_of_validation_with_some_dropout(benchmark: ModuleT
     assert layer.stale_rows == 1.0
     layer.noise = torch.tensor([10.0])
     assert layer.stale_rows == 8.0
+
+
+def test_a_run_says_how_it_ends_and_when_it_reached_a_target(benchmark: ModuleType) -> None:
+    run = benchmark.Run(best=80.0, curve=[0.0] * 10 + [70.0] * 19 + [75.0])
+    assert (run.late, run.fall) == (70.25, 10.0)
+    assert run.epochs_to(70.0) == 15
+    assert run.epochs_to(14.0) == 11  # the mean of 0, 0, 0, 0, 70
+    assert run.epochs_to(71.5) == float("inf")
+
+
+def test_the_table_has_a_line_for_each_part(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["main", "--dataset", "digits", "--epochs", "2", "--seeds", "0", "--parts"]
+    monkeypatch.setattr("sys.argv", [*options, "exact", "both, default"])
+    torch.set_default_dtype(torch.float32)
+    benchmark.main()
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "exact" in line or "both" in line
+    ]
+    assert len(lines) == 2
