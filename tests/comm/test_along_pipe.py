@@ -22,6 +22,7 @@ def start(rank: int, folder: str, num_stages: int, num_shards: int, stages: list
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", num_stages * num_shards)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages * num_shards)
+    dist.barrier()  # a rank that is left out would leave while others still connect to it
     cpu = torch.device("cpu")
     transport, totals = Transport(World(rank, num_stages * num_shards, cpu, TIMEOUT), Meter()), []
     transport.settle((num_stages, num_shards))
