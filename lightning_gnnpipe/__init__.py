@@ -15,6 +15,7 @@ from lightning_gnnpipe.callbacks import (
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.history import (
     AdaptiveGradients,
+    BlockGradients,
     DelayedGradients,
     DroppedGradients,
     ExtrapolatedRows,
@@ -33,6 +34,7 @@ __all__ = [
     "AdaptiveGradients",
     "AdaptiveHalo",
     "AdaptiveStaleness",
+    "BlockGradients",
     "BoundedStaleness",
     "ChunkProgress",
     "DelayedGradients",

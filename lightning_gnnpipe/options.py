@@ -113,6 +113,13 @@ class StrategyOptions:
                 repr(self.repeat_encoder),
                 "'auto' repeats what is cheap and spares bytes.",
             )
+        if self.repeat_encoder is True and self.method.gradients.num_blocks:
+            _refuse(
+                "'repeat_encoder' to be 'auto' or False with BlockGradients",
+                self.repeat_encoder,
+                "Leave it out: blocks give each other all gradients a step late, those of an "
+                "encoder as well.",
+            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -146,7 +153,7 @@ class StrategyOptions:
             self.messages,
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
             self.batch_norm == "deferred",
-            self.repeat_encoder,
+            self.repeats,
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,
         )
@@ -161,6 +168,14 @@ class StrategyOptions:
         """How staleness is met."""
         method = self.staleness
         return method if isinstance(method, StalenessMethod) else METHODS[method]
+
+    @property
+    def repeats(self) -> RepeatOption:
+        """Whether stages compute again what they can, rather than to receive it.
+
+        Blocks give each other all gradients a step late, those of an encoder as well.
+        """
+        return False if self.method.gradients.num_blocks else self.repeat_encoder
 
     @property
     def is_biased(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from lightning_gnnpipe.comm import MessageOptions, Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine.blocks import Blocks, block_cuts
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
@@ -122,7 +123,18 @@ class GraphPasses:
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=get_codecs(messages.cut_codec),
+            blocks=self._blocks(mode, graph)
+            if is_training and is_written and not is_exact
+            else None,
         )
+
+    def _blocks(self, mode: Mode, graph: PlannedGraph) -> Blocks | None:
+        """Return the blocks in which a pipelined step goes back, if it does."""
+        num_blocks = self._options.histories.num_blocks
+        if not num_blocks:
+            return None
+        cuts = block_cuts(len(mode.layers.segments), num_blocks)
+        return Blocks(cuts, mode.layers, graph.store.late)
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.blocks import whole_blocks
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
@@ -60,6 +61,7 @@ class PipelinedModel:
         balance: How layers are dealt out.
         repeat: Whether stages compute again what they can, rather than to receive it.
         num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
+        num_blocks: Blocks of layers of which a stage should have whole ones; 0 for none.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
     """
@@ -71,14 +73,14 @@ class PipelinedModel:
         balance: Balance,
         repeat: RepeatOption,
         num_virtual: int,
+        num_blocks: int,
         check: Check,
     ) -> None:
         self.module = module
         self.intercepted = find_layers(module)
         self._transport = transport
-        self._balance = balance
-        self._repeat = repeat
-        self._num_virtual = num_virtual
+        self._balance, self._repeat = balance, repeat
+        self._num_virtual, self._num_blocks = num_virtual, num_blocks
         self._check = check
         self._modes: dict[Hashable, Mode] = {}
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
@@ -279,11 +281,13 @@ class PipelinedModel:
         check_num_virtual(num_layers, num_ranks, self.num_virtual)
         if not isinstance(self._balance, str):
             return check_counts(self._balance, num_layers, num_stages)
-        costs = [1.0] * num_layers
-        counts = solve_balance(costs, num_stages)
-        fits = (len(self._preferred), sum(self._preferred)) == (num_stages, num_layers)
+        blocks = whole_blocks(num_layers, self._num_blocks, num_stages)
+        if blocks is not None:
+            return blocks
+        counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
+        fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
         if self._balance == "measured" and fits:
-            return self._preferred
+            return preferred
         if self._balance == "measured" and 1 < num_stages < num_layers:
             if self._transport.world.is_root:
                 self.costs = self.costs or measure(layers)

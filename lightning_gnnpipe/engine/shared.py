@@ -47,7 +47,8 @@ class SharedStore:
         self._flying: dict[_Slot, Exchange] = {}
         self._last: dict[_Slot, list[Tensor]] = {}  # what came in the step before
         self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
-        self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
+        # Gradients of ghosts in the chunk: several, if a layer goes back in parts.
+        self._near: dict[tuple[CallKey, int], list[tuple[Tensor, Tensor]]] = {}
         self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
         self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
 
@@ -159,7 +160,8 @@ class SharedStore:
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         near = self._near_halo(chunk)
-        self._near[key] = chunk.halo[near], grad[near]
+        parts = self._near.setdefault((key, _number(chunk)), [])
+        parts.append((chunk.halo[near], grad[near]))
         if self._histories is not None and not chunk.is_whole:
             self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
@@ -173,8 +175,7 @@ class SharedStore:
             owed = owed.to(like.dtype)
         else:
             owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
-        if key in self._near:
-            positions, grad = self._near.pop(key)
+        for positions, grad in self._near.pop((key, _number(chunk)), ()):
             owed.index_add_(0, torch.searchsorted(ghosts, positions), grad.to(owed.dtype))
         received = self.give_back(key, chunk, owed)
         return received if own is None else own.to(received.dtype) + received

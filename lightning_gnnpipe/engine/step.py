@@ -54,8 +54,7 @@ class Step:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         parts.context.leaves = parts.inputs
-        self._mesh = parts.transport.mesh
-        self._device = parts.transport.world.device
+        self._mesh, self._device = parts.transport.mesh, parts.transport.world.device
         self._chunks: dict[tuple[int, int], _ChunkState] = {}
         self._grads_of: GradsOf | None = None
         self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
@@ -127,10 +126,20 @@ class Step:
     def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
         """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
         for action in actions:
-            stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
-            _METHODS[action.op](self, stage, chunk)
+            stage = self.parts.stages[action.stage]
+            getattr(self, _METHODS[action.op])(stage, self._piece(action))
             for send in arrived.get(action, ()):
                 self.parts.transport.release(_label(send))
+
+    def _piece(self, action: Action) -> Piece:
+        """Return what an action is done to."""
+        return self.parts.plan.chunks[action.chunk]
+
+    def _run_segments(self, stage: Stage, values: dict[str, Any], chunk: Piece) -> None:
+        """Compute all of a stage; `values` then has what it sends."""
+        parts = self.parts
+        run = run_recomputed if parts.recompute and parts.is_training else run_segments
+        run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
 
     def _share(self, output: Tensor) -> None:
         """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
@@ -156,8 +165,7 @@ class Step:
         with self.recorder.record(f"{stage.index}F{chunk.index}"):
             leaves = parts.inputs.slice(chunk, stage.leaves)
             values = {**leaves, **dict(zip(stage.received, received, strict=True))}
-            run = run_recomputed if parts.recompute and parts.is_training else run_segments
-            run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
+            self._run_segments(stage, values, chunk)
             sent = [values[name] for name in stage.sent]
             if not parts.is_training:
                 received = []
@@ -214,6 +222,9 @@ class Step:
             for tensor in state.received
             if tensor.requires_grad
         ]
+        self._send_grads(stage, chunk, grads)
+
+    def _send_grads(self, stage: Stage, chunk: Piece, grads: Sequence[Tensor]) -> None:
         self._send(stage.index - 1, Label("backward", chunk.index, stage.index), grads)
 
     def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:
@@ -279,11 +290,11 @@ def _label(send: Action) -> Label:
     return Label("backward" if send.op.is_backward else "forward", send.chunk, send.stage)
 
 
-_METHODS: dict[Op, Callable[[Step, Stage, Piece], None]] = {
-    Op.F: Step._forward,
-    Op.B: Step._backward,
-    Op.SEND_F: Step._send_forward,
-    Op.RECV_F: Step._receive_forward,
-    Op.SEND_B: Step._send_backward,
-    Op.RECV_B: Step._receive_backward,
+_METHODS = {
+    Op.F: "_forward",
+    Op.B: "_backward",
+    Op.SEND_F: "_send_forward",
+    Op.RECV_F: "_receive_forward",
+    Op.SEND_B: "_send_backward",
+    Op.RECV_B: "_receive_backward",
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gnnpipe.comm import Codecs, Transport
+from lightning_gnnpipe.engine.blocks import Blocks
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
@@ -31,6 +32,7 @@ class StepParts:
         is_training: Whether a backward pass follows.
         recompute: Whether backward computes activations again instead of keeping them.
         codecs: Of what stages send each other.
+        blocks: In which layers go back one by one over all chunks; None where chunks do.
     """
 
     stages: Mapping[int, Stage]
@@ -44,3 +46,4 @@ class StepParts:
     is_training: bool
     recompute: bool
     codecs: Codecs
+    blocks: Blocks | None = None

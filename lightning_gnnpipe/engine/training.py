@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.controls import Controls, OnChunk
+from lightning_gnnpipe.engine.block_step import BlockStep
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
@@ -23,7 +24,7 @@ from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.history import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
-from lightning_gnnpipe.schedule import Schedule
+from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class TrainingPass:
         self._parts, self._store, self._model = parts, store, model
         self._place = parts.transport.mesh.stage
         self._schedule = schedule
-        self._step = Step(parts)
+        self._by_blocks = parts.blocks is not None
+        self._step = BlockStep(parts) if self._by_blocks else Step(parts)
         self._is_done = False
         self.is_exact = is_exact
 
@@ -101,7 +103,7 @@ class TrainingPass:
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
         self._begin_backward()
-        actions = self._schedule.backward(self._place)
+        actions = self._backward_schedule.backward(self._place)
         with ExitStack() as stack:
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
@@ -110,7 +112,8 @@ class TrainingPass:
             sums = self._model.begin_backward()
 
             def on_last() -> None:
-                if not self._parts.recompute:  # its backward reaches a parameter several times
+                # Otherwise its backward reaches a parameter several times.
+                if not self._parts.recompute and not self._by_blocks:
                     for end in sums.watch():
                         stack.callback(end)
 
@@ -120,6 +123,13 @@ class TrainingPass:
             self._store.end_step(is_exact=self.is_exact)
             self._store.adapt(self._sum_over_shards)
         return self._leaf_grads(slots)
+
+    @property
+    def _backward_schedule(self) -> Schedule:
+        """The schedule of the backward phase: with blocks, all chunks go back at once."""
+        if not self._by_blocks:
+            return self._schedule
+        return add_transfers(fill_drain(self._schedule.num_stages, (0,)))
 
     def _begin_backward(self) -> None:
         if self._is_done:
@@ -162,7 +172,9 @@ class TrainingPass:
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
-            total = 2 * self._parts.plan.num_chunks * len(self._parts.stages)
+            num_chunks = self._parts.plan.num_chunks
+            per_stage = num_chunks + (1 if self._by_blocks else num_chunks)
+            total = per_stage * len(self._parts.stages)
             self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
 
 

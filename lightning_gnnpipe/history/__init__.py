@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.history.adaptive import AdaptiveGradients
+from lightning_gnnpipe.history.blocks import BlockGradients, LateGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
@@ -17,13 +18,14 @@ from lightning_gnnpipe.history.reads import (
     SmoothedRows,
     SnapshotRows,
 )
-from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory
+from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory, SavedLate
 from lightning_gnnpipe.history.store import HistoryStore
 
 __all__ = [
     "METHODS",
     "Adapted",
     "AdaptiveGradients",
+    "BlockGradients",
     "DelayedGradients",
     "DroppedGradients",
     "ExtrapolatedRows",
@@ -31,11 +33,13 @@ __all__ = [
     "HistoryOptions",
     "HistoryStore",
     "LastRows",
+    "LateGradients",
     "Moments",
     "ReadRule",
     "RenewedRows",
     "SavedGradients",
     "SavedHistory",
+    "SavedLate",
     "SmoothedRows",
     "SnapshotRows",
     "Staleness",

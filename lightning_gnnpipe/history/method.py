@@ -18,7 +18,7 @@ class StalenessMethod:
 
     Args:
         gradients: What becomes of the gradients of stale rows: `DroppedGradients`,
-            `DelayedGradients` or `AdaptiveGradients`.
+            `DelayedGradients`, `AdaptiveGradients` or `BlockGradients`.
         reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
             `SmoothedRows` or `RenewedRows`.
 

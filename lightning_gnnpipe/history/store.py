@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.history.adaptive import adapt_buffers
+from lightning_gnnpipe.history.blocks import LateGradients
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.gradients import GradientBuffer
 from lightning_gnnpipe.history.moments import MomentStore
@@ -60,6 +61,7 @@ class HistoryStore:
         self.loss_scale = 1.0  # of the gradients that wait
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
+        self.late = LateGradients(options.method.gradients)
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
@@ -103,6 +105,7 @@ class HistoryStore:
             factor = None if is_lost else loss_scale / self.loss_scale
             for entry in self._entries.values():
                 entry.grads.rescale(factor)
+            self.late.rescale(factor)
             self.loss_scale = loss_scale
         if is_lost:
             for entry in self._entries.values():
@@ -130,6 +133,7 @@ class HistoryStore:
         """End the backward of a training step: forget gradients, or have them wait."""
         for entry in self._entries.values():
             entry.grads.end_step(is_exact=is_exact)
+        self.late.end_step(is_exact=is_exact)
 
     def adapt(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
         """Let rules follow what was measured in a step; see `adapt_buffers`."""

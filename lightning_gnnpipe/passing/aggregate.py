@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch_geometric.nn as gnn
@@ -26,6 +26,7 @@ from lightning_gnnpipe.passing.adjacency import Adjacency
 from lightning_gnnpipe.passing.kernels import multiply
 
 if TYPE_CHECKING:
+    from lightning_gnnpipe.passing.cuts import Cuts
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
@@ -131,6 +132,24 @@ class Aggregation:
     def _multiply_block(self, own: Tensor, *, by_source: bool) -> Tensor:
         return multiply(self.adjacency.block(self.chunk, own.dtype, by_source=by_source), own)
 
+    @property
+    def sees_others(self) -> bool:
+        """Whether rows of other chunks are among the sources."""
+        return self.store is not None and not self.is_whole
+
+    def add_output_grad(self, grad: Tensor) -> None:
+        """Note the gradient of the chunk's outputs, `[num_nodes, channels]`, for `collect`."""
+        assert self.store is not None
+        self.store.add_output_grad(self.key, self.chunk, grad)
+
+    def collect(self, like: Tensor) -> Tensor:
+        """Return the gradient of the chunk's rows, once that of all chunks' outputs is noted.
+
+        Args:
+            like: The rows, `[num_nodes, channels]`.
+        """
+        return self.backward(torch.zeros_like(like))
+
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
         if self.store is None:
@@ -165,13 +184,34 @@ class LinearAggregate(torch.autograd.Function):
     """Aggregate a chunk's messages from the history."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation, is_cut: bool) -> Tensor:
         """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
-        ctx.aggregation = aggregation
+        ctx.aggregation, ctx.is_cut = aggregation, is_cut
         return aggregation.forward(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the chunk's rows, those of later chunks' outputs included."""
-        return ctx.aggregation.backward(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of the chunk's rows, those of later chunks' outputs included.
+
+        None if the rows are cut off: see `Cut`.
+        """
+        if ctx.is_cut:
+            ctx.aggregation.add_output_grad(grad)
+            return None, None, None
+        return ctx.aggregation.backward(grad), None, None
+
+
+def aggregate(rows: Tensor, aggregation: Aggregation, cuts: Cuts) -> Tensor:
+    """Return the weighted sums of the sources' rows, `[num_nodes, channels]`.
+
+    Args:
+        rows: The chunk's, `[num_nodes, channels]`.
+        aggregation: The call.
+        cuts: Says whether backward goes layer by layer.
+    """
+    is_cut = aggregation.sees_others and cuts.has(rows)
+    if is_cut:
+        like = rows.detach()
+        rows = cuts.make(aggregation.key, rows, lambda: aggregation.collect(like))
+    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, is_cut))

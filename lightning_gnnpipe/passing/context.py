@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
+from lightning_gnnpipe.passing.cuts import Cuts
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-from lightning_gnnpipe.passing.pushpull import PushPull
+from lightning_gnnpipe.passing.pushpull import push_pull
 from lightning_gnnpipe.passing.running import RunningChunk
 from lightning_gnnpipe.passing.tape import Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
@@ -41,6 +41,7 @@ class MessageContext(RunningChunk):
         super().__init__(plan)
         self.store = store
         self.functions = EdgeFunctions(plan) if functions is None else functions
+        self.cuts = Cuts()
         self.tape: Tape | None = None  # while activations may be computed again in backward
         self.dtypes: dict[CallKey, torch.dtype] = {}  # of norms' results on the whole graph
         self.is_refresh = False  # an exact pass for the histories alone
@@ -129,7 +130,7 @@ class MessageContext(RunningChunk):
         else:
             key = CallKey(scope.segment, layer, call, argument)
             first = rows.movedim(dim, 0)
-            wide = cast(Any, PushPull).apply(first, self.store, key, scope.chunk, self.tape)
+            wide = push_pull(first, self.store, key, scope.chunk, self.tape, self.cuts)
             wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide

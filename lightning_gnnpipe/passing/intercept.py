@@ -24,7 +24,7 @@ from lightning_gnnpipe._compat_pyg import (
     arguments_of_propagate,
     arguments_of_update,
 )
-from lightning_gnnpipe.passing.aggregate import ROWS, LinearAggregate, LinearRule, linear_rule
+from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, aggregate, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import direct, replace_attributes
 from lightning_gnnpipe.passing.memory import without_memory
@@ -165,7 +165,7 @@ def _aggregate(
     aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
     if aggregation is None:
         return None
-    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation))
+    return aggregate(rows, aggregation, context.cuts)
 
 
 def _in_pieces(

@@ -12,13 +12,14 @@ Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
+    from lightning_gnnpipe.passing.cuts import Cuts
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
@@ -35,9 +36,10 @@ class PushPull(torch.autograd.Function):
         key: CallKey,
         chunk: ChunkView,
         tape: Tape | None,
+        is_cut: bool,
     ) -> Tensor:
         """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
-        ctx.store, ctx.key, ctx.chunk = store, key, chunk
+        ctx.store, ctx.key, ctx.chunk, ctx.is_cut = store, key, chunk, is_cut
         if tape is None or not tape.is_replay:
             store.push(key, chunk, rows, keeps_old=tape is not None)
         if chunk.num_halo == 0:
@@ -55,12 +57,36 @@ class PushPull(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of the chunk's rows, those of later chunks included."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """Return the gradient of the chunk's rows, those of later chunks included unless cut."""
         chunk: ChunkView = ctx.chunk
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
-        received = ctx.store.pull_grad(ctx.key, chunk)
+        received = None if ctx.is_cut else ctx.store.pull_grad(ctx.key, chunk)
         both = own if received is None else own + received.to(own.dtype)
-        return both, None, None, None, None
+        return both, None, None, None, None, None
+
+
+def push_pull(
+    rows: Tensor,
+    store: HaloStore,
+    key: CallKey,
+    chunk: ChunkView,
+    tape: Tape | None,
+    cuts: Cuts,
+) -> Tensor:
+    """Return the chunk's rows, `[num_nodes, *]`, and behind them its halo rows.
+
+    Args:
+        rows: The chunk's.
+        store: The histories.
+        key: Names the history.
+        chunk: The chunk.
+        tape: Where reads are noted, if activations are not kept.
+        cuts: Says whether backward goes layer by layer.
+    """
+    is_cut = cuts.has(rows)
+    if is_cut:
+        rows = cuts.make(key, rows, lambda: store.pull_grad(key, chunk))
+    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_cut))

@@ -26,7 +26,7 @@ from torch_geometric.nn.conv import han_conv
 from lightning_gnnpipe._compat_pyg import SOURCE_ROWS, source_rows
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import replace_attributes
-from lightning_gnnpipe.passing.pushpull import PushPull
+from lightning_gnnpipe.passing.pushpull import push_pull
 
 Rows = dict[str, Tensor]
 
@@ -79,8 +79,8 @@ def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tenso
     parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
     shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
     key = context.next_key(layer)
-    wide = cast(Any, PushPull).apply(shares, store.by_chunk, key, node, context.tape)
-    return cast(Tensor, wide.sum(0).to(rows.dtype))
+    wide = push_pull(shares, store.by_chunk, key, node, context.tape, context.cuts)
+    return wide.sum(0).to(rows.dtype)
 
 
 def _build_sources(

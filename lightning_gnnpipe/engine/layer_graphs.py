@@ -1,0 +1,123 @@
+"""The autograd graphs of a stage's layers over all chunks, each by itself.
+
+    chunk 2   leaves -> layer 0 -> outputs | leaves -> layer 1 -> outputs | ..
+    chunk 0   leaves -> layer 0 -> outputs | leaves -> layer 1 -> outputs | ..
+
+Forward goes through them chunk by chunk, as the pipeline does, backward layer by layer: a layer's
+rows have the gradient of all chunks that read them before they go back any further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.engine.chunk_run import SeedOf, run_segments
+from lightning_gnnpipe.engine.recompute import run_recomputed
+from lightning_gnnpipe.passing import CallKey, Cut, MessageContext
+from lightning_gnnpipe.stages import Segment
+
+Grads = dict[str, Tensor]
+"""The gradients of a chunk's values, by name."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One layer over one chunk.
+
+    Attributes:
+        leaves: What it was given, by name, as far as it needs a gradient.
+        outputs: What it has made, likewise.
+        cuts: Where it is cut once more, at rows that other chunks read.
+    """
+
+    leaves: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    cuts: dict[CallKey, Cut]
+
+
+class LayerGraphs:
+    """The graphs of a pass.
+
+    Args:
+        context: Serves message passing.
+        recompute: Whether layers are computed again in backward.
+    """
+
+    def __init__(self, context: MessageContext, *, recompute: bool) -> None:
+        self._context, self._recompute = context, recompute
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        values: dict[str, Any],
+        chunk: Any,
+        seed_of: SeedOf | None,
+        keep: Collection[str],
+    ) -> None:
+        """Do what `run_segments` does, layer by layer."""
+        run = run_recomputed if self._recompute else run_segments
+        for index, segment in enumerate(segments):
+            leaves = {n: _cut_off(values[n]) for n in segment.inputs if _is_inner(n, values[n])}
+            local = {name: leaves.get(name, values[name]) for name in segment.inputs}
+            cuts: dict[CallKey, Cut] = {}
+            with self._context.cuts.into(cuts):
+                run([segment], local, chunk, self._context, seed_of, segment.outputs)
+            made = {name: local[name] for name in segment.outputs}
+            outputs = {name: value for name, value in made.items() if _needs_grad(value)}
+            self._graphs[segment.index, chunk.index] = _Graph(leaves, outputs, cuts)
+            values.update(made)
+            later = {name for one in segments[index + 1 :] for name in one.inputs}
+            for name in values.keys() - later - set(keep):
+                del values[name]
+
+    def backward(
+        self, segments: Iterable[Segment], chunks: Sequence[int], grads: dict[int, Grads]
+    ) -> None:
+        """Go back through `segments`, the last first; parameters get their gradients.
+
+        Args:
+            segments: Layers of which the next is given, or has given, `grads`.
+            chunks: The chunks.
+            grads: By chunk, of what the last of them hands on; then of what the first was given.
+        """
+        for segment in segments:
+            graphs = {chunk: self._graphs.pop((segment.index, chunk)) for chunk in chunks}
+            for chunk, graph in graphs.items():
+                given = grads[chunk]
+                roots = [(t, given.pop(n)) for n, t in graph.outputs.items() if n in given]
+                _go_back(roots, is_kept=bool(graph.cuts))
+            for key in reversed(next(iter(graphs.values())).cuts):
+                for graph in graphs.values():
+                    cut = graph.cuts[key]
+                    grad = cut.gradient()
+                    _go_back([] if grad is None else [(cut.rows, grad)], is_kept=True)
+            for chunk, graph in graphs.items():
+                found = {n: t.grad for n, t in graph.leaves.items() if t.grad is not None}
+                for name, grad in found.items():
+                    known = grads[chunk].get(name)
+                    grads[chunk][name] = grad if known is None else known + grad
+
+
+def _go_back(roots: Sequence[tuple[Tensor, Tensor]], *, is_kept: bool) -> None:
+    if roots:
+        tensors, grads = zip(*roots, strict=True)
+        torch.autograd.backward(tensors, grads, retain_graph=is_kept)
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_inner(name: str, value: Any) -> bool:
+    """Whether a value is cut off from what has made it; leaves of the batch are leaves already."""
+    return _needs_grad(value) and not name.startswith("leaf_")
+
+
+def _cut_off(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()

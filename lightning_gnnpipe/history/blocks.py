@@ -1,0 +1,193 @@
+"""Gradients that go back layer by layer within blocks of layers, and a step late between them.
+
+    layers      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15        two blocks
+    step e      given what the  | given the gradient of
+                other found in  | the loss in step e
+                step e - 1      |
+
+Within a block every edge between chunks counts once, in the step itself, whether its source was
+read fresh or stale. So no gradient is made of late ones but those that enter a block from behind,
+and no gradient is older than there are blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.history.gradients import GradientBuffer, GradientRule, Where, sized
+from lightning_gnnpipe.history.saved import SavedGradients, SavedLate
+from lightning_gnnpipe.types import ChunkView
+
+
+@dataclass(frozen=True)
+class BlockGradients(GradientRule):
+    """Layers are in blocks; all edges count in time within one, a step late between two.
+
+    With g_e[b] the gradient that block b finds in step e for what it was given by block b - 1:
+
+        in block b   every row has the gradient of all its readers of this step, as if they had read
+                     it fresh
+        b is last    begins with the gradient of the loss
+        otherwise    begins with g_(e-1)[b + 1] + lead (g_(e-1)[b + 1] - g_(e-2)[b + 1])
+
+    The gradient of block b is B - 1 - b steps old. All stages go back at the same time where each
+    has whole blocks; a block that several stages share goes back on one of them after the other.
+    In a step with nothing that waits, such as the first after an exact one, so do all blocks.
+
+    Source: the gradients between blocks are those of DDG (Huo et al., arXiv 1804.10574), which
+    converges; within blocks the gradient passes a stale row straight through to the row of this
+    step. Putting both together for chunks of a graph is ours.
+
+    Args:
+        num_blocks: B, at least 1; as many as there are layers at most. With 1 no gradient is late,
+            and stages go back one after the other.
+        lead: How far, in steps, what is late is carried forward, from 0 to 1. It takes the phase
+            back that a step of delay costs, and makes noise larger, in each block again.
+
+    Raises:
+        ConfigError: If one of them is out of its range.
+    """
+
+    num_blocks: int = 2
+    lead: float = 0.0
+
+    def __post_init__(self) -> None:
+        is_count = isinstance(self.num_blocks, int) and not isinstance(self.num_blocks, bool)
+        for name, is_right, bounds, remedy in (
+            (
+                "num_blocks",
+                is_count and self.num_blocks >= 1,
+                "at least 1",
+                "As many as stages let all of them go back at once.",
+            ),
+            ("lead", 0 <= self.lead <= 1, "from 0 to 1", "0 carries nothing forward."),
+        ):
+            if not is_right:
+                raise ConfigError(
+                    explain(
+                        expected=f"'{name}' of BlockGradients to be {bounds}",
+                        found=str(getattr(self, name)),
+                        remedy=remedy,
+                    )
+                )
+
+    def make_buffer(self) -> GradientBuffer:
+        return _GatheredBuffer()
+
+
+class _GatheredBuffer(GradientBuffer):
+    """What readers have for rows, or the gradients of outputs, of one step; taken once all is in.
+
+    Several gradients of a chunk's outputs are added.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self._total: Tensor | None = None
+        self._has_any = False
+
+    def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
+        total = self._sized(grad.dtype, like)
+        total.index_add_(0, positions, grad.to(total.device))
+
+    def _take(self, rows: Where, like: Tensor) -> Tensor | None:
+        return self._total[rows] if self._total is not None and self._has_any else None
+
+    def add_output(
+        self, chunk: ChunkView, grad: Tensor, dtype: torch.dtype, like: Tensor
+    ) -> tuple[Tensor, None]:
+        total = self._sized(dtype, like)
+        total[chunk.start : chunk.end] += grad
+        return total, None
+
+    def end_step(self, *, is_exact: bool) -> None:
+        if self._total is not None and self._has_any:
+            self._total.zero_()
+            self._has_any = False
+
+    def rescale(self, factor: float | None) -> None:
+        """Nothing waits here."""
+
+    def load(self, saved: SavedGradients) -> None:
+        """Drop it: it is of a run with another method."""
+
+    def _sized(self, dtype: torch.dtype, like: Tensor) -> Tensor:
+        self._total = sized(self._total, dtype, like)
+        self._has_any = True
+        return self._total
+
+
+class LateGradients:
+    """What blocks have found for what other blocks had given them, until the next step.
+
+    A cut is named by the number of the layer behind it. All tensors are in plan order.
+
+    Args:
+        rule: What becomes of gradients; with another than `BlockGradients` nothing is late here.
+    """
+
+    def __init__(self, rule: GradientRule) -> None:
+        self._lead = rule.lead if isinstance(rule, BlockGradients) else 0.0
+        self._new: dict[int, dict[str, Tensor]] = {}
+        self._last: dict[int, dict[str, Tensor]] = {}
+        self._before: dict[int, dict[str, Tensor]] = {}
+
+    def take(self, cut: int) -> dict[str, Tensor] | None:
+        """Return what the block before `cut` begins with, by value; None if nothing waits."""
+        last = self._last.get(cut)
+        before = self._before.get(cut)
+        if last is None or before is None or not self._lead:
+            return last
+        return {
+            name: torch.lerp(before[name], grad, 1 + self._lead) if name in before else grad
+            for name, grad in last.items()
+        }
+
+    def put(self, cut: int, grads: dict[str, Tensor]) -> None:
+        """Keep what the block behind `cut` has found in this step, by value."""
+        self._new[cut] = grads
+
+    def end_step(self, *, is_exact: bool) -> None:
+        """Have what was put wait; after an exact step nothing does."""
+        if is_exact:
+            self.drop()
+            return
+        self._before = self._last if self._lead else {}
+        self._last, self._new = self._new, {}
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._new, self._last, self._before = {}, {}, {}
+
+    def rescale(self, factor: float | None) -> None:
+        """Multiply what waits; None: drop it."""
+        if factor is None:
+            self.drop()
+            return
+        for grads in (*self._last.values(), *self._before.values()):
+            for grad in grads.values():
+                grad.mul_(factor)
+
+    def save(self) -> dict[int, dict[str, SavedLate]]:
+        """Return what waits, by cut and value; nothing is copied."""
+        return {
+            cut: {
+                name: SavedLate(grad, self._before.get(cut, {}).get(name))
+                for name, grad in grads.items()
+            }
+            for cut, grads in self._last.items()
+        }
+
+    def load(self, saved: Mapping[int, Mapping[str, SavedLate]]) -> None:
+        """Go on with what was saved."""
+        self.drop()
+        for cut, grads in saved.items():
+            self._last[cut] = {name: one.last.clone() for name, one in grads.items()}
+            before = {name: one.before for name, one in grads.items() if one.before is not None}
+            if self._lead and before:
+                self._before[cut] = {name: grad.clone() for name, grad in before.items()}

@@ -1,0 +1,150 @@
+"""P2 for gradients in blocks: they equal the oracle's, on every path that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_gnnpipe import BlockGradients, LastRows, StalenessMethod, StalenessWarmup
+from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.types import OrderName
+from tests.helpers.block_oracle import BlockOracle, train_in_blocks
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.launch import SEED, run_fit
+from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.record import assert_steps_equal
+
+NUM_EPOCHS = 6
+OPTIMIZER = {"optimizer": "momentum", "lr": 0.05}
+SIZES = {  # layers of each block
+    ("gcn", 1): [4],
+    ("gcn", 2): [2, 2],
+    ("gcn", 3): [1, 1, 2],
+    ("gcn", 9): [1, 1, 1, 1],
+    **{("gcnii", blocks): sizes for blocks, sizes in ((1, [4]), (2, [2, 2]), (9, [1, 1, 1, 1]))},
+    ("gcnii", 3): [1, 1, 2],
+    **{
+        (name, blocks): sizes
+        for name in ("sage", "gat_jk", "edge")
+        for blocks, sizes in ((1, [3]), (2, [1, 2]), (3, [1, 1, 1]), (9, [1, 1, 1]))
+    },
+}
+
+
+def assert_equals_oracle(
+    case: GraphCase,
+    tmp_path: Path,
+    *,
+    name: str,
+    num_blocks: int,
+    lead: float = 0.0,
+    order: OrderName = "shuffled",
+    num_warmup: int = 1,
+    num_stages: int = 1,
+    num_shards: int = 1,
+    **options: Any,
+) -> None:
+    callbacks: list[L.Callback] = [StalenessWarmup(num_warmup)] if num_warmup > 1 else []
+    found = run_fit(
+        ReferenceModule(name, **OPTIMIZER),
+        case.data,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        num_chunks=case.num_chunks,
+        partition=case.partition,
+        callbacks=callbacks,
+        max_epochs=NUM_EPOCHS,
+        tmp_path=tmp_path,
+        trainer_kwargs={"limit_val_batches": 0},
+        strategy_kwargs={
+            "staleness": StalenessMethod(BlockGradients(num_blocks, lead), LastRows()),
+            "chunk_order": order,
+            **options,
+        },
+    )
+    module = ReferenceModule(name, **OPTIMIZER)
+    oracle = BlockOracle(name, module.net, case.partition, SIZES[name, num_blocks], lead)
+    expected = train_in_blocks(
+        module,
+        case.data,
+        oracle,
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
+        exact_epochs=range(num_warmup if case.num_chunks > 1 else NUM_EPOCHS),
+        num_epochs=NUM_EPOCHS,
+    )
+    assert_steps_equal(found.steps, expected)
+
+
+@pytest.mark.parametrize("lead", [0.0, 0.4])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 9])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("name", NETS)
+def test_one_stage_equals_oracle(
+    name: str, num_chunks: int, num_blocks: int, lead: float, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(num_chunks), tmp_path, name=name, num_blocks=num_blocks, lead=lead
+    )
+
+
+@pytest.mark.parametrize("order", ["fixed", "mirrored"])
+@pytest.mark.parametrize("name", NETS)
+def test_any_order_equals_oracle(name: str, order: OrderName, tmp_path: Path) -> None:
+    assert_equals_oracle(communities(5), tmp_path, name=name, num_blocks=2, order=order)
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat_jk", "edge"])
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(case, tmp_path, name=name, num_blocks=2, lead=0.3)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_what_waits_is_dropped_by_exact_steps(name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(communities(5), tmp_path, name=name, num_blocks=3, num_warmup=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards", "num_blocks", "options"),
+    [
+        ("gcn", 2, 1, 2, {}),  # stages are blocks
+        ("gcn", 4, 1, 4 + 5, {}),
+        ("gcnii", 4, 1, 2, {}),  # two stages share a block
+        ("gcnii", 2, 1, 9, {}),  # a stage has two blocks
+        ("gat_jk", 3, 1, 2, {}),
+        ("edge", 2, 1, 3, {}),
+        ("gcn", 2, 1, 3, {"balance": [3, 1]}),  # a stage ends within a block
+        ("gcnii", 3, 1, 1, {}),
+        ("sage", 3, 1, 3, {"recompute": True}),
+        ("gcn", 1, 1, 2, {"recompute": True}),
+        ("edge", 1, 1, 2, {"recompute": True}),
+        ("gat_jk", 2, 1, 2, {"recompute": True}),
+        ("gcnii", 2, 1, 2, {"history_device": "cpu"}),
+        ("gcn", 1, 2, 2, {}),
+        ("sage", 1, 3, 3, {}),
+        ("gat_jk", 1, 2, 2, {}),
+        ("edge", 2, 2, 2, {}),
+        ("gcnii", 2, 2, 2, {"recompute": True}),
+    ],
+)
+def test_stages_shards_and_recomputing_equal_oracle(
+    name: str,
+    num_stages: int,
+    num_shards: int,
+    num_blocks: int,
+    options: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    assert_equals_oracle(
+        communities(5),
+        tmp_path,
+        name=name,
+        num_blocks=num_blocks,
+        lead=0.3,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        **options,
+    )
