@@ -117,8 +117,7 @@ class StrategyOptions:
             _refuse(
                 "'repeat_encoder' to be 'auto' or False with BlockGradients",
                 self.repeat_encoder,
-                "Leave it out: blocks give each other all gradients a step late, those of an "
-                "encoder as well.",
+                "Leave it out: blocks give each other all gradients late, an encoder's as well.",
             )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(

@@ -9,12 +9,13 @@ from lightning_gnnpipe.engine.clipping import clip_by_total_norm
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.measured import LayoutOptions
-from lightning_gnnpipe.engine.model import Balance, PipelinedModel
+from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
 from lightning_gnnpipe.engine.resume import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
+from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.state import (
     drop_foreign_states,
     full_state_dict,

@@ -69,9 +69,7 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        blocks = options.histories.num_blocks
-        chosen = options.balance, options.repeat_encoder, options.num_virtual, blocks
-        self.model = PipelinedModel(module, transport, *chosen, self._check)
+        self.model = PipelinedModel(module, transport, options.splitting, self._check)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress = Progress()

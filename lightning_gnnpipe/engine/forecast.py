@@ -18,10 +18,10 @@ from lightning_gnnpipe.engine.costs import measure_copies, measure_layers
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.layouts import compare_layouts, possible_layouts
 from lightning_gnnpipe.engine.measured import LayoutOptions, Measured
-from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.names import LayerNames
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan, choose_layout, with_advice
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.graph import (
     check_graph,
     edge_cut_frac,

@@ -88,15 +88,14 @@ class LayerGraphs:
         """
         for segment in segments:
             graphs = {chunk: self._graphs.pop((segment.index, chunk)) for chunk in chunks}
-            for chunk, graph in graphs.items():
-                given = grads[chunk]
-                roots = [(t, given.pop(n)) for n, t in graph.outputs.items() if n in given]
-                _go_back(roots, is_kept=bool(graph.cuts))
+            _go_back(
+                (tensor, grads[chunk].pop(name, None))
+                for chunk, graph in graphs.items()
+                for name, tensor in graph.outputs.items()
+            )
             for key in reversed(next(iter(graphs.values())).cuts):
-                for graph in graphs.values():
-                    cut = graph.cuts[key]
-                    grad = cut.gradient()
-                    _go_back([] if grad is None else [(cut.rows, grad)], is_kept=True)
+                cuts = (graph.cuts[key] for graph in graphs.values())
+                _go_back((cut.rows, cut.gradient()) for cut in cuts)
             for chunk, graph in graphs.items():
                 found = {n: t.grad for n, t in graph.leaves.items() if t.grad is not None}
                 for name, grad in found.items():
@@ -104,10 +103,12 @@ class LayerGraphs:
                     grads[chunk][name] = grad if known is None else known + grad
 
 
-def _go_back(roots: Sequence[tuple[Tensor, Tensor]], *, is_kept: bool) -> None:
-    if roots:
-        tensors, grads = zip(*roots, strict=True)
-        torch.autograd.backward(tensors, grads, retain_graph=is_kept)
+def _go_back(roots: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Go back from those that have a gradient; what leads to them may be gone through again."""
+    known = [(tensor, grad) for tensor, grad in roots if grad is not None]
+    if known:
+        tensors, grads = zip(*known, strict=True)
+        torch.autograd.backward(tensors, grads, retain_graph=True)
 
 
 def _needs_grad(value: Any) -> bool:

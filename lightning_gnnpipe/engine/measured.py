@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Link, MessageOptions
 from lightning_gnnpipe.engine.blocks import whole_blocks
-from lightning_gnnpipe.engine.model import Balance
+from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
 from lightning_gnnpipe.history import HistoryOptions

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from lightning_gnnpipe.engine.blocks import whole_blocks
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
+from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights, check_same
@@ -40,13 +40,11 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     split_layers,
 )
-from lightning_gnnpipe.types import RepeatOption
 
 log = logging.getLogger(__name__)
 
 _NUM_MODES = 8
 
-Balance = Literal["measured", "uniform"] | Sequence[int]
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
@@ -58,10 +56,7 @@ class PipelinedModel:
     Args:
         module: The user's module; its `forward` must be its own.
         transport: The ranks.
-        balance: How layers are dealt out.
-        repeat: Whether stages compute again what they can, rather than to receive it.
-        num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
-        num_blocks: Blocks of layers of which a stage should have whole ones; 0 for none.
+        splitting: How layers are dealt out.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
     """
@@ -70,17 +65,13 @@ class PipelinedModel:
         self,
         module: nn.Module,
         transport: Transport,
-        balance: Balance,
-        repeat: RepeatOption,
-        num_virtual: int,
-        num_blocks: int,
+        splitting: Splitting,
         check: Check,
     ) -> None:
         self.module = module
         self.intercepted = find_layers(module)
         self._transport = transport
-        self._balance, self._repeat = balance, repeat
-        self._num_virtual, self._num_blocks = num_virtual, num_blocks
+        self._splitting = splitting
         self._check = check
         self._modes: dict[Hashable, Mode] = {}
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
@@ -100,7 +91,7 @@ class PipelinedModel:
     @property
     def num_virtual(self) -> int:
         """Stages of each rank; one rank alone has one."""
-        return self._num_virtual if self._transport.mesh.num_stages > 1 else 1
+        return self._splitting.num_virtual if self._transport.mesh.num_stages > 1 else 1
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -221,7 +212,7 @@ class PipelinedModel:
             without_memory(self.intercepted.convs),
             torch.inference_mode(False),
         ):
-            served, repeats = self.intercepted.all, bool(self._repeat)
+            served, repeats = self.intercepted.all, bool(self._splitting.repeat_encoder)
             layers = cut_module(self.module, call, inputs, served, finds_repeatable=repeats)
             self._check(layers, call, inputs)
         reads = reads_key(self.module, call, self.intercepted.norms.values())
@@ -257,7 +248,7 @@ class PipelinedModel:
 
     def _repeated(self, layers: Layers, inputs: Inputs) -> Sequence[str]:
         num_shards = self._transport.mesh.num_shards
-        return choose_repeated(layers, self._repeat, inputs.num_rows, num_shards)
+        return choose_repeated(layers, self._splitting.repeat_encoder, inputs.num_rows, num_shards)
 
     def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
         stages = modes[0].stages
@@ -265,7 +256,9 @@ class PipelinedModel:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
-        is_in_vain = self._repeat is True and not any(stage.repeated for stage in stages)
+        is_in_vain = self._splitting.repeat_encoder is True and not any(
+            stage.repeated for stage in stages
+        )
         if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
             takes_more = "it takes more than the batch's own rows"
             why = takes_more if inputs.graphs is None else "only those of a single graph do"
@@ -279,16 +272,16 @@ class PipelinedModel:
         num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
         num_stages = num_ranks * self.num_virtual
         check_num_virtual(num_layers, num_ranks, self.num_virtual)
-        if not isinstance(self._balance, str):
-            return check_counts(self._balance, num_layers, num_stages)
-        blocks = whole_blocks(num_layers, self._num_blocks, num_stages)
+        if not isinstance(self._splitting.balance, str):
+            return check_counts(self._splitting.balance, num_layers, num_stages)
+        blocks = whole_blocks(num_layers, self._splitting.num_blocks, num_stages)
         if blocks is not None:
             return blocks
         counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
         fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
-        if self._balance == "measured" and fits:
+        if self._splitting.balance == "measured" and fits:
             return preferred
-        if self._balance == "measured" and 1 < num_stages < num_layers:
+        if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
             if self._transport.world.is_root:
                 self.costs = self.costs or measure(layers)
                 counts = self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gnnpipe.comm import MessageOptions
-from lightning_gnnpipe.engine.model import Balance
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
+from lightning_gnnpipe.engine.splitting import Balance, Splitting
 from lightning_gnnpipe.history import HistoryOptions
 from lightning_gnnpipe.types import OrderName, RepeatOption, ScheduleName
 
@@ -62,3 +62,9 @@ class EngineOptions:
     repeat_encoder: RepeatOption = "auto"
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 1
+
+    @property
+    def splitting(self) -> Splitting:
+        """How layers are dealt out to stages."""
+        chosen = self.balance, self.repeat_encoder, self.num_virtual
+        return Splitting(*chosen, self.histories.num_blocks)

@@ -18,13 +18,14 @@ from torch import Tensor
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
+from lightning_gnnpipe.engine.resume_late import load_late, save_late
 from lightning_gnnpipe.errors import CheckpointError, explain
 from lightning_gnnpipe.history import Adapted, HistoryStore, Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "ends": ends,
         "histories": histories,
         "moments": moments,
+        "late": save_late(store.late),
         "loss_scale": store.loss_scale,
         "reads": _rule(store),
         "is_renewed": graph.is_renewed,
@@ -193,6 +195,8 @@ def load_ranks(
             if key.segment in segments:
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
+    if is_same_cut:  # otherwise the first step goes back through one block after the other
+        load_late(store.late, [one for rank in ranks for one in rank["late"]], segments, device)
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     is_kept = _takes_kept(ranks, store)

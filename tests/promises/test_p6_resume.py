@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import (
     AdaptiveGradients,
     AdaptiveStaleness,
+    BlockGradients,
     DelayedGradients,
     GNNPipeStrategy,
     RenewedRows,
@@ -138,6 +139,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noise": {"staleness": StalenessMethod(reads=RenewedRows(3, noise=0.7))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
+    "blocks": {"staleness": StalenessMethod(BlockGradients(2, 0.3), RenewedRows(None, 0.7))},
 }
 
 
@@ -155,7 +157,7 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "blocks"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:
