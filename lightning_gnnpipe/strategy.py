@@ -72,9 +72,10 @@ class GNNPipeStrategy(PipeLoops):
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
         staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
-            ones half, from two epochs; stale rows of validation with the last dropout), "delayed"
-            (from the last one), "constant" (none of stale rows), "scaled" (those of the others
-            twice, technique 3), "gnnpipe" (snapshots too, technique 2), or a `StalenessMethod`.
+            ones half, from two epochs; stale rows of validation with the last dropout), "blocks"
+            (such rows, all gradients; those of the first half of the layers an epoch late),
+            "delayed" (those of stale rows are), "constant" (they are dropped), "scaled" (the others
+            count twice, technique 3), "gnnpipe" (snapshots too, 2), or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -100,8 +101,7 @@ class GNNPipeStrategy(PipeLoops):
             come out, so that each rank keeps no more of them than there are stages; the last one
             evaluates `training_step` for each. "interleaved": the same with several stages a rank,
             which are idle for less time and send more.
-        num_virtual: Stages of each rank, V, where they are interleaved: stage `s` is on rank
-            `s % R` of R ranks.
+        num_virtual: Stages of each rank, V, if interleaved: stage `s` is on rank `s % R` of R.
         recompute: Do not keep activations but compute them again in backward: less memory, more
             time, the same numbers. Dropout repeats; histories are read as they were.
         history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,

@@ -126,8 +126,7 @@ class Step:
     def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
         """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
         for action in actions:
-            stage = self.parts.stages[action.stage]
-            getattr(self, _METHODS[action.op])(stage, self._piece(action))
+            _METHODS[action.op](self, self.parts.stages[action.stage], self._piece(action))
             for send in arrived.get(action, ()):
                 self.parts.transport.release(_label(send))
 
@@ -290,11 +289,11 @@ def _label(send: Action) -> Label:
     return Label("backward" if send.op.is_backward else "forward", send.chunk, send.stage)
 
 
-_METHODS = {
-    Op.F: "_forward",
-    Op.B: "_backward",
-    Op.SEND_F: "_send_forward",
-    Op.RECV_F: "_receive_forward",
-    Op.SEND_B: "_send_backward",
-    Op.RECV_B: "_receive_backward",
+_METHODS: dict[Op, Callable[[Step, Stage, Piece], None]] = {
+    Op.F: lambda step, *what: step._forward(*what),
+    Op.B: lambda step, *what: step._backward(*what),
+    Op.SEND_F: lambda step, *what: step._send_forward(*what),
+    Op.RECV_F: lambda step, *what: step._receive_forward(*what),
+    Op.SEND_B: lambda step, *what: step._send_backward(*what),
+    Op.RECV_B: lambda step, *what: step._receive_backward(*what),
 }

@@ -76,6 +76,9 @@ class BlockGradients(GradientRule):
                     )
                 )
 
+    def num_tables(self, *, recomputes: bool) -> int:
+        return 1 + recomputes
+
     def make_buffer(self) -> GradientBuffer:
         return _GatheredBuffer()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.history.blocks import BlockGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
 from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
@@ -52,6 +53,7 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
         "predicted": StalenessMethod(
             DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
+        "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7)),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
         "scaled": StalenessMethod(DroppedGradients(scale=2.0)),

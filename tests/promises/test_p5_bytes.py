@@ -12,10 +12,15 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import (
+    BlockGradients,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    StalenessMethod,
+)
 from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
-from lightning_gnnpipe.types import CodecOption, RepeatOption
+from lightning_gnnpipe.types import CodecOption, RepeatOption, StalenessName
 
 N, E, D, C = 37, 120, 8, 3
 FLOAT = 4
@@ -83,6 +88,7 @@ def measure(
     data: Data | None = None,
     repeat: RepeatOption = "auto",
     cut_codec: CodecOption = "fp32",
+    staleness: StalenessName | StalenessMethod = "predicted",
 ) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -94,6 +100,7 @@ def measure(
             start_method="fork",
             repeat_encoder=repeat,
             cut_codec=cut_codec,
+            staleness=staleness,
         ),
         max_epochs=3,
         callbacks=[BytesRecorder(folder)],
@@ -135,6 +142,16 @@ def test_p5_bytes_equal_the_formula(
         output_row_bytes=C * FLOAT,
         tied_bytes=tied,
     )
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_p5_blocks_send_as_much(num_blocks: int, tmp_path: Path) -> None:
+    """In steps that are exact, in time and late; nothing is computed again."""
+    module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
+    method = StalenessMethod(BlockGradients(num_blocks))
+    for step in measure(tmp_path, module, 2, 5, staleness=method):
+        assert step["forward"] == step["backward"] == N * 2 * D * FLOAT
+        assert step["output"] == N * C * FLOAT
 
 
 @pytest.mark.parametrize(
