@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_gnnpipe.history import LateGradients
 from lightning_gnnpipe.stages import Layers, solve_balance
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +50,15 @@ def whole_blocks(num_layers: int, num_blocks: int, num_stages: int) -> tuple[int
     parts = iter(sizes)
     counts = solve_balance(sizes, num_stages)
     return tuple(sum(next(parts) for _ in range(count)) for count in counts)
+
+
+def warn_of_shared(num_blocks: int, num_stages: int) -> None:
+    """Say that stages of the same block do not go back at the same time."""
+    log.warning(
+        "num_blocks=%d and %d stages: from stages that go back at the same time to some that wait "
+        "for the next, since they share a block. With BlockGradients(num_blocks=%d) none waits, "
+        "and the gradients of the first layers are older.",
+        num_blocks,
+        num_stages,
+        num_stages,
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.blocks import whole_blocks
+from lightning_gnnpipe.engine.blocks import warn_of_shared, whole_blocks
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
@@ -256,9 +256,8 @@ class PipelinedModel:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
-        is_in_vain = self._splitting.repeat_encoder is True and not any(
-            stage.repeated for stage in stages
-        )
+        repeats = self._splitting.repeat_encoder is True
+        is_in_vain = repeats and not any(stage.repeated for stage in stages)
         if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
             takes_more = "it takes more than the batch's own rows"
             why = takes_more if inputs.graphs is None else "only those of a single graph do"
@@ -274,9 +273,12 @@ class PipelinedModel:
         check_num_virtual(num_layers, num_ranks, self.num_virtual)
         if not isinstance(self._splitting.balance, str):
             return check_counts(self._splitting.balance, num_layers, num_stages)
-        blocks = whole_blocks(num_layers, self._splitting.num_blocks, num_stages)
+        num_blocks = 0 if inputs.graphs is not None else self._splitting.num_blocks
+        blocks = whole_blocks(num_layers, num_blocks, num_stages)
         if blocks is not None:
             return blocks
+        if num_blocks and self._transport.world.is_root:
+            warn_of_shared(num_blocks, num_stages)
         counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
         fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
         if self._splitting.balance == "measured" and fits:

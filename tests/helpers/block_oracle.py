@@ -220,9 +220,9 @@ def train_in_blocks(
     num_epochs: int,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps."""
-    inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
-    steps = []
+    optimizer, steps = module.configure_optimizers(), []
     for epoch in range(num_epochs):
+        inputs = module.net_inputs(data)
         is_exact = epoch in exact_epochs
         outputs = (
             oracle.exact(*inputs) if is_exact else oracle.chunked(*inputs, order=orders(epoch))

@@ -7,12 +7,15 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
 
 from lightning_gnnpipe import BlockGradients, LastRows, StalenessMethod, StalenessWarmup
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.types import OrderName
 from tests.helpers.block_oracle import BlockOracle, train_in_blocks
-from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.graphs import NUM_FEATURES, GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
@@ -43,13 +46,14 @@ def assert_equals_oracle(
     lead: float = 0.0,
     order: OrderName = "shuffled",
     num_warmup: int = 1,
+    kind: type[ReferenceModule] = ReferenceModule,
     num_stages: int = 1,
     num_shards: int = 1,
     **options: Any,
 ) -> None:
     callbacks: list[L.Callback] = [StalenessWarmup(num_warmup)] if num_warmup > 1 else []
     found = run_fit(
-        ReferenceModule(name, **OPTIMIZER),
+        kind(name, **OPTIMIZER),
         case.data,
         num_stages=num_stages,
         num_shards=num_shards,
@@ -65,7 +69,7 @@ def assert_equals_oracle(
             **options,
         },
     )
-    module = ReferenceModule(name, **OPTIMIZER)
+    module = kind(name, **OPTIMIZER)
     oracle = BlockOracle(name, module.net, case.partition, SIZES[name, num_blocks], lead)
     expected = train_in_blocks(
         module,
@@ -105,6 +109,27 @@ def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", NETS)
 def test_what_waits_is_dropped_by_exact_steps(name: str, tmp_path: Path) -> None:
     assert_equals_oracle(communities(5), tmp_path, name=name, num_blocks=3, num_warmup=3)
+
+
+class Outside(ReferenceModule):
+    """Has a layer in front of the pipelined module, and one whose weights are frozen in it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        torch.manual_seed(1)
+        self.first = nn.Linear(NUM_FEATURES, NUM_FEATURES).double()
+        self.net.convs[1].requires_grad_(False)
+
+    def net_inputs(self, data: Data) -> list[Tensor]:
+        x, *others = super().net_inputs(data)
+        return [self.first(x), *others]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gcn", "edge"])
+def test_a_batch_that_needs_a_gradient(name: str, num_stages: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_blocks": 2, "num_stages": num_stages, "kind": Outside}
+    assert_equals_oracle(communities(5), tmp_path, name=name, **options)
 
 
 @pytest.mark.parametrize(

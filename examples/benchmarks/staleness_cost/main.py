@@ -2,7 +2,7 @@
 
     python examples/benchmarks/staleness_cost/main.py
 
-One process, one thread. Steps alone, then epochs with their validation, the rows of which
+One thread a process. Steps alone, then epochs with their validation, the rows of which
 "predicted" takes for stale reads.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, print_table
 
-METHODS = ("constant", "scaled", "delayed", "predicted")
+METHODS = ("constant", "scaled", "delayed", "predicted", "blocks")
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--stages", type=int, default=1, help="each a process of one thread")
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("expected --steps of at least 2: an epoch is timed to the start of the next")
@@ -35,6 +36,7 @@ def main() -> None:
                 "staleness": name,
                 "validate": validate,
                 "layers": options.layers,
+                "stages": options.stages,
                 "steps": options.steps,
             }
             for name in METHODS
