@@ -37,6 +37,7 @@ LAYER_ENDS = {
     "edge": ["add", "add_1"],
     "sage": ["convs_0", "convs_1"],
     "gat_jk": ["convs_0", "convs_1"],
+    "several": ["convs_0", "convs_1"],
 }
 
 

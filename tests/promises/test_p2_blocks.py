@@ -9,13 +9,14 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import BlockGradients, LastRows, StalenessMethod, StalenessWarmup
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.types import OrderName
 from tests.helpers.block_oracle import BlockOracle, train_in_blocks
-from tests.helpers.graphs import NUM_FEATURES, GraphCase, all_cases, communities
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
@@ -31,7 +32,7 @@ SIZES = {  # layers of each block
     ("gcnii", 3): [1, 1, 2],
     **{
         (name, blocks): sizes
-        for name in ("sage", "gat_jk", "edge")
+        for name in ("sage", "gat_jk", "edge", "several")
         for blocks, sizes in ((1, [3]), (2, [1, 2]), (3, [1, 1, 1]), (9, [1, 1, 1]))
     },
 }
@@ -109,6 +110,51 @@ def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", NETS)
 def test_what_waits_is_dropped_by_exact_steps(name: str, tmp_path: Path) -> None:
     assert_equals_oracle(communities(5), tmp_path, name=name, num_blocks=3, num_warmup=3)
+
+
+class Several(nn.Module):
+    """Passes messages several times in a layer, of which all or none are used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convs = [
+            gnn.TAGConv(NUM_FEATURES, 6, K=3),
+            gnn.MixHopConv(6, 2, powers=[0, 1, 2]),
+            gnn.APPNP(K=3, alpha=0.2),
+        ]
+        self.convs = nn.ModuleList(convs)
+        self.lin = nn.Linear(6, NUM_CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index).relu()
+        x = self.convs[1](x, edge_index).relu()
+        return self.lin(self.convs[2](x, edge_index))
+
+
+class OfSeveral(ReferenceModule):
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__("gcn", **options)
+        torch.manual_seed(1)
+        self.net = Several().double()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stages", "num_shards", "recompute"),
+    [(1, 1, 1, False), (2, 1, 1, True), (2, 2, 1, False), (3, 1, 2, False)],
+)
+def test_layers_that_pass_messages_several_times(
+    num_blocks: int, num_stages: int, num_shards: int, recompute: bool, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(5),
+        tmp_path,
+        name="several",
+        num_blocks=num_blocks,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        recompute=recompute,
+        kind=OfSeveral,
+    )
 
 
 class Outside(ReferenceModule):

@@ -40,6 +40,7 @@ from watched import Watched
 from lightning_gnnpipe import (
     AdaptiveGradients,
     AdaptiveStaleness,
+    BlockGradients,
     DelayedGradients,
     DroppedGradients,
     ExtrapolatedRows,
@@ -84,6 +85,8 @@ METHODS: dict[str, StalenessMethod] = {
     "half-lead+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5), VALIDATED),
     "half-lead": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5)),
     "predicted": NAMED["predicted"],
+    "blocks": NAMED["blocks"],
+    "four-blocks": StalenessMethod(BlockGradients(4), NAMED["blocks"].reads),
     "two-rules": StalenessMethod(AdaptiveGradients(), NAMED["predicted"].reads),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
