@@ -31,7 +31,7 @@ class _Graph:
 
     Attributes:
         leaves: What it was given, by name, as far as it needs a gradient.
-        outputs: What it has made, likewise.
+        outputs: What it has made, likewise, without what it has only handed on.
         cuts: Where it is cut once more, at rows that other chunks read.
     """
 
@@ -69,7 +69,9 @@ class LayerGraphs:
             with self._context.cuts.into(cuts):
                 run([segment], local, chunk, self._context, seed_of, segment.outputs)
             made = {name: local[name] for name in segment.outputs}
-            outputs = {name: value for name, value in made.items() if _needs_grad(value)}
+            inner = {name: value for name, value in made.items() if _needs_grad(value)}
+            # What is only handed on keeps its gradient, without a copy.
+            outputs = {n: value for n, value in inner.items() if value is not leaves.get(n)}
             self._graphs[segment.index, chunk.index] = _Graph(leaves, outputs, cuts)
             values.update(made)
             later = {name for one in segments[index + 1 :] for name in one.inputs}
@@ -94,13 +96,15 @@ class LayerGraphs:
                 for name, tensor in graph.outputs.items()
             )
             for key in reversed(next(iter(graphs.values())).cuts):
-                cuts = (graph.cuts[key] for graph in graphs.values())
+                cuts = [graph.cuts[key] for graph in graphs.values()]
+                for cut in cuts:
+                    cut.end()
                 _go_back((cut.rows, cut.gradient()) for cut in cuts)
             for chunk, graph in graphs.items():
                 found = {n: t.grad for n, t in graph.leaves.items() if t.grad is not None}
                 for name, grad in found.items():
                     known = grads[chunk].get(name)
-                    grads[chunk][name] = grad if known is None else known + grad
+                    grads[chunk][name] = grad if known is None else grad.add_(known)
 
 
 def _go_back(roots: Iterable[tuple[Tensor, Tensor | None]]) -> None:

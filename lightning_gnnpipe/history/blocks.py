@@ -92,11 +92,12 @@ class _GatheredBuffer(GradientBuffer):
     def __init__(self) -> None:
         super().__init__(1.0)
         self._total: Tensor | None = None
-        self._has_any = False
+        self._has_any = False  # of halos
+        self._written: set[int] = set()  # chunks whose outputs' gradients are there
 
     def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
-        total = self._sized(grad.dtype, like)
-        total.index_add_(0, positions, grad.to(total.device))
+        self._total, self._has_any = sized(self._total, grad.dtype, like), True
+        self._total.index_add_(0, positions, grad.to(self._total.device))
 
     def _take(self, rows: Where, like: Tensor) -> Tensor | None:
         return self._total[rows] if self._total is not None and self._has_any else None
@@ -104,11 +105,14 @@ class _GatheredBuffer(GradientBuffer):
     def add_output(
         self, chunk: ChunkView, grad: Tensor, dtype: torch.dtype, like: Tensor
     ) -> tuple[Tensor, None]:
-        total = self._sized(dtype, like)
-        total[chunk.start : chunk.end] += grad
-        return total, None
+        self._total = sized(self._total, dtype, like)
+        own = self._total[chunk.start : chunk.end]
+        own.add_(grad) if chunk.index in self._written else own.copy_(grad)
+        self._written.add(chunk.index)
+        return self._total, None
 
     def end_step(self, *, is_exact: bool) -> None:
+        self._written.clear()
         if self._total is not None and self._has_any:
             self._total.zero_()
             self._has_any = False
@@ -118,11 +122,6 @@ class _GatheredBuffer(GradientBuffer):
 
     def load(self, saved: SavedGradients) -> None:
         """Drop it: it is of a run with another method."""
-
-    def _sized(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        self._total = sized(self._total, dtype, like)
-        self._has_any = True
-        return self._total
 
 
 class LateGradients:

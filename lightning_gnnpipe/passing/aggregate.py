@@ -137,18 +137,19 @@ class Aggregation:
         """Whether rows of other chunks are among the sources."""
         return self.store is not None and not self.is_whole
 
-    def add_output_grad(self, grad: Tensor) -> None:
-        """Note the gradient of the chunk's outputs, `[num_nodes, channels]`, for `collect`."""
-        assert self.store is not None
-        self.store.add_output_grad(self.key, self.chunk, grad)
+    def add_output_grad(self, grad: Tensor) -> Tensor:
+        """Note the gradient of the chunk's outputs, `[num_nodes, channels]`.
 
-    def collect(self, like: Tensor) -> Tensor:
-        """Return the gradient of the chunk's rows, once that of all chunks' outputs is noted.
-
-        Args:
-            like: The rows, `[num_nodes, channels]`.
+        Returns:
+            `[num_rows, channels]` for `collect`, once that of all chunks is noted.
         """
-        return self.backward(torch.zeros_like(like))
+        assert self.store is not None
+        return self.store.add_output_grad(self.key, self.chunk, grad)[0]
+
+    def collect(self, table: Tensor) -> Tensor:
+        """Return the gradient of the chunk's rows from that of all chunks' outputs."""
+        columns = self.adjacency.columns(self.chunk, table.dtype)
+        return self._with_ghosts(multiply(columns, table), table, 1.0, None)
 
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
@@ -184,9 +185,11 @@ class LinearAggregate(torch.autograd.Function):
     """Aggregate a chunk's messages from the history."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation, is_cut: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, aggregation: Aggregation, noted: list[Tensor] | None
+    ) -> Tensor:
         """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
-        ctx.aggregation, ctx.is_cut = aggregation, is_cut
+        ctx.aggregation, ctx.noted = aggregation, noted
         return aggregation.forward(rows)
 
     @staticmethod
@@ -196,8 +199,8 @@ class LinearAggregate(torch.autograd.Function):
 
         None if the rows are cut off: see `Cut`.
         """
-        if ctx.is_cut:
-            ctx.aggregation.add_output_grad(grad)
+        if ctx.noted is not None:
+            ctx.noted.append(ctx.aggregation.add_output_grad(grad))
             return None, None, None
         return ctx.aggregation.backward(grad), None, None
 
@@ -210,8 +213,18 @@ def aggregate(rows: Tensor, aggregation: Aggregation, cuts: Cuts) -> Tensor:
         aggregation: The call.
         cuts: Says whether backward goes layer by layer.
     """
-    is_cut = aggregation.sees_others and cuts.has(rows)
-    if is_cut:
-        like = rows.detach()
-        rows = cuts.make(aggregation.key, rows, lambda: aggregation.collect(like))
-    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, is_cut))
+    noted: list[Tensor] | None = None
+    if aggregation.sees_others and cuts.has(rows):
+        noted = []
+        rows = _cut_off(rows, aggregation, cuts, noted)
+    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, noted))
+
+
+def _cut_off(rows: Tensor, aggregation: Aggregation, cuts: Cuts, noted: list[Tensor]) -> Tensor:
+    like = rows.detach()
+
+    def end() -> None:
+        if not noted:  # no gradient has come to the chunk's outputs
+            noted.append(aggregation.add_output_grad(torch.zeros_like(like)))
+
+    return cuts.make(aggregation.key, rows, lambda: aggregation.collect(noted[-1]), end)

@@ -26,12 +26,14 @@ class Cut:
     Attributes:
         rows: `[num_nodes_of_chunk, *]` as the layer has computed them.
         leaf: The same, where the layer goes on.
-        collect: Returns what readers have for them, None if nothing; called once all chunks have
-            gone back to their leaves.
+        end: Called when the chunk has gone back to its leaf.
+        collect: Returns what readers have for the rows, None if nothing; called when all chunks
+            have ended.
     """
 
     rows: Tensor
     leaf: Tensor
+    end: Callable[[], None]
     collect: Callable[[], Tensor | None]
 
     def gradient(self) -> Tensor | None:
@@ -62,11 +64,17 @@ class Cuts:
         finally:
             self.found = before
 
-    def make(self, key: CallKey, rows: Tensor, collect: Callable[[], Tensor | None]) -> Tensor:
+    def make(
+        self,
+        key: CallKey,
+        rows: Tensor,
+        collect: Callable[[], Tensor | None],
+        end: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """Return the leaf in the place of `rows`."""
         assert self.found is not None
         leaf = rows.detach().requires_grad_()
-        self.found[key] = Cut(rows, leaf, collect)
+        self.found[key] = Cut(rows, leaf, end, collect)
         return leaf
 
     def has(self, rows: Tensor) -> bool:
