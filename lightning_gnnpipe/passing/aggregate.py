@@ -23,10 +23,10 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
+from lightning_gnnpipe.passing.cuts import Cut, Cuts
 from lightning_gnnpipe.passing.kernels import multiply
 
 if TYPE_CHECKING:
-    from lightning_gnnpipe.passing.cuts import Cuts
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
@@ -185,11 +185,9 @@ class LinearAggregate(torch.autograd.Function):
     """Aggregate a chunk's messages from the history."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, aggregation: Aggregation, noted: list[Tensor] | None
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation, cut: _LinearCut | None) -> Tensor:
         """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
-        ctx.aggregation, ctx.noted = aggregation, noted
+        ctx.aggregation, ctx.cut = aggregation, cut
         return aggregation.forward(rows)
 
     @staticmethod
@@ -199,10 +197,31 @@ class LinearAggregate(torch.autograd.Function):
 
         None if the rows are cut off: see `Cut`.
         """
-        if ctx.noted is not None:
-            ctx.noted.append(ctx.aggregation.add_output_grad(grad))
+        if ctx.cut is not None:
+            ctx.cut.note(grad)
             return None, None, None
         return ctx.aggregation.backward(grad), None, None
+
+
+class _LinearCut(Cut):
+    __slots__ = ("_aggregation", "_table")
+
+    def __init__(self, rows: Tensor, aggregation: Aggregation) -> None:
+        super().__init__(rows)
+        self._aggregation = aggregation
+        self._table: Tensor | None = None
+
+    def note(self, grad: Tensor) -> None:
+        """Take note of the gradient of the chunk's outputs, or of a part of it."""
+        self._table = self._aggregation.add_output_grad(grad)
+
+    def end(self) -> None:
+        if self._table is None:
+            self.note(torch.zeros_like(self.leaf))
+
+    def collect(self) -> Tensor:
+        assert self._table is not None
+        return self._aggregation.collect(self._table)
 
 
 def aggregate(rows: Tensor, aggregation: Aggregation, cuts: Cuts) -> Tensor:
@@ -213,18 +232,8 @@ def aggregate(rows: Tensor, aggregation: Aggregation, cuts: Cuts) -> Tensor:
         aggregation: The call.
         cuts: Says whether backward goes layer by layer.
     """
-    noted: list[Tensor] | None = None
+    cut: _LinearCut | None = None
     if aggregation.sees_others and cuts.has(rows):
-        noted = []
-        rows = _cut_off(rows, aggregation, cuts, noted)
-    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, noted))
-
-
-def _cut_off(rows: Tensor, aggregation: Aggregation, cuts: Cuts, noted: list[Tensor]) -> Tensor:
-    like = rows.detach()
-
-    def end() -> None:
-        if not noted:  # no gradient has come to the chunk's outputs
-            noted.append(aggregation.add_output_grad(torch.zeros_like(like)))
-
-    return cuts.make(aggregation.key, rows, lambda: aggregation.collect(noted[-1]), end)
+        cut = _LinearCut(rows, aggregation)
+        rows = cuts.add(aggregation.key, cut)
+    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, cut))

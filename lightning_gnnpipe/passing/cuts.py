@@ -10,7 +10,8 @@ their leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,22 +20,29 @@ from torch import Tensor
 from lightning_gnnpipe.passing.interfaces import CallKey
 
 
-@dataclass(slots=True)
-class Cut:
+class Cut(ABC):
     """The rows of one call in one chunk.
 
-    Attributes:
+    Args:
         rows: `[num_nodes_of_chunk, *]` as the layer has computed them.
+
+    Attributes:
+        rows: The same.
         leaf: The same, where the layer goes on.
-        end: Called when the chunk has gone back to its leaf.
-        collect: Returns what readers have for the rows, None if nothing; called when all chunks
-            have ended.
     """
 
-    rows: Tensor
-    leaf: Tensor
-    end: Callable[[], None]
-    collect: Callable[[], Tensor | None]
+    __slots__ = ("leaf", "rows")
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.leaf = rows.detach().requires_grad_()
+
+    def end(self) -> None:  # noqa: B027
+        """Take note that the chunk has gone back to its leaf."""
+
+    @abstractmethod
+    def collect(self) -> Tensor | None:
+        """Return what readers have for the rows, None if nothing; once all chunks have ended."""
 
     def gradient(self) -> Tensor | None:
         """Return that of `rows`, of all their readers; None if there is none."""
@@ -64,18 +72,11 @@ class Cuts:
         finally:
             self.found = before
 
-    def make(
-        self,
-        key: CallKey,
-        rows: Tensor,
-        collect: Callable[[], Tensor | None],
-        end: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """Return the leaf in the place of `rows`."""
+    def add(self, key: CallKey, cut: Cut) -> Tensor:
+        """Note a cut, and return its leaf."""
         assert self.found is not None
-        leaf = rows.detach().requires_grad_()
-        self.found[key] = Cut(rows, leaf, end, collect)
-        return leaf
+        self.found[key] = cut
+        return cut.leaf
 
     def has(self, rows: Tensor) -> bool:
         """Whether `rows` are to be cut off."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_gnnpipe.passing.cuts import Cut, Cuts
+
 if TYPE_CHECKING:
-    from lightning_gnnpipe.passing.cuts import Cuts
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
     from lightning_gnnpipe.types import ChunkView
@@ -68,6 +69,17 @@ class PushPull(torch.autograd.Function):
         return both, None, None, None, None, None
 
 
+class _PushPullCut(Cut):
+    __slots__ = ("_chunk", "_key", "_store")
+
+    def __init__(self, rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView) -> None:
+        super().__init__(rows)
+        self._store, self._key, self._chunk = store, key, chunk
+
+    def collect(self) -> Tensor | None:
+        return self._store.pull_grad(self._key, self._chunk)
+
+
 def push_pull(
     rows: Tensor,
     store: HaloStore,
@@ -88,5 +100,5 @@ def push_pull(
     """
     is_cut = cuts.has(rows)
     if is_cut:
-        rows = cuts.make(key, rows, lambda: store.pull_grad(key, chunk))
+        rows = cuts.add(key, _PushPullCut(rows, store, key, chunk))
     return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_cut))
