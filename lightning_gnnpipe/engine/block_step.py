@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_gnnpipe.engine.inputs import PlannedInputs
@@ -69,17 +70,19 @@ class BlockStep(Step):
         with self.recorder.record(f"{stage.index}B{chunk.index}"):
             if self._is_last(stage):
                 begins = self._of_outputs(stage, chunk)
-            found = self._go_back(stage, begins)
+            for one in self._chunk_list:
+                self._chunks[stage.index, one.index].sent = []
+            with torch.autocast(self._device.type, enabled=False):
+                self._found[stage.index] = self._go_back(stage, begins)
             for one in self._chunk_list:
                 self._inputs.add_grads(one, self._chunks.pop((stage.index, one.index)).leaves)
-        self._found[stage.index] = found
 
     def _begin(self, stage: Stage) -> Grads:
         """Return the gradients of what the stage has sent: of the last step, if they wait."""
         cut = _end(stage)
         if self._is_last(stage):
             return {}
-        late = self._blocks.late.take(cut) if cut in self._blocks.cuts else None
+        late = self._late(cut) if cut in self._blocks.cuts else None
         if late is not None:
             self._awaited.append(stage)
             return late
@@ -95,13 +98,30 @@ class BlockStep(Step):
         found = begins
         for low, high in reversed(list(pairwise([first, *inner, end]))):
             if high in inner:
-                begins = late.take(high) or found
+                begins = self._late(high) or found
                 late.put(high, found)
             by_chunk = {one.index: self._cut(begins, one) for one in self._chunk_list}
             segments = stage.segments[low - first : high - first]
             self._graphs.backward(segments[::-1], list(by_chunk), by_chunk)
+            for index, grads in by_chunk.items():
+                leaves = self._chunks[stage.index, index].leaves
+                for name in grads.keys() & leaves.keys():
+                    grad, known = grads.pop(name), leaves[name].grad
+                    leaves[name].grad = grad if known is None else known + grad
             found = {name: self._join(name, by_chunk) for name in self._blocks.crossing(low)}
         return found
+
+    def _late(self, cut: int) -> Grads | None:
+        """Return what waits at `cut`; None unless it is of what is handed on there now."""
+        late, values = self._blocks.late.take(cut), self._blocks.layers.values
+        if late is None or late.keys() != set(self._blocks.crossing(cut)):
+            return None
+        for name, grad in late.items():
+            rows = self._inputs.num_rows(self._whole, values[name])
+            is_like = grad.shape == (rows, *values[name].row_shape)
+            if not is_like or grad.dtype != values[name].dtype:
+                return None
+        return late
 
     def _cut(self, grads: Grads, chunk: Chunk) -> Grads:
         """Return the part of each gradient that belongs to the chunk."""

@@ -63,7 +63,7 @@ class LayerGraphs:
         """Do what `run_segments` does, layer by layer."""
         run = run_recomputed if self._recompute else run_segments
         for index, segment in enumerate(segments):
-            leaves = {n: _cut_off(values[n]) for n in segment.inputs if _is_inner(n, values[n])}
+            leaves = {n: _cut_off(values[n]) for n in segment.inputs if _needs_grad(values[n])}
             local = {name: leaves.get(name, values[name]) for name in segment.inputs}
             cuts: dict[CallKey, Cut] = {}
             with self._context.cuts.into(cuts):
@@ -95,16 +95,29 @@ class LayerGraphs:
                 for chunk, graph in graphs.items()
                 for name, tensor in graph.outputs.items()
             )
+            _gather(graphs, grads)
             for key in reversed(next(iter(graphs.values())).cuts):
                 cuts = [graph.cuts[key] for graph in graphs.values()]
                 for cut in cuts:
                     cut.end()
                 _go_back((cut.rows, cut.gradient()) for cut in cuts)
-            for chunk, graph in graphs.items():
-                found = {n: t.grad for n, t in graph.leaves.items() if t.grad is not None}
-                for name, grad in found.items():
-                    known = grads[chunk].get(name)
-                    grads[chunk][name] = grad if known is None else grad.add_(known)
+                _gather(graphs, grads)
+
+
+def _gather(graphs: dict[int, _Graph], grads: dict[int, Grads]) -> None:
+    """Add to `grads` what has come to leaves, and take it from them.
+
+    Autograd may give two leaves views of the same memory: nothing may be added there in place, by
+    it or by us.
+    """
+    for chunk, graph in graphs.items():
+        for name, leaf in graph.leaves.items():
+            if leaf.grad is not None:
+                known = grads[chunk].get(name)
+                grads[chunk][name] = leaf.grad if known is None else known + leaf.grad
+                leaf.grad = None
+        for cut in graph.cuts.values():
+            cut.gather()
 
 
 def _go_back(roots: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -117,11 +130,6 @@ def _go_back(roots: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 
 def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _is_inner(name: str, value: Any) -> bool:
-    """Whether a value is cut off from what has made it; leaves of the batch are leaves already."""
-    return _needs_grad(value) and not name.startswith("leaf_")
 
 
 def _cut_off(value: Tensor) -> Tensor:

@@ -195,8 +195,9 @@ def load_ranks(
             if key.segment in segments:
                 mean, var = one["mean"].to(device), one["var"].to(device)
                 store.moments.load(key, Moments(one["count"], mean, var))
-    if is_same_cut:  # otherwise the first step goes back through one block after the other
-        load_late(store.late, [one for rank in ranks for one in rank["late"]], segments, device)
+    # Of other chunks nothing is taken: the first step goes back through one block after the other.
+    alike = [r for r in ranks if r["ends"] == ends and torch.equal(r["perm"], perm)]
+    load_late(store.late, [one for rank in alike for one in rank["late"]], segments, device)
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     is_kept = _takes_kept(ranks, store)

@@ -172,10 +172,14 @@ class TrainingPass:
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
-            num_chunks = self._parts.plan.num_chunks
-            per_stage = num_chunks + (1 if self._by_blocks else num_chunks)
-            total = per_stage * len(self._parts.stages)
-            self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
+            num_forward = self._parts.plan.num_chunks * len(self._parts.stages)
+            total = 2 * num_forward
+
+            def on_span(num_done: int) -> None:
+                all_back = self._by_blocks and num_done > num_forward
+                on_chunk(total if all_back else num_done, total)
+
+            self._step.recorder.on_span = on_span
 
 
 def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:

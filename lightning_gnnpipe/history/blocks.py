@@ -93,10 +93,14 @@ class _GatheredBuffer(GradientBuffer):
         super().__init__(1.0)
         self._total: Tensor | None = None
         self._has_any = False  # of halos
+        self._holds_outputs = False
         self._written: set[int] = set()  # chunks whose outputs' gradients are there
 
     def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         self._total, self._has_any = sized(self._total, grad.dtype, like), True
+        if self._holds_outputs:  # the layer has gone another way before
+            self._total.zero_()
+            self._holds_outputs = False
         self._total.index_add_(0, positions, grad.to(self._total.device))
 
     def _take(self, rows: Where, like: Tensor) -> Tensor | None:
@@ -105,7 +109,7 @@ class _GatheredBuffer(GradientBuffer):
     def add_output(
         self, chunk: ChunkView, grad: Tensor, dtype: torch.dtype, like: Tensor
     ) -> tuple[Tensor, None]:
-        self._total = sized(self._total, dtype, like)
+        self._total, self._holds_outputs = sized(self._total, dtype, like), True
         own = self._total[chunk.start : chunk.end]
         own.add_(grad) if chunk.index in self._written else own.copy_(grad)
         self._written.add(chunk.index)

@@ -31,11 +31,18 @@ class Cut(ABC):
         leaf: The same, where the layer goes on.
     """
 
-    __slots__ = ("leaf", "rows")
+    __slots__ = ("_own", "leaf", "rows")
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
         self.leaf = rows.detach().requires_grad_()
+        self._own: Tensor | None = None
+
+    def gather(self) -> None:
+        """Take what has come to the leaf; it may share memory with what came elsewhere."""
+        grad, self.leaf.grad = self.leaf.grad, None
+        if grad is not None:
+            self._own = grad if self._own is None else self._own + grad
 
     def end(self) -> None:  # noqa: B027
         """Take note that the chunk has gone back to its leaf."""
@@ -46,7 +53,7 @@ class Cut(ABC):
 
     def gradient(self) -> Tensor | None:
         """Return that of `rows`, of all their readers; None if there is none."""
-        own, others = self.leaf.grad, self.collect()
+        own, others = self._own, self.collect()
         if own is None or others is None:
             return own if others is None else others.to(self.rows.dtype)
         return own + others.to(own.dtype)

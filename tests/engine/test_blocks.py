@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
 
 from lightning_gnnpipe import BlockGradients, DelayedGradients, GNNPipeStrategy, StalenessMethod
 from lightning_gnnpipe.engine.blocks import block_cuts, block_sizes, whole_blocks
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.history import LateGradients
+from tests.helpers.engines import one_process_engine
 from tests.helpers.graphs import communities
 from tests.helpers.launch import run_fit
 from tests.helpers.modules import ReferenceModule
@@ -144,3 +148,127 @@ def test_stages_that_share_a_block_are_told(num_blocks: int, warns: bool, tmp_pa
         log.removeHandler(handler)
         handler.close()
     assert (tmp_path / "log").read_text().count("share a block") == warns
+
+
+NUM_NODES, WIDTH = 40, 8
+EDGES = torch.randint(0, NUM_NODES, (2, 200), generator=torch.Generator().manual_seed(0))
+Layer = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+Begin = Callable[[], tuple[Tensor, ...]]
+
+
+class Residual(nn.Module):
+    """Layers that join their input and the first one's, as `layer` says."""
+
+    def __init__(self, layer: Layer, conv: type[nn.Module] = gnn.GCNConv) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.convs = nn.ModuleList(conv(WIDTH, WIDTH) for _ in range(4))
+        self.layer, self.reads_first = layer, True
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        more = () if edge_weight is None else (edge_weight,)
+        h = x_0 = self.lin(x)
+        for conv in self.convs:
+            h = self.layer(lambda rows, conv=conv: conv(rows, edge_index, *more), h, x_0)
+        return h + x_0 if self.reads_first else h
+
+
+LAYERS: dict[str, Layer] = {
+    "stack behind": lambda conv, h, x_0: conv(h).tanh() + torch.stack([h, x_0]).sum(0),
+    "stack before": lambda conv, h, x_0: conv(torch.stack([h, x_0]).sum(0)).tanh(),
+    "view": lambda conv, h, x_0: (
+        conv(h).tanh().view(-1, 2, 4) + h.view(-1, 2, 4) + x_0.view(-1, 2, 4)
+    ).flatten(1),
+    "plain": lambda conv, h, x_0: conv(h).tanh(),
+}
+
+
+def standing_still(
+    net: Residual,
+    num_blocks: int,
+    steps: Sequence[Callable[[], tuple[Tensor, ...]]],
+    **options: Any,
+) -> list[bool]:
+    """Compare the gradients of steps without change of weights with the exact ones.
+
+    Args:
+        steps: What each step is given behind features and edges, called when it begins.
+
+    Returns:
+        Whether each was exact.
+    """
+    net = net.double()
+    x = torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
+    partition, method = torch.arange(NUM_NODES) % 4, StalenessMethod(BlockGradients(num_blocks))
+    engine = one_process_engine(net, partition=partition, method=method, **options)
+    engine.attach()
+    was_exact = []
+    for begin in steps:
+        given = begin()
+        net.zero_grad()
+        net(x, EDGES, *given).square().sum().backward()
+        found = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        was_exact.append(engine.last_step.record.is_exact)
+        net.zero_grad()
+        Residual.forward(net, x, EDGES, *given).square().sum().backward()
+        for grad, parameter in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-10, atol=1e-10)
+    engine.detach()
+    return was_exact
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_leaves_whose_gradients_share_memory(layer: str, num_blocks: int, recompute: bool) -> None:
+    """Autograd gives them views of one tensor."""
+    steps: list[Any] = [tuple] * 6
+    was_exact = standing_still(Residual(LAYERS[layer]), num_blocks, steps, recompute=recompute)
+    assert was_exact == [True, *[False] * 5]
+
+
+def test_a_layer_that_goes_another_way_from_a_step_on() -> None:
+    """From a fused product to PyG's messages, without an exact step between."""
+    net = Residual(LAYERS["plain"])
+
+    def hook() -> tuple[Tensor, ...]:
+        for conv in net.convs:
+            conv.register_message_forward_hook(lambda *_: None)
+        return ()
+
+    was_exact = standing_still(net, 2, [tuple, tuple, tuple, hook, tuple])
+    assert was_exact == [True, *[False] * 4]
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_what_waits_is_not_for_a_trace_that_hands_on_something_else(reads_first: bool) -> None:
+    net = Residual(LAYERS["plain"])
+
+    def switch(reads: bool) -> Begin:
+        def begin() -> tuple[Tensor, ...]:
+            net.reads_first = reads
+            return ()
+
+        return begin
+
+    first, other = switch(reads_first), switch(not reads_first)
+    standing_still(net, 2, [first, first, first, other, other, first])
+
+
+def test_backward_under_autocast_is_in_the_dtype_of_forward() -> None:
+    found = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        net = Residual(LAYERS["plain"], gnn.GATConv)
+        x = torch.randn(NUM_NODES, WIDTH)
+        partition, method = torch.arange(NUM_NODES) % 4, StalenessMethod(BlockGradients(1))
+        engine = one_process_engine(net, partition=partition, method=method)
+        engine.attach()
+        for _ in range(3):
+            net.zero_grad()
+            output = net(x, EDGES)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                output.sum().backward()
+        engine.detach()
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+    assert torch.equal(*found)
