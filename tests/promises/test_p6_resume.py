@@ -156,6 +156,15 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         assert_same(second[name], whole[name], name)
 
 
+def test_p6_what_waits_between_blocks_goes_on_in_shards(tmp_path: Path) -> None:
+    """Shards have rows of their own, and each of them takes what is of these."""
+    options: dict[str, Any] = {**VARIANTS["blocks"], "num_stages": 2, "graph_parallel": 2}
+    whole = fit(tmp_path / "whole", **options)
+    saved = tmp_path / "whole" / f"epoch={SAVED_AT - 1}.ckpt"
+    second = fit(tmp_path / "second", resume=saved, **options)
+    torch.testing.assert_close(second["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "blocks"])
 def test_p6_another_number_of_stages_goes_on_alike(
