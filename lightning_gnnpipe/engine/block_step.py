@@ -58,7 +58,7 @@ class BlockStep(Step):
         self._graphs.run(stage.segments, values, chunk, self.parts.seed_of, stage.sent)
 
     def _piece(self, action: Action) -> Piece:
-        return self._whole if action.op.is_backward else super()._piece(action)
+        return self._whole if action.op.is_backward else self._chunk_list[action.chunk]
 
     def _backward(self, stage: Stage, chunk: Piece) -> None:
         """Take the gradients of all chunks back through a stage.

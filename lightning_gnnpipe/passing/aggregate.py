@@ -204,8 +204,6 @@ class LinearAggregate(torch.autograd.Function):
 
 
 class _LinearCut(Cut):
-    __slots__ = ("_aggregation", "_table")
-
     def __init__(self, rows: Tensor, aggregation: Aggregation) -> None:
         super().__init__(rows)
         self._aggregation = aggregation

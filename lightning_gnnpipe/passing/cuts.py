@@ -31,8 +31,6 @@ class Cut(ABC):
         leaf: The same, where the layer goes on.
     """
 
-    __slots__ = ("_own", "leaf", "rows")
-
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
         self.leaf = rows.detach().requires_grad_()

@@ -70,8 +70,6 @@ class PushPull(torch.autograd.Function):
 
 
 class _PushPullCut(Cut):
-    __slots__ = ("_chunk", "_key", "_store")
-
     def __init__(self, rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView) -> None:
         super().__init__(rows)
         self._store, self._key, self._chunk = store, key, chunk
