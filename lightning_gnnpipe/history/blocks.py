@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history.gradients import GradientBuffer, GradientRule, Where, sized
-from lightning_gnnpipe.history.saved import SavedGradients, SavedLate
+from lightning_gnnpipe.history.gradients import ClearedBuffer, GradientBuffer, GradientRule
+from lightning_gnnpipe.history.saved import SavedLate
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -80,52 +80,25 @@ class BlockGradients(GradientRule):
         return 1 + recomputes
 
     def make_buffer(self) -> GradientBuffer:
-        return _GatheredBuffer()
+        return _GatheredBuffer(1.0)
 
 
-class _GatheredBuffer(GradientBuffer):
+class _GatheredBuffer(ClearedBuffer):
     """What readers have for rows, or the gradients of outputs, of one step; taken once all is in.
 
     Several gradients of a chunk's outputs are added.
     """
 
-    def __init__(self) -> None:
-        super().__init__(1.0)
-        self._total: Tensor | None = None
-        self._has_any = False  # of halos
-        self._holds_outputs = False
-        self._written: set[int] = set()  # chunks whose outputs' gradients are there
-
-    def add(self, chunk: ChunkView, positions: Tensor, grad: Tensor, like: Tensor) -> None:
-        self._total, self._has_any = sized(self._total, grad.dtype, like), True
-        if self._holds_outputs:  # the layer has gone another way before
-            self._total.zero_()
-            self._holds_outputs = False
-        self._total.index_add_(0, positions, grad.to(self._total.device))
-
-    def _take(self, rows: Where, like: Tensor) -> Tensor | None:
-        return self._total[rows] if self._total is not None and self._has_any else None
-
     def add_output(
         self, chunk: ChunkView, grad: Tensor, dtype: torch.dtype, like: Tensor
     ) -> tuple[Tensor, None]:
-        self._total, self._holds_outputs = sized(self._total, dtype, like), True
-        own = self._total[chunk.start : chunk.end]
-        own.add_(grad) if chunk.index in self._written else own.copy_(grad)
-        self._written.add(chunk.index)
-        return self._total, None
+        total = self._sized(dtype, like)
+        total[chunk.start : chunk.end].add_(grad)
+        return total, None
 
-    def end_step(self, *, is_exact: bool) -> None:
-        self._written.clear()
-        if self._total is not None and self._has_any:
-            self._total.zero_()
-            self._has_any = False
-
-    def rescale(self, factor: float | None) -> None:
-        """Nothing waits here."""
-
-    def load(self, saved: SavedGradients) -> None:
-        """Drop it: it is of a run with another method."""
+    def keep_output(self, chunk: ChunkView, rows: Tensor, dtype: torch.dtype, like: Tensor) -> None:
+        """Keep them apart: a layer may be computed again when gradients are in already."""
+        GradientBuffer.keep_output(self, chunk, rows, dtype, like)
 
 
 class LateGradients:

@@ -156,10 +156,10 @@ class DroppedGradients(GradientRule):
             )
 
     def make_buffer(self) -> GradientBuffer:
-        return _ClearedBuffer(self.scale)
+        return ClearedBuffer(self.scale)
 
 
-class _ClearedBuffer(GradientBuffer):
+class ClearedBuffer(GradientBuffer):
     """Cleared at the end of each step. Outputs are kept where their gradients will come."""
 
     def __init__(self, scale: float) -> None:

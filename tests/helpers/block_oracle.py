@@ -26,9 +26,7 @@ from torch_geometric.nn import MessagePassing
 
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
-
-Key = tuple[str, str, int, str]
-READERS = {"propagate": ("message", "update"), "edge_updater": ("edge_update",)}
+from tests.helpers.reference import METHODS, Key, source_arguments
 
 # For each net its layers' ends: where few values are alive between one conv and the next.
 LAYER_ENDS = {
@@ -160,13 +158,13 @@ def _each_reader(
     calls: Counter[tuple[str, str]] = Counter()
     convs = [(name, conv) for name, conv in net.named_modules() if isinstance(conv, MessagePassing)]
     for name, conv in convs:
-        for method in READERS:
+        for method in METHODS:
             setattr(conv, method, _by_reader(name, conv, method, readers, calls))
     try:
         yield
     finally:
         for _, conv in convs:
-            for method in READERS:
+            for method in METHODS:
                 delattr(conv, method)
 
 
@@ -178,13 +176,7 @@ def _by_reader(
     calls: Counter[tuple[str, str]],
 ) -> Callable[..., Any]:
     original = getattr(conv, method)
-    read = [getattr(conv, reader) for reader in READERS[method] if hasattr(conv, reader)]
-    sources = {
-        parameter.removesuffix("_j")
-        for function in read
-        for parameter in inspect.signature(function).parameters
-        if parameter.endswith("_j")
-    }
+    sources = source_arguments(conv, method)
 
     def call(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
         number = calls[name, method]

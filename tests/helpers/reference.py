@@ -393,6 +393,17 @@ def _mixed_sources(
     return construct
 
 
+def source_arguments(conv: MessagePassing, method: str) -> set[str]:
+    """Return the arguments that messages read on the source side."""
+    read = [getattr(conv, reader) for reader in METHODS[method] if hasattr(conv, reader)]
+    return {
+        parameter.removesuffix("_j")
+        for function in read
+        for parameter in inspect.signature(function).parameters
+        if parameter.endswith("_j")
+    }
+
+
 def _wrapper(
     name: str,
     conv: MessagePassing,
@@ -401,13 +412,7 @@ def _wrapper(
     calls: Counter[tuple[str, str]],
 ) -> Callable[..., Any]:
     original = getattr(conv, method)
-    read = [getattr(conv, reader) for reader in METHODS[method] if hasattr(conv, reader)]
-    sources = {
-        parameter.removesuffix("_j")
-        for function in read
-        for parameter in inspect.signature(function).parameters
-        if parameter.endswith("_j")
-    }
+    sources = source_arguments(conv, method)
 
     def call(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
         number = calls[name, method]
