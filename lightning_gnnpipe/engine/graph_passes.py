@@ -5,6 +5,7 @@ the user's batch -> the graph, known or planned anew -> chunks, histories -> a p
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.prediction import late_steps
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts
@@ -51,6 +53,7 @@ class GraphPasses:
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
+        self._known_distances: tuple[Layers | None, Mapping[str, float]] = None, {}
 
     def mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         """Return the stages for these arguments."""
@@ -134,7 +137,17 @@ class GraphPasses:
         if not num_blocks:
             return None
         cuts = block_cuts(len(mode.layers.segments), num_blocks)
-        return Blocks(cuts, mode.layers, graph.store.late)
+        return Blocks(cuts, mode.layers, graph.store.late, self._distances(mode.layers, cuts))
+
+    def _distances(self, layers: Layers, cuts: Sequence[int]) -> Mapping[str, float]:
+        """Return how far parameters are carried forward; kept until the layers are others."""
+        known, distances = self._known_distances
+        if known is not layers:
+            lookahead = self._options.histories.lookahead
+            late = late_steps(layers, cuts, self._model.module) if lookahead else {}
+            distances = {name: lookahead * steps for name, steps in late.items()}
+            self._known_distances = layers, distances
+        return distances
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.

@@ -25,7 +25,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def load_ranks(
                 store.moments.load(key, Moments(one["count"], mean, var))
     # Of other chunks nothing is taken: the first step goes back through one block after the other.
     alike = [r for r in ranks if r["ends"] == ends and torch.equal(r["perm"], perm)]
-    load_late(store.late, [one for rank in alike for one in rank["late"]], segments, device)
+    load_late(store.late, [rank["late"] for rank in alike], segments, device)
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     is_kept = _takes_kept(ranks, store)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_gnnpipe.history import LateGradients, SavedLate
+from lightning_gnnpipe.history import LateGradients
 
 
-def save_late(late: LateGradients) -> list[dict[str, Any]]:
+def save_late(late: LateGradients) -> dict[str, Any]:
     """Return what waits on this rank in plain types; nothing is copied."""
-    return [
-        {"cut": cut, "value": name, "last": one.last, "before": one.before}
-        for cut, grads in late.save().items()
-        for name, one in grads.items()
+    grads = [
+        {"cut": cut, "value": name, "grad": grad}
+        for cut, by_value in late.save().items()
+        for name, grad in by_value.items()
     ]
+    return {"grads": grads, "weights": late.weights}
 
 
 def load_late(
     late: LateGradients,
-    saved: Iterable[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
     segments: Collection[int],
     device: torch.device,
 ) -> None:
@@ -29,14 +31,16 @@ def load_late(
 
     Args:
         late: What waits.
-        saved: Of all ranks, of the same chunks.
+        saved: What each rank has saved, of the same chunks.
         segments: The layers of this rank.
         device: Where they compute.
     """
-    found: dict[int, dict[str, SavedLate]] = {}
-    for one in saved:
-        if one["cut"] - 1 in segments:
-            before = None if one["before"] is None else one["before"].to(device)
-            grads = found.setdefault(one["cut"], {})
-            grads[one["value"]] = SavedLate(one["last"].to(device), before)
+    found: dict[int, dict[str, Tensor]] = {}
+    for rank in saved:
+        for one in rank["grads"]:
+            if one["cut"] - 1 in segments:
+                found.setdefault(one["cut"], {})[one["value"]] = one["grad"].to(device)
     late.load(found)
+    late.weights = {  # those of other ranks are of no use, until the first step
+        name: weight.to(device) for rank in saved for name, weight in rank["weights"].items()
+    }

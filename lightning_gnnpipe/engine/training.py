@@ -6,8 +6,8 @@ what later reads need, backward (gradient buffers), what gradients wait for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from lightning_gnnpipe.engine.block_step import BlockStep
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
+from lightning_gnnpipe.engine.prediction import PredictedWeights
 from lightning_gnnpipe.engine.step import Step
 from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
@@ -68,6 +69,11 @@ class TrainingPass:
         self._schedule = schedule
         self._by_blocks = parts.blocks is not None
         self._step = BlockStep(parts) if self._by_blocks else Step(parts)
+        self._weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        if parts.blocks is not None:
+            blocks = parts.blocks
+            predicted = PredictedWeights(model.module, blocks.distances, blocks.late.weights)
+            self._weights = predicted.used
         self._is_done = False
         self.is_exact = is_exact
 
@@ -82,6 +88,7 @@ class TrainingPass:
         self._parts.transport.meter.reset()
         self._begin(controls, number)
         with (
+            self._weights(),
             intercept(self._model.intercepted, self._parts.context),
             own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
@@ -105,6 +112,7 @@ class TrainingPass:
         self._begin_backward()
         actions = self._backward_schedule.backward(self._place)
         with ExitStack() as stack:
+            stack.enter_context(self._weights())
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))

@@ -18,7 +18,7 @@ from lightning_gnnpipe.history.reads import (
     SmoothedRows,
     SnapshotRows,
 )
-from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory, SavedLate
+from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "RenewedRows",
     "SavedGradients",
     "SavedHistory",
-    "SavedLate",
     "SmoothedRows",
     "SnapshotRows",
     "Staleness",

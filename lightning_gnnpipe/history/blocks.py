@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history.gradients import ClearedBuffer, GradientBuffer, GradientRule
-from lightning_gnnpipe.history.saved import SavedLate
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -33,28 +32,36 @@ class BlockGradients(GradientRule):
         in block b   every row has the gradient of all its readers of this step, as if they had read
                      it fresh
         b is last    begins with the gradient of the loss
-        otherwise    begins with g_(e-1)[b + 1] + lead (g_(e-1)[b + 1] - g_(e-2)[b + 1])
+        otherwise    begins with g_(e-1)[b + 1]
+        in block b   step e is computed, forward and backward, with the weights
+                     w_e + lookahead (B - 1 - b) (w_e - w_(e-1))
 
-    The gradient of block b is B - 1 - b steps old. All stages go back at the same time where each
-    has whole blocks; a block that several stages share goes back on one of them after the other.
-    In a step with nothing that waits, such as the first after an exact one, so do all blocks.
+    The gradient of block b is B - 1 - b steps late, and so is made for the weights that will be
+    there by then, as far as their last step tells. All stages go back at the same time where each
+    has whole blocks; a block that several stages share goes back on one of them after the other. In
+    a step with nothing that waits, such as the first after an exact one, so do all blocks, and no
+    weights are carried forward. Optimizers, checkpoints, validation and the user's loss see nothing
+    but w_e.
 
     Source: the gradients between blocks are those of DDG (Huo et al., arXiv 1804.10574), which
-    converges; within blocks the gradient passes a stale row straight through to the row of this
-    step. Putting both together for chunks of a graph is ours.
+    converges; weights that are carried forward those of SpecTrain (Chen et al., arXiv 1809.02839),
+    which takes the optimizer's momentum in place of the last step; within blocks the gradient
+    passes a stale row straight through to the row of this step. Putting all together for chunks of
+    a graph is ours.
 
     Args:
         num_blocks: B, at least 1; as many as there are layers at most. With 1 no gradient is late,
             and stages go back one after the other.
-        lead: How far, in steps, what is late is carried forward, from 0 to 1. It takes the phase
-            back that a step of delay costs, and makes noise larger, in each block again.
+        lookahead: How far weights are carried forward, in steps for each step that their gradients
+            are late, from 0 to 3. It takes the phase back that lateness costs. A weight of several
+            blocks is as late as they are on average; one outside of the module is not carried.
 
     Raises:
         ConfigError: If one of them is out of its range.
     """
 
     num_blocks: int = 2
-    lead: float = 0.0
+    lookahead: float = 2.0
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.num_blocks, int) and not isinstance(self.num_blocks, bool)
@@ -65,7 +72,7 @@ class BlockGradients(GradientRule):
                 "at least 1",
                 "As many as stages let all of them go back at once.",
             ),
-            ("lead", 0 <= self.lead <= 1, "from 0 to 1", "0 carries nothing forward."),
+            ("lookahead", 0 <= self.lookahead <= 3, "from 0 to 3", "0 carries nothing forward."),
         ):
             if not is_right:
                 raise ConfigError(
@@ -106,26 +113,18 @@ class LateGradients:
 
     A cut is named by the number of the layer behind it. All tensors are in plan order.
 
-    Args:
-        rule: What becomes of gradients; with another than `BlockGradients` nothing is late here.
+    Attributes:
+        weights: Those that the step had, by name, of blocks whose gradients are late.
     """
 
-    def __init__(self, rule: GradientRule) -> None:
-        self._lead = rule.lead if isinstance(rule, BlockGradients) else 0.0
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
         self._new: dict[int, dict[str, Tensor]] = {}
         self._last: dict[int, dict[str, Tensor]] = {}
-        self._before: dict[int, dict[str, Tensor]] = {}
 
     def take(self, cut: int) -> dict[str, Tensor] | None:
         """Return what the block before `cut` begins with, by value; None if nothing waits."""
-        last = self._last.get(cut)
-        before = self._before.get(cut)
-        if last is None or before is None or not self._lead:
-            return last
-        return {
-            name: torch.lerp(before[name], grad, 1 + self._lead) if name in before else grad
-            for name, grad in last.items()
-        }
+        return self._last.get(cut)
 
     def put(self, cut: int, grads: dict[str, Tensor]) -> None:
         """Keep what the block behind `cut` has found in this step, by value."""
@@ -136,37 +135,27 @@ class LateGradients:
         if is_exact:
             self.drop()
             return
-        self._before = self._last if self._lead else {}
         self._last, self._new = self._new, {}
 
     def drop(self) -> None:
         """Forget what waits."""
-        self._new, self._last, self._before = {}, {}, {}
+        self._new, self._last, self.weights = {}, {}, {}
 
     def rescale(self, factor: float | None) -> None:
         """Multiply what waits; None: drop it."""
         if factor is None:
             self.drop()
             return
-        for grads in (*self._last.values(), *self._before.values()):
+        for grads in self._last.values():
             for grad in grads.values():
                 grad.mul_(factor)
 
-    def save(self) -> dict[int, dict[str, SavedLate]]:
+    def save(self) -> dict[int, dict[str, Tensor]]:
         """Return what waits, by cut and value; nothing is copied."""
-        return {
-            cut: {
-                name: SavedLate(grad, self._before.get(cut, {}).get(name))
-                for name, grad in grads.items()
-            }
-            for cut, grads in self._last.items()
-        }
+        return self._last
 
-    def load(self, saved: Mapping[int, Mapping[str, SavedLate]]) -> None:
+    def load(self, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Go on with what was saved."""
         self.drop()
         for cut, grads in saved.items():
-            self._last[cut] = {name: one.last.clone() for name, one in grads.items()}
-            before = {name: one.before for name, one in grads.items() if one.before is not None}
-            if self._lead and before:
-                self._before[cut] = {name: grad.clone() for name, grad in before.items()}
+            self._last[cut] = {name: grad.clone() for name, grad in grads.items()}

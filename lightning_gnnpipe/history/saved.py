@@ -26,18 +26,6 @@ class Adapted(NamedTuple):
     num_steps: int
 
 
-class SavedLate(NamedTuple):
-    """The gradient of a value that one block gives another.
-
-    Attributes:
-        last: Of the last step, `[num_rows, *]`, in plan order.
-        before: Of the one before, where it is kept.
-    """
-
-    last: Tensor
-    before: Tensor | None
-
-
 @dataclass(frozen=True, slots=True)
 class SavedGradients:
     """Gradients that wait for the next step.

@@ -61,7 +61,7 @@ class HistoryStore:
         self.loss_scale = 1.0  # of the gradients that wait
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self.late = LateGradients(options.method.gradients)
+        self.late = LateGradients()
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it

@@ -65,30 +65,19 @@ def taken(late: LateGradients) -> float | None:
     return None if found is None else float(found["h"][0])
 
 
-def test_what_is_late_is_carried_forward() -> None:
-    """1, 3, 4: taken are 1 (nothing before it), 3 + 0.5 (3 - 1), 4 + 0.5 (4 - 3)."""
-    late = LateGradients(BlockGradients(2, lead=0.5))
-    found = []
-    for value in (1.0, 3.0, 4.0):
-        found.append(taken(late))
-        late.put(4, grads(value))
-        late.end_step(is_exact=False)
-    assert [*found, taken(late)] == [None, 1, 4, 4.5]
-
-
 def test_what_is_late_follows_the_loss_scale() -> None:
-    late = LateGradients(BlockGradients(2, lead=0.5))
+    late = LateGradients()
     for value in (1.0, 3.0):
         late.put(4, grads(value))
         late.end_step(is_exact=False)
     late.rescale(2.0)
-    assert taken(late) == 8
+    assert taken(late) == 6
     late.rescale(None)
     assert taken(late) is None
 
 
 def test_an_exact_step_leaves_nothing() -> None:
-    late = LateGradients(BlockGradients(2))
+    late = LateGradients()
     late.put(4, grads(1.0))
     late.end_step(is_exact=False)
     late.end_step(is_exact=True)
@@ -96,14 +85,14 @@ def test_an_exact_step_leaves_nothing() -> None:
 
 
 def test_what_is_saved_goes_on_alike() -> None:
-    late, other = (LateGradients(BlockGradients(2, lead=0.5)) for _ in range(2))
+    late, other = (LateGradients() for _ in range(2))
     for value in (1.0, 3.0):
         late.put(4, grads(value))
         late.end_step(is_exact=False)
     other.load(late.save())
-    assert taken(other) == taken(late) == 4
+    assert taken(other) == taken(late) == 3
     other.rescale(2.0)
-    assert taken(late) == 4  # no tensor in common
+    assert taken(late) == 3  # no tensor in common
 
 
 @pytest.mark.parametrize(
@@ -112,8 +101,8 @@ def test_what_is_saved_goes_on_alike() -> None:
         ({"num_blocks": 0}, "'num_blocks' of BlockGradients to be at least 1"),
         ({"num_blocks": True}, "'num_blocks' of BlockGradients to be at least 1"),
         ({"num_blocks": 1.5}, "'num_blocks' of BlockGradients to be at least 1"),
-        ({"lead": -0.1}, "'lead' of BlockGradients to be from 0 to 1"),
-        ({"lead": float("nan")}, "'lead' of BlockGradients to be from 0 to 1"),
+        ({"lookahead": -0.1}, "'lookahead' of BlockGradients to be from 0 to 3"),
+        ({"lookahead": float("nan")}, "'lookahead' of BlockGradients to be from 0 to 3"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
@@ -272,3 +261,52 @@ def test_backward_under_autocast_is_in_the_dtype_of_forward() -> None:
         engine.detach()
         found.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_are_carried_forward_while_a_step_is_computed(recompute: bool) -> None:
+    """By no more than the last pipelined step was, and nobody else sees it."""
+    net = Residual(LAYERS["plain"]).double()
+    x = torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
+    method = StalenessMethod(BlockGradients(2, lookahead=1.5))
+    partition = torch.arange(NUM_NODES) % 4
+    options = {"recompute": recompute, "self_check": False}  # which draws weights of its own
+    engine = one_process_engine(net, partition=partition, method=method, **options)
+    engine.attach()
+    first, last = net.convs[0].lin.weight, net.convs[3].lin.weight
+    seen: list[tuple[Tensor, Tensor]] = []
+    where: list[str] = []
+
+    def look(*_: Any) -> None:
+        seen.append((first.detach().clone(), last.detach().clone()))
+        if where:
+            raise KeyError(*where)
+
+    net.convs[0].register_forward_pre_hook(look)
+    before, carried = None, []
+    for step in range(6):
+        engine.controls.is_exact = step in (0, 3)
+        own, others = first.detach().clone(), last.detach().clone()
+        output = net(x, EDGES)
+        assert torch.equal(first, own)
+        output.square().sum().backward()
+        assert torch.equal(first, own) and torch.equal(last, others)
+        ahead = own if before is None else own + 1.5 * (own - before)
+        assert len(seen) >= (1 if engine.controls.is_exact else 4)
+        for one, other in seen:
+            torch.testing.assert_close(one, ahead, rtol=1e-12, atol=1e-12)
+            assert torch.equal(other, others)
+        carried.append(not torch.equal(ahead, own))
+        seen.clear()
+        before = None if engine.controls.is_exact else own
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.sub_(0.01 * parameter.grad)
+        net.zero_grad()
+    assert carried == [False, False, True, False, False, True]
+    own = first.detach().clone()
+    where.append("forward")
+    with pytest.raises(KeyError, match="forward"):
+        net(x, EDGES)
+    assert torch.equal(first, own)
+    engine.detach()

@@ -9,14 +9,15 @@ graph can run layer by layer. Each message-passing call runs once for every chun
 
 where the bracket is zero and has the gradient of its row: a stale row passes its gradient on as if
 it had been fresh. Between two blocks an identity gives the block before what it was given a step
-ago.
+ago, and a block whose gradients are n steps late runs with weights n * lookahead steps ahead on
+the line through the last two.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,7 @@ LAYER_ENDS = {
     "sage": ["convs_0", "convs_1"],
     "gat_jk": ["convs_0", "convs_1"],
     "several": ["convs_0", "convs_1"],
+    "tied": ["first", "add", "add_1"],
 }
 
 
@@ -47,38 +49,67 @@ class BlockOracle:
         net: The net.
         partition: Chunk of each node, ``[num_nodes]``.
         block_layers: Layers of each block.
-        lead: How far late gradients are carried forward.
+        lookahead: How far weights are carried forward for each step.
     """
 
     def __init__(
-        self, name: str, net: nn.Module, partition: Tensor, block_layers: Sequence[int], lead: float
+        self,
+        name: str,
+        net: nn.Module,
+        partition: Tensor,
+        block_layers: Sequence[int],
+        lookahead: float,
     ) -> None:
-        self.net, self.partition, self.lead = net, partition, lead
+        self.net, self.partition, self.lookahead = net, partition, lookahead
         firsts = [sum(block_layers[: i + 1]) for i in range(len(block_layers) - 1)]
         self.ends = [LAYER_ENDS[name][first - 1] for first in firsts]
         self.live: dict[Key, Tensor] = {}
         self.found: dict[str, Tensor] = {}
         self.waiting: dict[str, Tensor] = {}
-        self.before: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # of the last step, if it was in chunks
         graph = _Tracer().trace(net, concrete_args=_options(net))
         self.traced = fx.GraphModule(net, graph)
+        self.late = self._late_steps()
 
     def exact(self, *inputs: Tensor) -> Tensor:
         """Run the whole graph as one chunk; nothing waits after it."""
         output = self._run(inputs, torch.zeros_like(self.partition), (0,), is_exact=True)
         if torch.is_grad_enabled():
-            self.waiting, self.before = {}, {}
+            self.waiting, self.weights = {}, {}
         return output
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
-        """Run the chunks in the given order."""
+        """Run the chunks in the given order, with the weights of later steps."""
+        own = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        last, self.weights = self.weights or own, own
+        self._set(
+            {n: own[n] + self.lookahead * s * (own[n] - last[n]) for n, s in self.late.items()}
+        )
         return self._run(inputs, self.partition, order, is_exact=False)
 
     def end_step(self, *, is_exact: bool) -> None:
         """Have what blocks were given wait."""
-        self.before = {} if is_exact else self.waiting
+        self._set(self.weights)
         self.waiting = {} if is_exact else self.found
         self.found = {}
+
+    def _late_steps(self) -> dict[str, float]:
+        """Return how late the gradient of each parameter is, on average over where it is used."""
+        used: dict[str, list[int]] = {}
+        block = 0
+        for node in self.traced.graph.nodes:
+            names = [node.target] if node.op == "get_attr" else []
+            if node.op == "call_module":
+                leaf = self.net.get_submodule(node.target)
+                names = [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
+            for name in names:
+                used.setdefault(name, []).append(len(self.ends) - block)
+            block += node.name in self.ends
+        return {name: sum(late) / len(late) for name, late in used.items()}
+
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self.net.get_parameter(name).data = weight.clone()
 
     def _run(
         self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int], *, is_exact: bool
@@ -106,10 +137,7 @@ class BlockOracle:
     def _cut(self, name: str, value: Tensor) -> Tensor:
         def give(grad: Tensor) -> Tensor:
             self.found[name] = grad.clone()
-            if name not in self.waiting:
-                return grad
-            last = self.waiting[name]
-            return last + self.lead * (last - self.before.get(name, last))
+            return self.waiting.get(name, grad)
 
         value = value.view_as(value)
         value.register_hook(give)
