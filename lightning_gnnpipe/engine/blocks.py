@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,13 +20,11 @@ class Blocks:
         cuts: The layers behind which there is another block: the number of its first.
         layers: The layers.
         late: What waits.
-        distances: How many steps parameters are carried forward, by name.
     """
 
     cuts: tuple[int, ...]
     layers: Layers
     late: LateGradients
-    distances: Mapping[str, float]
 
     def crossing(self, cut: int) -> list[str]:
         """Return the names of what needs a gradient of all that is handed on at `cut`."""

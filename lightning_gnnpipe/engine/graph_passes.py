@@ -5,7 +5,7 @@ the user's batch -> the graph, known or planned anew -> chunks, histories -> a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
-from lightning_gnnpipe.engine.prediction import late_steps
+from lightning_gnnpipe.engine.prediction import PredictedWeights, late_steps
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts
@@ -53,7 +53,7 @@ class GraphPasses:
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
-        self._known_distances: tuple[Layers | None, Mapping[str, float]] = None, {}
+        self._known_late: tuple[Layers | None, Mapping[str, float]] = None, {}
 
     def mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         """Return the stages for these arguments."""
@@ -114,6 +114,7 @@ class GraphPasses:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
+        is_pipelined = is_training and is_written and not is_exact
         return StepParts(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
@@ -126,9 +127,8 @@ class GraphPasses:
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=get_codecs(messages.cut_codec),
-            blocks=self._blocks(mode, graph)
-            if is_training and is_written and not is_exact
-            else None,
+            weights=self._weights(mode.layers, graph) if is_pipelined else None,
+            blocks=self._blocks(mode, graph) if is_pipelined else None,
         )
 
     def _blocks(self, mode: Mode, graph: PlannedGraph) -> Blocks | None:
@@ -137,17 +137,19 @@ class GraphPasses:
         if not num_blocks:
             return None
         cuts = block_cuts(len(mode.layers.segments), num_blocks)
-        return Blocks(cuts, mode.layers, graph.store.late, self._distances(mode.layers, cuts))
+        return Blocks(cuts, mode.layers, graph.store.late)
 
-    def _distances(self, layers: Layers, cuts: Sequence[int]) -> Mapping[str, float]:
-        """Return how far parameters are carried forward; kept until the layers are others."""
-        known, distances = self._known_distances
+    def _weights(self, layers: Layers, graph: PlannedGraph) -> PredictedWeights | None:
+        """Return the weights that a pipelined step is computed with, if they are others."""
+        method, module = self._options.histories.method, self._model.module
+        if not method.lookahead:
+            return None
+        known, late = self._known_late
         if known is not layers:
-            lookahead = self._options.histories.lookahead
-            late = late_steps(layers, cuts, self._model.module) if lookahead else {}
-            distances = {name: lookahead * steps for name, steps in late.items()}
-            self._known_distances = layers, distances
-        return distances
+            late = late_steps(layers, method.gradients.num_blocks, module)
+            self._known_late = layers, late
+        distances = {name: method.lookahead * steps for name, steps in late.items()}
+        return PredictedWeights(module, distances, graph.store.late.weights)
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.

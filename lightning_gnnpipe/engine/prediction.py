@@ -8,24 +8,28 @@ Whoever looks at the module before, between and after forward and backward sees 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import mean
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe.engine.blocks import block_cuts
 from lightning_gnnpipe.stages import Layers, find_users, split_layers
 
 
-def late_steps(layers: Layers, cuts: Sequence[int], module: nn.Module) -> dict[str, float]:
-    """Return how many steps late the gradient of each parameter is, where it is.
+def late_steps(layers: Layers, num_blocks: int, module: nn.Module) -> dict[str, float]:
+    """Return how many steps late the gradients of parameters are taken to be, where they are.
 
     Args:
         layers: The layers.
-        cuts: The first layer of each block but the first one.
+        num_blocks: In which they go back; 0 where chunks do: then all count as one step late.
         module: The module that they are of.
     """
+    if not num_blocks:
+        return {name: 1.0 for name, _ in module.named_parameters()}
+    cuts = block_cuts(len(layers.segments), num_blocks)
     users = find_users(split_layers(layers, (1,) * len(layers.segments)), module)
     late = {
         name: mean(len(cuts) - bisect_right(cuts, layer) for layer in users[name])

@@ -9,6 +9,7 @@ from lightning_gnnpipe.comm import Codecs, Transport
 from lightning_gnnpipe.engine.blocks import Blocks
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
+from lightning_gnnpipe.engine.prediction import PredictedWeights
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.passing import MessageContext, NativeContext
 from lightning_gnnpipe.stages import Stage, Value
@@ -32,6 +33,7 @@ class StepParts:
         is_training: Whether a backward pass follows.
         recompute: Whether backward computes activations again instead of keeping them.
         codecs: Of what stages send each other.
+        weights: What it computes with in place of the module's; None for these.
         blocks: In which layers go back one by one over all chunks; None where chunks do.
     """
 
@@ -46,4 +48,5 @@ class StepParts:
     is_training: bool
     recompute: bool
     codecs: Codecs
+    weights: PredictedWeights | None = None
     blocks: Blocks | None = None

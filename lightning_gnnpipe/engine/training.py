@@ -18,7 +18,6 @@ from lightning_gnnpipe.engine.block_step import BlockStep
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
-from lightning_gnnpipe.engine.prediction import PredictedWeights
 from lightning_gnnpipe.engine.step import Step
 from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
@@ -69,11 +68,10 @@ class TrainingPass:
         self._schedule = schedule
         self._by_blocks = parts.blocks is not None
         self._step = BlockStep(parts) if self._by_blocks else Step(parts)
-        self._weights: Callable[[], AbstractContextManager[None]] = nullcontext
-        if parts.blocks is not None:
-            blocks = parts.blocks
-            predicted = PredictedWeights(model.module, blocks.distances, blocks.late.weights)
-            self._weights = predicted.used
+        weights = parts.weights
+        self._weights: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if weights is None else weights.used
+        )
         self._is_done = False
         self.is_exact = is_exact
 

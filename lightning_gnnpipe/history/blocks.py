@@ -33,55 +33,37 @@ class BlockGradients(GradientRule):
                      it fresh
         b is last    begins with the gradient of the loss
         otherwise    begins with g_(e-1)[b + 1]
-        in block b   step e is computed, forward and backward, with the weights
-                     w_e + lookahead (B - 1 - b) (w_e - w_(e-1))
 
-    The gradient of block b is B - 1 - b steps late, and so is made for the weights that will be
-    there by then, as far as their last step tells. All stages go back at the same time where each
+    The gradient of block b is B - 1 - b steps late. All stages go back at the same time where each
     has whole blocks; a block that several stages share goes back on one of them after the other. In
-    a step with nothing that waits, such as the first after an exact one, so do all blocks, and no
-    weights are carried forward. Optimizers, checkpoints, validation and the user's loss see nothing
-    but w_e.
+    a step with nothing that waits, such as the first after an exact one, so do all blocks. With the
+    `lookahead` of `StalenessMethod` a weight is carried forward by so many steps for each step that
+    its gradient is late, on average over the layers that it is used in.
 
     Source: the gradients between blocks are those of DDG (Huo et al., arXiv 1804.10574), which
-    converges; weights that are carried forward those of SpecTrain (Chen et al., arXiv 1809.02839),
-    which takes the optimizer's momentum in place of the last step; within blocks the gradient
-    passes a stale row straight through to the row of this step. Putting all together for chunks of
-    a graph is ours.
+    converges; within blocks the gradient passes a stale row straight through to the row of this
+    step. Putting both together for chunks of a graph is ours.
 
     Args:
         num_blocks: B, at least 1; as many as there are layers at most. With 1 no gradient is late,
             and stages go back one after the other.
-        lookahead: How far weights are carried forward, in steps for each step that their gradients
-            are late, from 0 to 3. It takes the phase back that lateness costs. A weight of several
-            blocks is as late as they are on average; one outside of the module is not carried.
 
     Raises:
-        ConfigError: If one of them is out of its range.
+        ConfigError: If it is not a number of blocks.
     """
 
     num_blocks: int = 2
-    lookahead: float = 2.0
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.num_blocks, int) and not isinstance(self.num_blocks, bool)
-        for name, is_right, bounds, remedy in (
-            (
-                "num_blocks",
-                is_count and self.num_blocks >= 1,
-                "at least 1",
-                "As many as stages let all of them go back at once.",
-            ),
-            ("lookahead", 0 <= self.lookahead <= 3, "from 0 to 3", "0 carries nothing forward."),
-        ):
-            if not is_right:
-                raise ConfigError(
-                    explain(
-                        expected=f"'{name}' of BlockGradients to be {bounds}",
-                        found=str(getattr(self, name)),
-                        remedy=remedy,
-                    )
+        if not (is_count and self.num_blocks >= 1):
+            raise ConfigError(
+                explain(
+                    expected="'num_blocks' of BlockGradients to be at least 1",
+                    found=str(self.num_blocks),
+                    remedy="As many as stages let all of them go back at once.",
                 )
+            )
 
     def num_tables(self, *, recomputes: bool) -> int:
         return 1 + recomputes
@@ -109,12 +91,12 @@ class _GatheredBuffer(ClearedBuffer):
 
 
 class LateGradients:
-    """What blocks have found for what other blocks had given them, until the next step.
+    """What waits for the next step beside histories: what blocks found for what they were given.
 
     A cut is named by the number of the layer behind it. All tensors are in plan order.
 
     Attributes:
-        weights: Those that the step had, by name, of blocks whose gradients are late.
+        weights: Those that the step began with, by name, where weights are carried forward.
     """
 
     def __init__(self) -> None:

@@ -114,11 +114,6 @@ class GradientRule(ABC):
         return 0
 
     @property
-    def lookahead(self) -> float:
-        """How far weights are carried forward, in steps for each that their gradients are late."""
-        return 0.0
-
-    @property
     def num_halos(self) -> int:
         """How many gradients of each chunk's halo its buffer keeps from one step to the next."""
         return 0

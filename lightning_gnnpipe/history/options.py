@@ -33,11 +33,6 @@ class HistoryOptions:
         """Blocks in which layers go back over all chunks; 0: chunks go back through all layers."""
         return self.method.gradients.num_blocks
 
-    @property
-    def lookahead(self) -> float:
-        """How far weights are carried forward, in steps for each that their gradients are late."""
-        return self.method.gradients.lookahead
-
     def seen_from(self, device: torch.device) -> HistoryOptions:
         """Return the options, without a device if it is `device`, where the layers compute."""
         own = self.device

@@ -101,8 +101,6 @@ def test_what_is_saved_goes_on_alike() -> None:
         ({"num_blocks": 0}, "'num_blocks' of BlockGradients to be at least 1"),
         ({"num_blocks": True}, "'num_blocks' of BlockGradients to be at least 1"),
         ({"num_blocks": 1.5}, "'num_blocks' of BlockGradients to be at least 1"),
-        ({"lookahead": -0.1}, "'lookahead' of BlockGradients to be from 0 to 3"),
-        ({"lookahead": float("nan")}, "'lookahead' of BlockGradients to be from 0 to 3"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
@@ -268,7 +266,7 @@ def test_weights_are_carried_forward_while_a_step_is_computed(recompute: bool) -
     """By no more than the last pipelined step was, and nobody else sees it."""
     net = Residual(LAYERS["plain"]).double()
     x = torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
-    method = StalenessMethod(BlockGradients(2, lookahead=1.5))
+    method = StalenessMethod(BlockGradients(2), lookahead=1.5)
     partition = torch.arange(NUM_NODES) % 4
     options = {"recompute": recompute, "self_check": False}  # which draws weights of its own
     engine = one_process_engine(net, partition=partition, method=method, **options)

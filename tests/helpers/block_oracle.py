@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
+from tests.helpers.lookahead import Lookahead
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
 from tests.helpers.reference import METHODS, Key, source_arguments
@@ -60,36 +61,32 @@ class BlockOracle:
         block_layers: Sequence[int],
         lookahead: float,
     ) -> None:
-        self.net, self.partition, self.lookahead = net, partition, lookahead
+        self.net, self.partition = net, partition
         firsts = [sum(block_layers[: i + 1]) for i in range(len(block_layers) - 1)]
         self.ends = [LAYER_ENDS[name][first - 1] for first in firsts]
         self.live: dict[Key, Tensor] = {}
         self.found: dict[str, Tensor] = {}
         self.waiting: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}  # of the last step, if it was in chunks
         graph = _Tracer().trace(net, concrete_args=_options(net))
         self.traced = fx.GraphModule(net, graph)
-        self.late = self._late_steps()
+        late = self._late_steps()
+        self.ahead = Lookahead(net, {name: lookahead * steps for name, steps in late.items()})
 
     def exact(self, *inputs: Tensor) -> Tensor:
         """Run the whole graph as one chunk; nothing waits after it."""
         output = self._run(inputs, torch.zeros_like(self.partition), (0,), is_exact=True)
         if torch.is_grad_enabled():
-            self.waiting, self.weights = {}, {}
+            self.waiting = {}
         return output
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
         """Run the chunks in the given order, with the weights of later steps."""
-        own = {name: p.detach().clone() for name, p in self.net.named_parameters()}
-        last, self.weights = self.weights or own, own
-        self._set(
-            {n: own[n] + self.lookahead * s * (own[n] - last[n]) for n, s in self.late.items()}
-        )
+        self.ahead.begin()
         return self._run(inputs, self.partition, order, is_exact=False)
 
     def end_step(self, *, is_exact: bool) -> None:
         """Have what blocks were given wait."""
-        self._set(self.weights)
+        self.ahead.end(is_exact=is_exact)
         self.waiting = {} if is_exact else self.found
         self.found = {}
 
@@ -106,10 +103,6 @@ class BlockOracle:
                 used.setdefault(name, []).append(len(self.ends) - block)
             block += node.name in self.ends
         return {name: sum(late) / len(late) for name, late in used.items()}
-
-    def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            self.net.get_parameter(name).data = weight.clone()
 
     def _run(
         self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int], *, is_exact: bool

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from tests.helpers.lookahead import Lookahead
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
 from tests.helpers.reference import Delay, Foresight, StaleOracle
@@ -60,14 +62,17 @@ def train_with_oracle(
     cross_chunk_grad_scale: float | Callable[[int], float] = 1.0,
     delay: Delay | None = None,
     foresight: Foresight | None = None,
+    lookahead: float = 0.0,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
 
     Args:
         orders: Order of the chunks in each epoch, as a function of its number.
         cross_chunk_grad_scale: The factor, or what returns that of an epoch, called when it begins.
+        lookahead: How far weights are carried forward in epochs that are not exact.
     """
     oracle = StaleOracle(module.net, partition, delay=delay, foresight=foresight)
+    ahead = Lookahead(module.net, {name: lookahead for name, _ in module.net.named_parameters()})
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []
@@ -76,15 +81,18 @@ def train_with_oracle(
         oracle.cross_chunk_grad_scale = scale(epoch) if callable(scale) else scale
         if refresh.recomputes_before(epoch):
             _recompute(oracle, module, inputs)
-        if refresh.is_exact(epoch):
+        is_exact = refresh.is_exact(epoch)
+        if is_exact:
             outputs = oracle.exact(*inputs)
         else:
+            ahead.begin()
             outputs = oracle.chunked(*inputs, order=orders(epoch))
         if refresh.copies_after(epoch):
             oracle.renew_snapshot()
         loss = module.loss(outputs, data)
         added = None if delay is None else delay.loss
-        steps.append(_step(module, optimizer, outputs, loss, added))
+        restore = partial(ahead.end, is_exact=is_exact)
+        steps.append(_step(module, optimizer, outputs, loss, added, restore))
         if delay is not None:
             delay.end_step()
     return steps
@@ -103,9 +111,11 @@ def _step(
     outputs: Tensor,
     loss: Tensor,
     added: Tensor | None,
+    restore: Callable[[], None],
 ) -> Step:
     optimizer.zero_grad()
     (loss if added is None else loss + added).backward()
+    restore()
     named = dict(module.named_parameters())
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     optimizer.step()

@@ -67,7 +67,7 @@ def assert_equals_oracle(
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 0},
         strategy_kwargs={
-            "staleness": StalenessMethod(BlockGradients(num_blocks, lookahead), LastRows()),
+            "staleness": StalenessMethod(BlockGradients(num_blocks), LastRows(), lookahead),
             "chunk_order": order,
             **options,
         },

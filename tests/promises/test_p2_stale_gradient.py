@@ -42,7 +42,9 @@ def callbacks(rule: str) -> list[Any]:
     return [StalenessWarmup(num_epochs=refresh.num_exact_epochs)] if is_longer else []
 
 
-def method(refresh: Refresh, scale: float, delay: Sequence[float] | None = None) -> Any:
+def method(
+    refresh: Refresh, scale: float, delay: Sequence[float] | None = None, lookahead: float = 0.0
+) -> Any:
     """Return the public method for a rule, a factor of gradients, and what `Delay` takes."""
     from lightning_gnnpipe import (
         DelayedGradients,
@@ -58,9 +60,9 @@ def method(refresh: Refresh, scale: float, delay: Sequence[float] | None = None)
         kind = SnapshotRows if refresh.how == "snapshot" else RenewedRows
         reads = kind(refresh.every_n_epochs)
     if delay is None:
-        return StalenessMethod(DroppedGradients(scale), reads)
+        return StalenessMethod(DroppedGradients(scale), reads, lookahead)
     decay, momentum, *lead = delay
-    return StalenessMethod(DelayedGradients(decay, momentum, scale, *lead), reads)
+    return StalenessMethod(DelayedGradients(decay, momentum, scale, *lead), reads, lookahead)
 
 
 def assert_equals_oracle(
@@ -78,6 +80,7 @@ def assert_equals_oracle(
     validate: bool = False,
     recompute: bool = False,
     repeat_encoder: RepeatOption = "auto",
+    lookahead: float = 0.0,
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
@@ -94,6 +97,7 @@ def assert_equals_oracle(
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale,
         delay=None if delay is None else Delay(*delay),
+        lookahead=lookahead if case.num_chunks > 1 else 0.0,  # one chunk is exact
     )
     fit = run_fit(
         ReferenceModule(name, **options),
@@ -108,7 +112,7 @@ def assert_equals_oracle(
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
         strategy_kwargs={
             "chunk_order": order,
-            "staleness": method(RULES[rule], scale, delay),
+            "staleness": method(RULES[rule], scale, delay, lookahead),
             "recompute": recompute,
             "repeat_encoder": repeat_encoder,
         },

@@ -71,7 +71,7 @@ def test_blocks_are_the_same_for_any_number_of_stages(
 ) -> None:
     from lightning_gnnpipe import BlockGradients, RenewedRows, StalenessMethod
 
-    method = StalenessMethod(BlockGradients(num_blocks), RenewedRows(None, noise=0.5))
+    method = StalenessMethod(BlockGradients(num_blocks), RenewedRows(None, noise=0.5), 1.5)
     options: dict[str, Any] = {"strategy_kwargs": {"staleness": method}}
     one = fit(name, 1, tmp_path, **options)
     for num_stages in stages:

@@ -139,7 +139,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noise": {"staleness": StalenessMethod(reads=RenewedRows(3, noise=0.7))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
-    "blocks": {"staleness": StalenessMethod(BlockGradients(2, 0.3), RenewedRows(None, 0.7))},
+    "blocks": {"staleness": StalenessMethod(BlockGradients(2), RenewedRows(None, 0.7), 1.5)},
+    "lookahead": {"staleness": StalenessMethod(DelayedGradients(), RenewedRows(None, 0.7), 1.5)},
 }
 
 

@@ -1,0 +1,66 @@
+"""P2 for weights that are carried forward: steps equal the oracle's, on every path they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.modules import NETS
+from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
+
+DELAY = (0.75, 0.0, 0.3)
+
+
+@pytest.mark.parametrize("delay", [None, (1.0, 0.0), DELAY], ids=["dropped", "late", "damped"])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@pytest.mark.parametrize("name", NETS)
+def test_one_stage_equals_oracle(
+    name: str, num_chunks: int, delay: Sequence[float] | None, tmp_path: Path
+) -> None:
+    case = communities(num_chunks)
+    assert_equals_oracle(case, tmp_path, name=name, delay=delay, lookahead=2.0)
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_oracle_on(case: GraphCase, tmp_path: Path) -> None:
+    assert_equals_oracle(case, tmp_path, name="sage", delay=DELAY, scale=1.25, lookahead=1.5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("validate", [False, True])
+def test_renewed_rows_are_of_the_weights_themselves(
+    rule: str, validate: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"rule": rule, "validate": validate, "lookahead": 2.0}
+    assert_equals_oracle(communities(5), tmp_path, name="gcnii", delay=DELAY, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards", "options"),
+    [
+        ("gcnii", 2, 1, {}),
+        ("gcn", 4, 1, {"recompute": True}),
+        ("gat_jk", 3, 1, {}),
+        ("gcnii", 3, 1, {"repeat_encoder": True}),
+        ("edge", 1, 1, {"recompute": True, "optimizer": "adam"}),
+        ("sage", 1, 2, {}),
+        ("edge", 2, 2, {}),
+    ],
+)
+def test_stages_shards_and_recomputing_equal_oracle(
+    name: str, num_stages: int, num_shards: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        communities(5),
+        tmp_path,
+        name=name,
+        num_stages=num_stages,
+        num_shards=num_shards,
+        delay=DELAY,
+        lookahead=2.0,
+        **options,
+    )
