@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_gnnpipe import StalenessMethod
+from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.modules import NETS
 from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
@@ -64,3 +66,9 @@ def test_stages_shards_and_recomputing_equal_oracle(
         lookahead=2.0,
         **options,
     )
+
+
+@pytest.mark.parametrize("lookahead", [-0.1, 8.5, float("nan")])
+def test_bad_lookahead_is_refused(lookahead: float) -> None:
+    with pytest.raises(ConfigError, match="'lookahead' of StalenessMethod to be from 0 to 8"):
+        StalenessMethod(lookahead=lookahead)

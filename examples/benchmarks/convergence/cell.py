@@ -68,6 +68,7 @@ class ZeroStart(SnapshotRows):
 
 
 VALIDATED = RenewedRows(None)  # validation runs after every epoch
+NOISY = NAMED["predicted"].reads  # likewise, with a share of the last dropout
 METHODS: dict[str, StalenessMethod] = {
     "exact": StalenessMethod(),
     "constant": StalenessMethod(),
@@ -85,9 +86,13 @@ METHODS: dict[str, StalenessMethod] = {
     "half-lead+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5), VALIDATED),
     "half-lead": StalenessMethod(DelayedGradients(0.5, scale=1.5, lead=0.5)),
     "predicted": NAMED["predicted"],
-    "blocks": NAMED["blocks"],
-    "four-blocks": StalenessMethod(BlockGradients(4), NAMED["blocks"].reads),
-    "two-rules": StalenessMethod(AdaptiveGradients(), NAMED["predicted"].reads),
+    "blocks": StalenessMethod(BlockGradients(2), NOISY),
+    "four-blocks": StalenessMethod(BlockGradients(4), NOISY),
+    "blocks+lookahead": NAMED["blocks"],
+    "four-blocks+lookahead": StalenessMethod(BlockGradients(4), NOISY, lookahead=2.0),
+    "delayed+lookahead": StalenessMethod(DelayedGradients(), NOISY, lookahead=4.0),
+    "damped+lookahead": StalenessMethod(DelayedGradients(0.75, scale=1.25), NOISY, lookahead=3.0),
+    "two-rules": StalenessMethod(AdaptiveGradients(), NOISY),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
     "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
     "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
