@@ -72,10 +72,10 @@ class GNNPipeStrategy(PipeLoops):
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
         staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
-            ones half, from two epochs; stale rows of validation with the last dropout), "blocks"
-            (such rows, all gradients; those of the first half of the layers an epoch late),
-            "delayed" (those of stale rows are), "constant" (they are dropped), "scaled" (the others
-            count twice, technique 3), "gnnpipe" (snapshots too, 2), or a `StalenessMethod`.
+            ones half, from two epochs; stale rows of validation with the last dropout), "lookahead"
+            (such rows, "delayed", weights 4 steps ahead), "blocks" (such rows, half of the layers
+            with late gradients), "delayed" (gradients of stale rows an epoch late), "constant"
+            (dropped), "scaled" (the others twice), "gnnpipe" (snapshots too) or `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

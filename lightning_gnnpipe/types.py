@@ -28,7 +28,9 @@ CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1", "dri
 CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
-StalenessName = Literal["predicted", "blocks", "delayed", "constant", "scaled", "gnnpipe"]
+StalenessName = Literal[
+    "predicted", "lookahead", "blocks", "delayed", "constant", "scaled", "gnnpipe"
+]
 ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
 CrossChunkEdges = Literal["keep", "drop"]

@@ -66,7 +66,7 @@ class StalenessMethod:
                 explain(
                     expected="'lookahead' of StalenessMethod to be from 0 to 8",
                     found=str(self.lookahead),
-                    remedy="0 computes with the weights as they are; 2 is a good value.",
+                    remedy="0 computes with the weights as they are; 4 is a good value.",
                 )
             )
 
@@ -75,6 +75,9 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
         "predicted": StalenessMethod(
             DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
+        ),
+        "lookahead": StalenessMethod(
+            DelayedGradients(), RenewedRows(None, noise=0.7), lookahead=4.0
         ),
         "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2.0),
         "delayed": StalenessMethod(DelayedGradients()),

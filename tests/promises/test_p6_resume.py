@@ -140,7 +140,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "blocks": {"staleness": StalenessMethod(BlockGradients(2), RenewedRows(None, 0.7), 1.5)},
-    "lookahead": {"staleness": StalenessMethod(DelayedGradients(), RenewedRows(None, 0.7), 1.5)},
+    "lookahead": {"staleness": "lookahead"},
 }
 
 
@@ -167,7 +167,7 @@ def test_p6_what_waits_between_blocks_goes_on_in_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "blocks"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "lookahead", "blocks"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:

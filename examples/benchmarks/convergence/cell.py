@@ -90,7 +90,7 @@ METHODS: dict[str, StalenessMethod] = {
     "four-blocks": StalenessMethod(BlockGradients(4), NOISY),
     "blocks+lookahead": NAMED["blocks"],
     "four-blocks+lookahead": StalenessMethod(BlockGradients(4), NOISY, lookahead=2.0),
-    "delayed+lookahead": StalenessMethod(DelayedGradients(), NOISY, lookahead=4.0),
+    "lookahead": NAMED["lookahead"],
     "damped+lookahead": StalenessMethod(DelayedGradients(0.75, scale=1.25), NOISY, lookahead=3.0),
     "two-rules": StalenessMethod(AdaptiveGradients(), NOISY),
     "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, print_table
 
-METHODS = ("constant", "scaled", "delayed", "predicted", "blocks")
+METHODS = ("constant", "scaled", "delayed", "predicted", "lookahead", "blocks")
 
 
 def main() -> None:
