@@ -258,11 +258,13 @@ def test_the_strategy_is_registered() -> None:
         ({"chunk_order": True}, "'chunk_order' to be one of shuffled, mirrored, fixed"),
         (
             {"staleness": "fresh"},
-            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, scaled, gnnpipe",
+            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, "
+            "scaled, gnnpipe",
         ),
         (
             {"staleness": 2.0},
-            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, scaled, gnnpipe",
+            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, "
+            "scaled, gnnpipe",
         ),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
         ({"halo_codec": "int3"}, "'halo_codec' to be one of fp32, .*, or two of them.*got 'int3'"),
