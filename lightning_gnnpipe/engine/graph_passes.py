@@ -142,14 +142,18 @@ class GraphPasses:
     def _weights(self, layers: Layers, graph: PlannedGraph) -> PredictedWeights | None:
         """Return the weights that a pipelined step is computed with, if they are others."""
         method, module = self._options.histories.method, self._model.module
+        weights = graph.store.late.weights
         if not method.lookahead:
+            weights.clear()  # of a run with another method, that this one goes on from
             return None
+        num_blocks = method.gradients.num_blocks
+        if not num_blocks:
+            return PredictedWeights(module, None, method.lookahead, weights)
         known, late = self._known_late
         if known is not layers:
-            late = late_steps(layers, method.gradients.num_blocks, module)
+            late = late_steps(layers, num_blocks, module)
             self._known_late = layers, late
-        distances = {name: method.lookahead * steps for name, steps in late.items()}
-        return PredictedWeights(module, distances, graph.store.late.weights)
+        return PredictedWeights(module, late, method.lookahead, weights)
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.

@@ -1,14 +1,19 @@
 """Weights that are carried forward to the step in which their gradients will be used.
 
-    last weights w_(e-1), weights w_e  ->  step e is computed with w_e + d (w_e - w_(e-1))
+    s_e = w_e - w_(e-1)         how far the last step went
+    r = <s_e, s_(e-1)> / max(|s_e|^2, |s_(e-1)|^2), at least 0
+                                how far it goes on from the one before it
+    (r + r^2 + ... + r^d) s_e   the next d steps, if each goes on as far from its own
+    w_e + (r + ... + r^d) s_e   what step e is computed with
 
-Whoever looks at the module before, between and after forward and backward sees w_e.
+Of each parameter by itself. Whoever looks at the module before, between and after forward and
+backward sees w_e.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import mean
 
@@ -16,19 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.blocks import block_cuts
+from lightning_gnnpipe.history import LastWeights
 from lightning_gnnpipe.stages import Layers, find_users, split_layers
 
 
 def late_steps(layers: Layers, num_blocks: int, module: nn.Module) -> dict[str, float]:
-    """Return how many steps late the gradients of parameters are taken to be, where they are.
+    """Return how many steps late blocks make the gradients of parameters, by name, where they do.
 
     Args:
         layers: The layers.
-        num_blocks: In which they go back; 0 where chunks do: then all count as one step late.
-        module: The module that they are of.
+        num_blocks: In which they go back.
+        module: The module that the parameters are of.
     """
-    if not num_blocks:
-        return {name: 1.0 for name, _ in module.named_parameters()}
     cuts = block_cuts(len(layers.segments), num_blocks)
     users = find_users(split_layers(layers, (1,) * len(layers.segments)), module)
     late = {
@@ -39,40 +43,80 @@ def late_steps(layers: Layers, num_blocks: int, module: nn.Module) -> dict[str, 
     return {name: steps for name, steps in late.items() if steps}
 
 
+def forecast(steps: Sequence[Tensor], before: Sequence[Tensor], num_steps: int) -> Tensor:
+    """Return how many times each step will be gone again in the next `num_steps`.
+
+    Args:
+        steps: The last step of each parameter, any shapes.
+        before: The one before it.
+        num_steps: How many are foreseen.
+
+    Returns:
+        From 0, where a step does not go on from the one before it, to `num_steps`; one a parameter.
+    """
+    products, squares = [], []
+    for step, last in zip(steps, before, strict=True):
+        wide = torch.promote_types(step.dtype, torch.float32)
+        this, that = step.to(wide), last.to(wide)
+        products.append((this * that.conj()).real.sum())
+        norms = torch.linalg.vector_norm(this), torch.linalg.vector_norm(that)
+        squares.append(torch.maximum(*norms).square())
+    largest = torch.stack(squares)
+    share = torch.stack(products) / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    share = share.clamp(0, 1)
+    total = torch.zeros_like(share)
+    for _ in range(num_steps):
+        total = share * (1 + total)
+    return total
+
+
 class PredictedWeights:
     """The weights that one step is computed with.
 
     Args:
-        module: The pipelined module.
-        distances: How many steps the parameters are carried forward, by name. Of those that are
-            frozen, or on other ranks, none is.
-        last: The weights of the step before, by name; are replaced by those of this step.
+        module: The pipelined module. Parameters that are frozen or on other ranks stay as they are.
+        late: How many steps late the gradients of parameters are, by name; 0 if not named. None:
+            all are one step late.
+        lookahead: How many steps are foreseen for each of these.
+        last: The weights of the step before; are replaced by those of this one.
     """
 
     def __init__(
-        self, module: nn.Module, distances: Mapping[str, float], last: dict[str, Tensor]
+        self,
+        module: nn.Module,
+        late: Mapping[str, float] | None,
+        lookahead: int,
+        last: LastWeights,
     ) -> None:
+        now = {
+            name: parameter.detach().clone()
+            for name, parameter in module.named_parameters()
+            if (late is None or name in late) and parameter.requires_grad and parameter.numel()
+        }
+        steps = {
+            name: value - last.values[name].to(value.device)
+            for name, value in now.items()
+            if name in last.values and last.values[name].shape == value.shape
+        }
+        known = [name for name in steps if name in last.steps]
         self._ahead: list[tuple[nn.Parameter, Tensor]] = []
-        now: dict[str, Tensor] = {}
-        for name, distance in distances.items():
-            parameter = module.get_parameter(name)
-            if not parameter.requires_grad or parameter.numel() == 0:
-                continue
-            now[name] = parameter.detach().clone()
-            before = last.get(name)
-            if before is not None and before.shape == parameter.shape:
-                self._ahead.append((parameter, torch.lerp(before, now[name], 1 + distance)))
-        last.clear()
-        last.update(now)
+        if known:
+            before = [last.steps[name].to(steps[name].device) for name in known]
+            distances = forecast([steps[name] for name in known], before, lookahead)
+            for name, distance in zip(known, distances.unbind(), strict=True):
+                times = distance if late is None else distance * late[name]
+                ahead = now[name] + (times * steps[name]).to(now[name].dtype)
+                self._ahead.append((module.get_parameter(name), ahead))
+        last.values, last.steps = now, steps
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Compute with them within the block; those of the module are not written to."""
         own = [parameter.data for parameter, _ in self._ahead]
-        for parameter, ahead in self._ahead:
-            parameter.data = ahead
-        torch.clear_autocast_cache()  # knows parameters, but not their data
         try:
+            for parameter, ahead in self._ahead:
+                parameter.data = ahead
+            torch.clear_autocast_cache()  # knows parameters, but not their data
             yield
         finally:
             for (parameter, _), data in zip(self._ahead, own, strict=True):

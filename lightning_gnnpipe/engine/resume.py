@@ -25,7 +25,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 8
+_VERSION = 9
 
 
 @dataclass(frozen=True, slots=True)

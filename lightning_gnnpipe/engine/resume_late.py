@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.history import LateGradients
+from lightning_gnnpipe.history import LastWeights, LateGradients
 
 
 def save_late(late: LateGradients) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def save_late(late: LateGradients) -> dict[str, Any]:
         for cut, by_value in late.save().items()
         for name, grad in by_value.items()
     ]
-    return {"grads": grads, "weights": late.weights}
+    return {"grads": grads, "weights": late.weights.values, "steps": late.weights.steps}
 
 
 def load_late(
@@ -41,6 +41,9 @@ def load_late(
             if one["cut"] - 1 in segments:
                 found.setdefault(one["cut"], {})[one["value"]] = one["grad"].to(device)
     late.load(found)
-    late.weights = {  # those of other ranks are of no use, until the first step
-        name: weight.to(device) for rank in saved for name, weight in rank["weights"].items()
-    }
+    # Those of other ranks are of no use, and gone with the first step: they stay where they are.
+    weights, steps = (
+        {name: value for rank in saved for name, value in rank[of].items()}
+        for of in ("weights", "steps")
+    )
+    late.weights = LastWeights(weights, steps)

@@ -20,6 +20,7 @@ from lightning_gnnpipe.history.reads import (
 )
 from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
+from lightning_gnnpipe.history.weights import LastWeights
 
 __all__ = [
     "METHODS",
@@ -33,6 +34,7 @@ __all__ = [
     "HistoryOptions",
     "HistoryStore",
     "LastRows",
+    "LastWeights",
     "LateGradients",
     "Moments",
     "ReadRule",

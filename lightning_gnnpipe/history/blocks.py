@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history.gradients import ClearedBuffer, GradientBuffer, GradientRule
+from lightning_gnnpipe.history.weights import LastWeights
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -96,11 +97,11 @@ class LateGradients:
     A cut is named by the number of the layer behind it. All tensors are in plan order.
 
     Attributes:
-        weights: Those that the step began with, by name, where weights are carried forward.
+        weights: Those that the step began with, where weights are carried forward.
     """
 
     def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
+        self.weights = LastWeights()
         self._new: dict[int, dict[str, Tensor]] = {}
         self._last: dict[int, dict[str, Tensor]] = {}
 
@@ -121,7 +122,7 @@ class LateGradients:
 
     def drop(self) -> None:
         """Forget what waits."""
-        self._new, self._last, self.weights = {}, {}, {}
+        self._new, self._last, self.weights = {}, {}, LastWeights()
 
     def rescale(self, factor: float | None) -> None:
         """Multiply what waits; None: drop it."""

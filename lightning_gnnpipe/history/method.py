@@ -17,25 +17,27 @@ from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, Sna
 class StalenessMethod:
     """How staleness is met, in gradients, in reads and in weights.
 
-    With a `lookahead` the pipelined step e is computed, forward and backward, with
+    With a `lookahead` of d the pipelined step e is computed, forward and backward, with
 
-        w_e + lookahead (w_e - w_(e-1))
+        w_e + (r + r^2 + ... + r^d) s_e,    s_e = w_e - w_(e-1),
+        r = <s_e, s_(e-1)> / max(|s_e|^2, |s_(e-1)|^2), at least 0
 
-    in place of its weights w_e, which all others see: optimizers, validation, checkpoints, the
-    user's loss. A late gradient is then one for about the weights that it changes. That takes the
-    phase back that lateness costs, and other than the `lead` of gradients makes no noise, since
-    weights move smoothly. After an exact step there is no w_(e-1), and nothing is carried forward;
-    nor are weights outside of the pipelined module. Source: the predicted weights of SpecTrain
-    (Chen et al., arXiv 1809.02839) for pipelines of batches, with the last step in place of the
-    optimizer's momentum, so that it is any optimizer's.
+    in place of each parameter w_e of the pipelined module, which all others see: optimizers,
+    validation, checkpoints, the user's loss. A late gradient is then one for about the weights
+    that it changes. That takes the phase back that lateness costs, and other than the `lead` of
+    gradients makes no noise, since weights move smoothly; where they do not, because the optimizer
+    has no momentum, or since they swing, r is small and they stay where they are. So it is for the
+    first two steps after an exact one. Source: the predicted weights of SpecTrain (Chen et al.,
+    arXiv 1809.02839) for pipelines of batches, which carry weights on along the optimizer's
+    momentum; to foresee steps from those that were made is ours.
 
     Args:
         gradients: What becomes of the gradients of stale rows: `DroppedGradients`,
             `DelayedGradients`, `AdaptiveGradients` or `BlockGradients`.
         reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
             `SmoothedRows` or `RenewedRows`.
-        lookahead: How many steps weights are carried forward, from 0 to 8; with `BlockGradients`
-            for each step that a weight's gradient is late.
+        lookahead: d, the steps that are foreseen, from 0 to 8; with `BlockGradients` for each step
+            that a weight's gradient is late.
 
     Raises:
         ConfigError: If they are something else.
@@ -47,7 +49,7 @@ class StalenessMethod:
 
     gradients: GradientRule = field(default_factory=DroppedGradients)
     reads: ReadRule = field(default_factory=LastRows)
-    lookahead: float = 0.0
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (("gradients", GradientRule), ("reads", ReadRule)):
@@ -61,12 +63,13 @@ class StalenessMethod:
                         "'gradients' and LastRows() for 'reads'.",
                     )
                 )
-        if not 0 <= self.lookahead <= 8:
+        is_count = isinstance(self.lookahead, int) and not isinstance(self.lookahead, bool)
+        if not (is_count and 0 <= self.lookahead <= 8):
             raise ConfigError(
                 explain(
-                    expected="'lookahead' of StalenessMethod to be from 0 to 8",
+                    expected="'lookahead' of StalenessMethod to be a whole number from 0 to 8",
                     found=str(self.lookahead),
-                    remedy="0 computes with the weights as they are; 4 is a good value.",
+                    remedy="0 computes with the weights as they are; beyond 4 little is gained.",
                 )
             )
 
@@ -76,10 +79,8 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
         "predicted": StalenessMethod(
             DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
-        "lookahead": StalenessMethod(
-            DelayedGradients(), RenewedRows(None, noise=0.7), lookahead=4.0
-        ),
-        "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2.0),
+        "lookahead": StalenessMethod(DelayedGradients(), RenewedRows(None, noise=0.7), lookahead=4),
+        "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
         "scaled": StalenessMethod(DroppedGradients(scale=2.0)),

@@ -50,7 +50,7 @@ class BlockOracle:
         net: The net.
         partition: Chunk of each node, ``[num_nodes]``.
         block_layers: Layers of each block.
-        lookahead: How far weights are carried forward for each step.
+        lookahead: How many steps are foreseen for each that a gradient is late.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BlockOracle:
         net: nn.Module,
         partition: Tensor,
         block_layers: Sequence[int],
-        lookahead: float,
+        lookahead: int,
     ) -> None:
         self.net, self.partition = net, partition
         firsts = [sum(block_layers[: i + 1]) for i in range(len(block_layers) - 1)]
@@ -69,8 +69,7 @@ class BlockOracle:
         self.waiting: dict[str, Tensor] = {}
         graph = _Tracer().trace(net, concrete_args=_options(net))
         self.traced = fx.GraphModule(net, graph)
-        late = self._late_steps()
-        self.ahead = Lookahead(net, {name: lookahead * steps for name, steps in late.items()})
+        self.ahead = Lookahead(net, self._late_steps(), lookahead)
 
     def exact(self, *inputs: Tensor) -> Tensor:
         """Run the whole graph as one chunk; nothing waits after it."""

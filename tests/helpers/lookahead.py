@@ -8,28 +8,37 @@ from torch import Tensor, nn
 
 
 class Lookahead:
-    """Has a step in chunks computed with weights on the line through the last two.
+    """Has a step in chunks computed with weights further on, as far as the last step goes on.
 
     Args:
         net: The net.
-        distances: How many steps each parameter is carried, behind the present one.
+        late: How many steps late the gradient of each parameter is.
+        num_steps: How many steps are foreseen for each.
     """
 
-    def __init__(self, net: nn.Module, distances: Mapping[str, float]) -> None:
-        self.net, self.distances = net, distances
-        self.weights: dict[str, Tensor] = {}  # of the last step, if it was in chunks
+    def __init__(self, net: nn.Module, late: Mapping[str, float], num_steps: int) -> None:
+        self.net, self.late, self.num_steps = net, late, num_steps
+        self.weights: list[dict[str, Tensor]] = []  # of the steps in chunks since an exact one
+        self.jumps: list[float] = []
 
     def begin(self) -> None:
         """Begin a step in chunks."""
-        own = {name: p.detach().clone() for name, p in self.net.named_parameters()}
-        last, self.weights = self.weights or own, own
-        for name, distance in self.distances.items():
-            ahead = own[name] + distance * (own[name] - last[name])
-            self.net.get_parameter(name).data = ahead
+        self.weights.append({n: p.detach().clone() for n, p in self.net.named_parameters()})
+        if len(self.weights) < 3:
+            return
+        older, old, now = self.weights[-3:]
+        for name, late in self.late.items():
+            step, before = now[name] - old[name], old[name] - older[name]
+            squares = [float((x * x).sum()) for x in (step, before)]
+            share = max(0.0, float((step * before).sum()) / max(*squares, 1e-300))
+            jump = late * sum(share**i for i in range(1, self.num_steps + 1))
+            self.jumps.append(jump)
+            self.net.get_parameter(name).data = now[name] + jump * step
 
     def end(self, *, is_exact: bool) -> None:
         """Give the net its weights back; after an exact step there are none to go on from."""
         if is_exact:
-            self.weights = {}
-        for name, weight in self.weights.items():
+            self.weights = []
+            return
+        for name, weight in self.weights[-1].items():
             self.net.get_parameter(name).data = weight.clone()

@@ -62,17 +62,17 @@ def train_with_oracle(
     cross_chunk_grad_scale: float | Callable[[int], float] = 1.0,
     delay: Delay | None = None,
     foresight: Foresight | None = None,
-    lookahead: float = 0.0,
+    lookahead: int = 0,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
 
     Args:
         orders: Order of the chunks in each epoch, as a function of its number.
         cross_chunk_grad_scale: The factor, or what returns that of an epoch, called when it begins.
-        lookahead: How far weights are carried forward in epochs that are not exact.
+        lookahead: How many steps are foreseen for weights in epochs that are not exact.
     """
     oracle = StaleOracle(module.net, partition, delay=delay, foresight=foresight)
-    ahead = Lookahead(module.net, {name: lookahead for name, _ in module.net.named_parameters()})
+    ahead = Lookahead(module.net, {name: 1 for name, _ in module.net.named_parameters()}, lookahead)
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []

@@ -46,7 +46,7 @@ def assert_equals_oracle(
     *,
     name: str,
     num_blocks: int,
-    lookahead: float = 2.0,
+    lookahead: int = 2,
     order: OrderName = "shuffled",
     num_warmup: int = 1,
     kind: type[ReferenceModule] = ReferenceModule,
@@ -85,12 +85,12 @@ def assert_equals_oracle(
     assert_steps_equal(found.steps, expected)
 
 
-@pytest.mark.parametrize("lookahead", [0.0, 1.5])
+@pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 9])
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 @pytest.mark.parametrize("name", NETS)
 def test_one_stage_equals_oracle(
-    name: str, num_chunks: int, num_blocks: int, lookahead: float, tmp_path: Path
+    name: str, num_chunks: int, num_blocks: int, lookahead: int, tmp_path: Path
 ) -> None:
     assert_equals_oracle(
         communities(num_chunks), tmp_path, name=name, num_blocks=num_blocks, lookahead=lookahead

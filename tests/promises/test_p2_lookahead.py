@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from lightning_gnnpipe import StalenessMethod
 from lightning_gnnpipe.errors import ConfigError
+from tests.helpers import training
 from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.lookahead import Lookahead
 from tests.helpers.modules import NETS
-from tests.promises.test_p2_stale_gradient import RULES, assert_equals_oracle
+from tests.promises.test_p2_stale_gradient import NUM_EPOCHS, RULES, assert_equals_oracle
 
 DELAY = (0.75, 0.0, 0.3)
 
@@ -24,12 +27,12 @@ def test_one_stage_equals_oracle(
     name: str, num_chunks: int, delay: Sequence[float] | None, tmp_path: Path
 ) -> None:
     case = communities(num_chunks)
-    assert_equals_oracle(case, tmp_path, name=name, delay=delay, lookahead=2.0)
+    assert_equals_oracle(case, tmp_path, name=name, delay=delay, lookahead=2)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_one_stage_equals_oracle_on(case: GraphCase, tmp_path: Path) -> None:
-    assert_equals_oracle(case, tmp_path, name="sage", delay=DELAY, scale=1.25, lookahead=1.5)
+    assert_equals_oracle(case, tmp_path, name="sage", delay=DELAY, scale=1.25, lookahead=3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -37,7 +40,7 @@ def test_one_stage_equals_oracle_on(case: GraphCase, tmp_path: Path) -> None:
 def test_renewed_rows_are_of_the_weights_themselves(
     rule: str, validate: bool, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"rule": rule, "validate": validate, "lookahead": 2.0}
+    options: dict[str, Any] = {"rule": rule, "validate": validate, "lookahead": 4}
     assert_equals_oracle(communities(5), tmp_path, name="gcnii", delay=DELAY, **options)
 
 
@@ -63,12 +66,24 @@ def test_stages_shards_and_recomputing_equal_oracle(
         num_stages=num_stages,
         num_shards=num_shards,
         delay=DELAY,
-        lookahead=2.0,
+        lookahead=2,
         **options,
     )
 
 
-@pytest.mark.parametrize("lookahead", [-0.1, 8.5, float("nan")])
-def test_bad_lookahead_is_refused(lookahead: float) -> None:
-    with pytest.raises(ConfigError, match="'lookahead' of StalenessMethod to be from 0 to 8"):
+def test_weights_of_the_oracle_are_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than the last step, in most parameters; from the third step in chunks."""
+    made: list[Lookahead] = []
+    monkeypatch.setattr(
+        training, "Lookahead", lambda *args: made.append(Lookahead(*args)) or made[0]
+    )
+    assert_equals_oracle(communities(5), tmp_path, name="gcnii", delay=DELAY, lookahead=4)
+    (ahead,) = made
+    assert len(ahead.jumps) == (NUM_EPOCHS + 2 - 3) * len(ahead.late)
+    assert median(ahead.jumps) > 1 and max(ahead.jumps) <= 4
+
+
+@pytest.mark.parametrize("lookahead", [-1, 9, 1.5, True, float("nan")])
+def test_bad_lookahead_is_refused(lookahead: Any) -> None:
+    with pytest.raises(ConfigError, match="'lookahead' of StalenessMethod to be a whole number"):
         StalenessMethod(lookahead=lookahead)

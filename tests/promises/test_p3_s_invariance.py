@@ -13,7 +13,7 @@ from tests.helpers.launch import FitResult, run_fit
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
 
-NUM_EPOCHS = 4
+NUM_EPOCHS = 5
 
 
 def fit(
@@ -71,7 +71,7 @@ def test_blocks_are_the_same_for_any_number_of_stages(
 ) -> None:
     from lightning_gnnpipe import BlockGradients, RenewedRows, StalenessMethod
 
-    method = StalenessMethod(BlockGradients(num_blocks), RenewedRows(None, noise=0.5), 1.5)
+    method = StalenessMethod(BlockGradients(num_blocks), RenewedRows(None, noise=0.5), 2)
     options: dict[str, Any] = {"strategy_kwargs": {"staleness": method}}
     one = fit(name, 1, tmp_path, **options)
     for num_stages in stages:

@@ -139,7 +139,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "noise": {"staleness": StalenessMethod(reads=RenewedRows(3, noise=0.7))},
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
-    "blocks": {"staleness": StalenessMethod(BlockGradients(2), RenewedRows(None, 0.7), 1.5)},
+    "blocks": {"staleness": StalenessMethod(BlockGradients(2), RenewedRows(None, 0.7), 2)},
     "lookahead": {"staleness": "lookahead"},
 }
 
@@ -177,6 +177,20 @@ def test_p6_another_number_of_stages_goes_on_alike(
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
     found = fit(tmp_path / "second", num_stages=second, resume=saved, **options)
     torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+
+
+def test_p6_weights_of_a_method_before_the_last_are_forgotten(tmp_path: Path) -> None:
+    """A run without a lookahead between two with one leaves nothing to carry weights on from."""
+    kept = []
+    last: Path | None = None
+    for i, variant in enumerate(("lookahead", "delayed", "lookahead")):
+        options: dict[str, Any] = {**VARIANTS[variant], "num_stages": 1, "epochs": SAVED_AT + i}
+        found = fit(tmp_path / str(i), resume=last, **options)
+        last = tmp_path / str(i) / f"epoch={SAVED_AT + i - 1}.ckpt"
+        folder = histories_folder(last, found["gnnpipe"]["histories"])
+        late = torch.load(folder / "stage_0.pt", weights_only=True)["late"]
+        kept.append((bool(late["weights"]), bool(late["steps"])))
+    assert kept == [(True, True), (False, False), (True, False)]  # of two steps, none, one
 
 
 @pytest.mark.parametrize("second", [1, 2])
