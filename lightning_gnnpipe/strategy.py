@@ -72,10 +72,10 @@ class GNNPipeStrategy(PipeLoops):
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
         staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
-            ones half, from two epochs; stale rows of validation with the last dropout), "lookahead"
-            (such rows, "delayed", weights 4 steps ahead), "blocks" (such rows, half of the layers
-            with late gradients), "delayed" (gradients of stale rows an epoch late), "constant"
-            (dropped), "scaled" (the others twice), "gnnpipe" (snapshots too) or `StalenessMethod`.
+            ones half, carried forward; stale rows of validation with the last dropout), "lookahead"
+            (so, but weights are carried forward), "blocks" (so, half of the layers with late
+            gradients), "delayed" (gradients of stale rows an epoch late), "constant" (dropped),
+            "scaled" (the others twice), "gnnpipe" (snapshots too) or a `StalenessMethod`.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

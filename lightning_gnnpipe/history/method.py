@@ -79,7 +79,9 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
         "predicted": StalenessMethod(
             DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
-        "lookahead": StalenessMethod(DelayedGradients(), RenewedRows(None, noise=0.7), lookahead=4),
+        "lookahead": StalenessMethod(
+            DelayedGradients(decay=0.5, scale=1.5), RenewedRows(None, noise=0.7), lookahead=4
+        ),
         "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
