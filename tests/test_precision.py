@@ -238,7 +238,7 @@ class Scales(MixedPrecision):
 
 @pytest.mark.parametrize(
     "staleness",
-    ["constant", "delayed", "predicted", StalenessMethod(BlockGradients(2), LastRows(), 0.5)],
+    ["constant", "delayed", "predicted", StalenessMethod(BlockGradients(2), LastRows(), 2)],
     ids=["constant", "delayed", "predicted", "blocks"],
 )
 @pytest.mark.parametrize("num_stages", [1, 2])
