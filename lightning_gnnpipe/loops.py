@@ -144,9 +144,15 @@ class PipeLoops(PipeReplicas):
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         averages = any(_compat.average_of(one) is not None for one in callbacks)
         self._engine.progress.averages_weights = averages
+        self._engine.progress.learning_rates = self._learning_rates
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(callbacks)
+
+    def _learning_rates(self) -> list[float]:
+        """Return those of all groups of parameters that have one, of all optimizers."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)

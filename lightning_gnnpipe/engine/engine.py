@@ -34,6 +34,7 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
 from lightning_gnnpipe.engine.seeds import PassSeeds
@@ -72,7 +73,7 @@ class PipelineEngine:
         self.model = PipelinedModel(module, transport, options.splitting, self._check)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
-        self.progress = Progress()
+        self.progress, self._rates = Progress(), LearningRates()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -164,14 +165,13 @@ class PipelineEngine:
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
-        graph = self.graphs.trained
+        graph, is_split = self.graphs.trained, self.model.is_split
         counts = self.num_training_passes, self._seeds.num_inferences
-        is_split = self.model.is_split
         layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
-        return RunState(self.options.seed, *counts, *layout, *histories)
+        return RunState(self.options.seed, *counts, *layout, *histories, self._rates.peaks)
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -191,6 +191,7 @@ class PipelineEngine:
             self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
+        self._rates.peaks = saved.state.peak_rates
         self.prefer(saved.state)
 
     def prefer(self, state: RunState) -> None:
@@ -208,6 +209,7 @@ class PipelineEngine:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
         self._note_loss(graph)
+        graph.store.rate_share = self._rates.share(self.progress.learning_rates())
         refreshes = self.controls.refreshes and not graph.is_renewed
         is_due = refreshes or graph.is_refresh_due(self.num_training_passes)
         if is_due and not is_exact and not is_free:
@@ -223,8 +225,7 @@ class PipelineEngine:
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
         graph.is_renewed = False
-        if is_exact:
-            graph.filled.add(mode.reads)
+        graph.filled.update([mode.reads] if is_exact else [])
         return output
 
     def _note_loss(self, graph: PlannedGraph) -> None:

@@ -25,7 +25,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 9
+_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class RunState:
         num_shards: Shards of the graph.
         graph: Fingerprint of the graph that the histories belong to; None if there are none.
         filled: Modes whose histories are complete.
+        peak_rates: The largest learning rate so far of each group of parameters.
         version: Of this format.
     """
 
@@ -50,6 +51,7 @@ class RunState:
     num_shards: int
     graph: int | None
     filled: tuple[Hashable, ...]
+    peak_rates: tuple[float, ...]
     version: int = _VERSION
 
     @property
@@ -132,6 +134,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "moments": moments,
         "late": save_late(store.late),
         "loss_scale": store.loss_scale,
+        "rate_share": store.rate_share,
         "reads": _rule(store),
         "is_renewed": graph.is_renewed,
     }
@@ -183,7 +186,7 @@ def load_ranks(
     keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
     if not is_same_cut and any(map(_is_by_chunk, keys)):
         return False
-    store.loss_scale = ranks[0]["loss_scale"]  # the same on all
+    store.loss_scale, store.rate_share = (ranks[0][n] for n in ("loss_scale", "rate_share"))
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
         for one in rank["histories"]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history.delayed import DelayedGradients, WaitingBuffer
+from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import GradientBuffer, GradientRule
 from lightning_gnnpipe.history.saved import Adapted, SavedGradients
+from lightning_gnnpipe.history.waiting import WaitingBuffer
 from lightning_gnnpipe.types import ChunkView
 
 EVERY_N_STEPS = 5
@@ -55,7 +56,7 @@ class AdaptiveGradients(GradientRule):
         threshold: Correlation from which on they are.
 
     Raises:
-        ConfigError: If a rule has no lead, or smooths, or `threshold` is not finite.
+        ConfigError: If a rule has no lead, smooths or fades, or `threshold` is not finite.
     """
 
     noisy: DelayedGradients = field(
@@ -70,11 +71,11 @@ class AdaptiveGradients(GradientRule):
         for name in ("noisy", "steady"):
             rule = getattr(self, name)
             is_rule = isinstance(rule, DelayedGradients)
-            if not (is_rule and rule.lead > 0 and rule.momentum == 0):
+            if not (is_rule and rule.lead > 0 and rule.momentum == 0 and not rule.fades):
                 raise ConfigError(
                     explain(
                         expected=f"'{name}' of AdaptiveGradients to be DelayedGradients with a "
-                        "'lead' above 0 and no 'momentum'",
+                        "'lead' above 0, no 'momentum' and no 'fades'",
                         found=repr(rule),
                         remedy="The lead keeps the last gradients, which are compared with the "
                         "next; without it use DelayedGradients alone.",

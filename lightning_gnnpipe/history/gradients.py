@@ -79,6 +79,10 @@ class GradientBuffer(ABC):
         """Forget what the next step does not need; an exact step has left nothing for it."""
 
     @abstractmethod
+    def follow_rate(self, share: float) -> None:
+        """Go on with the factors for such a share of the largest learning rate, from 0 to 1."""
+
+    @abstractmethod
     def rescale(self, factor: float | None) -> None:
         """Multiply what waits for the next step; None: drop it."""
 
@@ -196,6 +200,9 @@ class ClearedBuffer(GradientBuffer):
         if self._total is not None and self._has_any:
             self._total.zero_()
             self._has_any = False
+
+    def follow_rate(self, share: float) -> None:
+        """Nothing is damped by it."""
 
     def rescale(self, factor: float | None) -> None:
         """Nothing waits."""

@@ -80,7 +80,9 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
             DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
         "lookahead": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5), RenewedRows(None, noise=0.7), lookahead=4
+            DelayedGradients(decay=0.5, scale=1.5, fades=True),
+            RenewedRows(None, noise=0.7),
+            lookahead=4,
         ),
         "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2),
         "delayed": StalenessMethod(DelayedGradients()),

@@ -59,6 +59,7 @@ class HistoryStore:
         self.num_chunks = num_chunks
         self.step = 0
         self.loss_scale = 1.0  # of the gradients that wait
+        self.rate_share = 1.0  # the learning rate in shares of the largest
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
         self.late = LateGradients()
@@ -89,9 +90,11 @@ class HistoryStore:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
-        """Say that training pass number `step` begins."""
+        """Say that training pass number `step` begins, at the present `rate_share`."""
         self.step = step
         self.moments.begin_step()
+        for entry in self._entries.values():
+            entry.grads.follow_rate(self.rate_share)
 
     def rescale(self, loss_scale: float, *, is_lost: bool = False) -> None:
         """Make what waits that of another loss scale, or drop it.
@@ -148,9 +151,8 @@ class HistoryStore:
         """Return the history under `key` as it is between two steps; its tensors are not copied."""
         entry = self._entries[key]
         rows = entry.rows
-        kept_step = min(rows.kept_written, default=NEVER)
-        gradients = entry.grads.save()
-        return SavedHistory(rows.now, min(rows.written), rows.kept, kept_step, gradients)
+        steps = min(rows.written), min(rows.kept_written, default=NEVER)
+        return SavedHistory(rows.now, steps[0], rows.kept, steps[1], entry.grads.save())
 
     def load(self, key: Hashable, saved: SavedHistory) -> None:
         """Go on with a history that was saved; its rows are in this plan's order."""
@@ -285,8 +287,8 @@ class HistoryStore:
             shape = (self.num_rows, *rows.shape[1:])
             table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
             grads = self.options.method.gradients.make_buffer()
-            entry = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
-            self._entries[key] = entry
+            grads.follow_rate(self.rate_share)
+            entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
         return entry
 
 

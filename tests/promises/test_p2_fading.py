@@ -1,0 +1,133 @@
+"""P2 for damping that fades with the learning rate: steps equal the oracle's at every rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_gnnpipe import DelayedGradients, LastRows, StalenessMethod
+from lightning_gnnpipe.graph import chunk_order
+from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.launch import SEED, FitResult, run_fit
+from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.record import assert_steps_equal
+from tests.helpers.reference import Delay
+from tests.helpers.training import Refresh, train_with_oracle
+
+LR = 0.05
+# By step: the rate in shares of LR; the quarters of the largest so far, worked out by hand.
+RATES = (0.5, 0.8, 1.0, 0.9, 0.7, 0.55, 0.3, 0.05, 0.6, 0.0)
+QUARTERS = (4, 4, 4, 4, 3, 2, 1, 0, 2, 0)
+RULE = DelayedGradients(decay=0.5, scale=1.5, fades=True)
+
+
+class FallingModule(ReferenceModule):
+    """Its learning rate is another one in each step."""
+
+    def configure_optimizers(self) -> Any:
+        self.made = super().configure_optimizers()
+        return {"optimizer": self.made, "lr_scheduler": LambdaLR(self.made, RATES.__getitem__)}
+
+
+class OracleModule(ReferenceModule):
+    """Likewise, but the rates are set by the test."""
+
+    def configure_optimizers(self) -> Any:
+        self.made = super().configure_optimizers()
+        return self.made
+
+
+def factors_of(step: int, rule: DelayedGradients) -> tuple[float, float]:
+    """Return decay and scale of a step."""
+    share = QUARTERS[step] / 4
+    return 1 - share * (1 - rule.decay), 1 - share * (1 - rule.scale)
+
+
+def assert_equals_oracle(
+    tmp_path: Path,
+    *,
+    name: str,
+    rule: DelayedGradients = RULE,
+    case: GraphCase | None = None,
+    recompute: bool = False,
+    **ranks: int,
+) -> FitResult:
+    case, num_epochs = case or communities(5), len(RATES) - 1  # Lightning asks for one rate more
+    found = run_fit(
+        FallingModule(name, optimizer="momentum", lr=LR),
+        case.data,
+        num_chunks=case.num_chunks,
+        partition=case.partition,
+        max_epochs=num_epochs,
+        tmp_path=tmp_path,
+        trainer_kwargs={"limit_val_batches": 0},
+        strategy_kwargs={
+            "staleness": StalenessMethod(rule, LastRows()),
+            "recompute": recompute,
+        },
+        **{"num_stages": 1, **ranks},
+    )
+    oracle, delay = OracleModule(name, optimizer="momentum", lr=LR), Delay(1.0)
+
+    def begin(step: int) -> float:
+        for group in oracle.made.param_groups:
+            group["lr"] = LR * RATES[step]
+        made_with, _ = factors_of(step - 1, rule)  # what waits
+        delay.decay, delay.lead, delay.momentum = made_with, rule.lead, rule.momentum
+        return factors_of(step, rule)[1]
+
+    expected = train_with_oracle(
+        oracle,
+        case.data,
+        case.partition,
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order="shuffled"),
+        refresh=Refresh(),
+        num_epochs=num_epochs,
+        cross_chunk_grad_scale=begin,
+        delay=delay,
+    )
+    assert_steps_equal(found.steps, expected)
+    return found
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_one_stage_equals_oracle(name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(tmp_path, name=name)
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_one_stage_equals_oracle_on(case: GraphCase, tmp_path: Path) -> None:
+    assert_equals_oracle(tmp_path, name="sage", case=case)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards", "recompute"),
+    [("gcnii", 2, 1, False), ("edge", 2, 1, True), ("gcn", 1, 2, True), ("sage", 2, 2, False)],
+)
+def test_stages_shards_and_recomputing_equal_oracle(
+    name: str, num_stages: int, num_shards: int, recompute: bool, tmp_path: Path
+) -> None:
+    assert_equals_oracle(
+        tmp_path, name=name, num_stages=num_stages, num_shards=num_shards, recompute=recompute
+    )
+
+
+def test_the_test_can_fail(tmp_path: Path) -> None:
+    """Without fading the same run is another one, and its weights are those of damped gradients."""
+    steady = DelayedGradients(decay=0.5, scale=1.5)
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(tmp_path, name="gcn", rule=steady)
+
+
+def test_where_nothing_falls_it_is_the_rule_itself() -> None:
+    assert RULE.at_rate(1.0) == RULE
+    nothing_damped = RULE.at_rate(0.0)
+    assert (nothing_damped.decay, nothing_damped.scale) == (1.0, 1.0)
+    assert RULE.scales == (1.0, 1.125, 1.25, 1.375, 1.5)
+    steady = DelayedGradients(decay=0.5, scale=1.5)
+    assert steady.at_rate(0.0) is steady and steady.scales == (1.5,)
+    assert torch.tensor(RULE.at_rate(0.6).decay) == 0.75
