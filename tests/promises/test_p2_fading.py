@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_gnnpipe import DelayedGradients, LastRows, StalenessMethod
+from lightning_gnnpipe import AdaptiveGradients, DelayedGradients, LastRows, StalenessMethod
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, FitResult, run_fit
@@ -99,6 +100,20 @@ def test_one_stage_equals_oracle(name: str, tmp_path: Path) -> None:
     assert_equals_oracle(tmp_path, name=name)
 
 
+@pytest.mark.parametrize("name", ["gcn", "edge"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DelayedGradients(decay=0.5, scale=1.5, lead=0.5, fades=True),
+        DelayedGradients(decay=0.25, scale=1.0, fades=True),
+        DelayedGradients(decay=1.0, scale=2.0, lead=0.3, fades=True),
+    ],
+    ids=["lead", "decay", "scale"],
+)
+def test_other_rules_equal_oracle(rule: DelayedGradients, name: str, tmp_path: Path) -> None:
+    assert_equals_oracle(tmp_path, name=name, rule=rule)
+
+
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_one_stage_equals_oracle_on(case: GraphCase, tmp_path: Path) -> None:
     assert_equals_oracle(tmp_path, name="sage", case=case)
@@ -130,4 +145,19 @@ def test_where_nothing_falls_it_is_the_rule_itself() -> None:
     assert RULE.scales == (1.0, 1.125, 1.25, 1.375, 1.5)
     steady = DelayedGradients(decay=0.5, scale=1.5)
     assert steady.at_rate(0.0) is steady and steady.scales == (1.5,)
-    assert torch.tensor(RULE.at_rate(0.6).decay) == 0.75
+    assert RULE.at_rate(0.6).decay == 0.75
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: DelayedGradients(decay=0.0, fades=True), "'decay' .* to be above 0 if it fades"),
+        (
+            lambda: AdaptiveGradients(steady=DelayedGradients(lead=0.5, fades=True)),
+            "no 'momentum' and no 'fades'",
+        ),
+    ],
+)
+def test_what_cannot_fade_is_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()

@@ -1,0 +1,35 @@
+"""How far learning rates have fallen."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.engine.rates import LearningRates
+
+
+def test_the_rate_that_has_fallen_least_counts() -> None:
+    rates = LearningRates()
+    assert rates.share([0.1, 0.01]) == 1.0
+    assert rates.share([0.05, 0.001]) == 0.5
+    assert rates.share([0.0, 0.001]) == 0.1
+    assert rates.peaks == (0.1, 0.01)
+
+
+def test_while_a_rate_rises_it_is_the_largest() -> None:
+    rates = LearningRates()
+    assert [rates.share([rate]) for rate in (0.25, 0.5, 1.0, 0.5)] == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_peaks_are_gone_on_with() -> None:
+    rates = LearningRates()
+    rates.peaks = (2.0,)
+    assert rates.share([0.5]) == 0.25
+
+
+def test_optimizers_without_a_rate_or_with_none_at_all() -> None:
+    assert LearningRates().share([]) == 1.0
+    assert LearningRates().share([0.0]) == 1.0
+
+
+def test_other_groups_begin_anew() -> None:
+    rates = LearningRates()
+    rates.share([1.0])
+    assert rates.share([0.5, 0.5]) == 1.0
