@@ -137,7 +137,7 @@ class PipeLoops(PipeReplicas):
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
                 "edges between chunks count more than once in every step. Use "
                 "staleness='delayed', or another order.",
-                " or ".join(map(str, options.method.gradients.scales)),
+                " or ".join(f"{scale:g}" for scale in options.method.gradients.biases),
             )
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)

@@ -179,7 +179,7 @@ class StrategyOptions:
     @property
     def is_biased(self) -> bool:
         """Whether some edges between chunks always count more than others."""
-        return self.chunk_order == "fixed" and any(s != 1.0 for s in self.method.gradients.scales)
+        return self.chunk_order == "fixed" and bool(self.method.gradients.biases)
 
     @property
     def histories(self) -> HistoryOptions:

@@ -73,9 +73,9 @@ class GNNPipeStrategy(PipeLoops):
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
         staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
             ones half, carried forward; stale rows of validation with the last dropout), "lookahead"
-            (so, but weights are carried forward), "blocks" (so, half of the layers with late
-            gradients), "delayed" (gradients of stale rows an epoch late), "constant" (dropped),
-            "scaled" (the others twice), "gnnpipe" (snapshots too) or a `StalenessMethod`.
+            (so, but weights are carried forward, and factors go to 1 with the learning rate),
+            "blocks" (half of the layers' gradients late), "delayed" (those of stale rows),
+            "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots) or a method.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

@@ -285,11 +285,12 @@ def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None
     [
         ("fixed", "predicted", "1.5"),
         ("fixed", StalenessMethod(AdaptiveGradients()), "1.5 or 1.25"),
+        ("fixed", "lookahead", "1.125 or 1.25 or 1.375 or 1.5"),
         ("fixed", "delayed", None),
         ("fixed", StalenessMethod(AdaptiveGradients(*[DelayedGradients(lead=0.5)] * 2)), None),
         ("shuffled", "predicted", None),
     ],
-    ids=["default", "two rules", "none", "no factor in two rules", "shuffled"],
+    ids=["default", "two rules", "fading", "none", "no factor in two rules", "shuffled"],
 )
 def test_a_fixed_order_with_a_factor_on_gradients_is_told(
     order: OrderName,

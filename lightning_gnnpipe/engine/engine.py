@@ -205,11 +205,11 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
         is_free = self._passes.is_free(graph)
+        graph.store.rate_share = self._rates.share(self.progress.learning_rates())
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
         self._note_loss(graph)
-        graph.store.rate_share = self._rates.share(self.progress.learning_rates())
         refreshes = self.controls.refreshes and not graph.is_renewed
         is_due = refreshes or graph.is_refresh_due(self.num_training_passes)
         if is_due and not is_exact and not is_free:
@@ -225,7 +225,8 @@ class PipelineEngine:
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
         graph.is_renewed = False
-        graph.filled.update([mode.reads] if is_exact else [])
+        if is_exact:
+            graph.filled.add(mode.reads)
         return output
 
     def _note_loss(self, graph: PlannedGraph) -> None:
@@ -262,9 +263,8 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, graph)
         is_kept = self._has_pending or self.progress.averages_weights
         renews = not is_kept and self._passes.can_renew(graph, call, self.num_training_passes)
-        planned = graph.inputs
-        if self._has_pending:  # the training pass still needs its own
-            planned = PlannedInputs(graph.plan)
+        # A training pass whose backward is to come still needs its own.
+        planned = PlannedInputs(graph.plan) if self._has_pending else graph.inputs
         planned.load(call, inputs)
         parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         parts = replace(parts, inputs=planned)

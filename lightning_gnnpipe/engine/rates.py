@@ -19,9 +19,10 @@ class LearningRates:
         """Return the share of its largest that the rate has which has fallen least; from 0 to 1.
 
         Args:
-            rates: The present ones, of each group; where there are none, the share is 1.
+            rates: The present ones, of each group; groups that are new stand behind the others.
+                Where there are none, the share is 1; below 0, it is 0.
         """
-        known = self.peaks if len(self.peaks) == len(rates) else rates
-        self.peaks = tuple(map(max, rates, known))
+        known = (*self.peaks, *rates[len(self.peaks) :])
+        self.peaks = tuple(max(pair) for pair in zip(rates, known, strict=False))
         shares = [rate / peak for rate, peak in zip(rates, self.peaks, strict=True) if peak > 0]
-        return max(shares, default=1.0)
+        return max(0.0, *shares) if shares else 1.0

@@ -134,7 +134,6 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "moments": moments,
         "late": save_late(store.late),
         "loss_scale": store.loss_scale,
-        "rate_share": store.rate_share,
         "reads": _rule(store),
         "is_renewed": graph.is_renewed,
     }
@@ -186,7 +185,7 @@ def load_ranks(
     keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
     if not is_same_cut and any(map(_is_by_chunk, keys)):
         return False
-    store.loss_scale, store.rate_share = (ranks[0][n] for n in ("loss_scale", "rate_share"))
+    store.loss_scale = ranks[0]["loss_scale"]  # the same on all
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
         for one in rank["histories"]:

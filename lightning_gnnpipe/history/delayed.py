@@ -14,7 +14,7 @@ from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history.gradients import GradientBuffer, GradientRule
 from lightning_gnnpipe.history.waiting import WaitingBuffer
 
-NUM_SHARES = 4  # of the largest learning rate; each has a table of factors on edges of its own
+NUM_SHARES = 4  # of the largest learning rate; each has factors on edges of its own
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class DelayedGradients(GradientRule):
         lead: How far, in steps, what waited is carried forward; from 0 to 1 / (1 - momentum), which
             makes up for the whole delay, and amplifies noise: without momentum up to three times,
             which diverges where most edges are between chunks.
-        fades: Whether `decay` and `scale` go to 1 as the learning rate falls. Of several rates the
-            one counts that has fallen least; while a rate rises it is the largest so far.
+        fades: Whether `decay` and `scale` go to 1 as the learning rate falls, without `momentum`.
+            Of several rates the one counts that has fallen least; while one rises it is the
+            largest so far.
 
     Raises:
         ConfigError: If one of them is out of its range.
@@ -84,6 +85,12 @@ class DelayedGradients(GradientRule):
                 0 <= self.lead * (1 - self.momentum) <= 1,
                 "from 0 to 1 / (1 - momentum)",
                 "0 carries nothing forward.",
+            ),
+            (
+                "momentum",
+                self.momentum == 0 or not self.fades,
+                "0 if damping fades",
+                "A mean over steps has gradients of all rates in it.",
             ),
             (
                 "decay",

@@ -108,6 +108,11 @@ class GradientRule(ABC):
         """The factors that there may be."""
         return (self.scale,)
 
+    @property
+    def biases(self) -> tuple[float, ...]:
+        """Those by which some edges count more than others."""
+        return tuple(scale for scale in self.scales if scale != 1.0)
+
     def num_tables(self, *, recomputes: bool) -> int:
         """Return how many tables of the size of a linear layer's outputs its buffer is made of."""
         return 1

@@ -29,7 +29,16 @@ def test_optimizers_without_a_rate_or_with_none_at_all() -> None:
     assert LearningRates().share([0.0]) == 1.0
 
 
-def test_other_groups_begin_anew() -> None:
+def test_below_nothing_is_nothing() -> None:
     rates = LearningRates()
     rates.share([1.0])
-    assert rates.share([0.5, 0.5]) == 1.0
+    assert rates.share([-0.25]) == 0.0
+
+
+def test_a_group_that_is_added_leaves_the_peaks_of_the_others() -> None:
+    rates = LearningRates()
+    rates.share([1.0])
+    assert rates.share([0.5, 0.25]) == 1.0
+    assert rates.share([0.5, 0.125]) == 0.5
+    assert rates.peaks == (1.0, 0.25)
+    assert rates.share([0.25]) == 0.25

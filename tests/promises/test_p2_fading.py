@@ -78,7 +78,7 @@ def assert_equals_oracle(
         for group in oracle.made.param_groups:
             group["lr"] = LR * RATES[step]
         made_with, _ = factors_of(step - 1, rule)  # what waits
-        delay.decay, delay.lead, delay.momentum = made_with, rule.lead, rule.momentum
+        delay.decay, delay.lead = made_with, rule.lead
         return factors_of(step, rule)[1]
 
     expected = train_with_oracle(
@@ -152,6 +152,10 @@ def test_where_nothing_falls_it_is_the_rule_itself() -> None:
     ("make", "text"),
     [
         (lambda: DelayedGradients(decay=0.0, fades=True), "'decay' .* to be above 0 if it fades"),
+        (
+            lambda: DelayedGradients(momentum=0.5, fades=True),
+            "'momentum' .* to be 0 if damping fades",
+        ),
         (
             lambda: AdaptiveGradients(steady=DelayedGradients(lead=0.5, fades=True)),
             "no 'momentum' and no 'fades'",

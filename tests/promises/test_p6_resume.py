@@ -157,6 +157,15 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         assert_same(second[name], whole[name], name)
 
 
+def test_p6_what_waits_fades_over_a_checkpoint(tmp_path: Path) -> None:
+    """The rate falls to a tenth with the first step after it."""
+    options: dict[str, Any] = {**VARIANTS["lookahead"], "num_stages": 2}
+    whole = fit(tmp_path / "whole", **options)
+    second = fit(tmp_path / "second", resume=tmp_path / "whole" / "epoch=2.ckpt", **options)
+    for name in ("state_dict", "gnnpipe"):
+        assert_same(second[name], whole[name], name)
+
+
 def test_p6_what_waits_between_blocks_goes_on_in_shards(tmp_path: Path) -> None:
     """Shards have rows of their own, and each of them takes what is of these."""
     options: dict[str, Any] = {**VARIANTS["blocks"], "num_stages": 2, "graph_parallel": 2}
