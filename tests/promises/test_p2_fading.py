@@ -13,7 +13,7 @@ from lightning_gnnpipe import AdaptiveGradients, DelayedGradients, LastRows, Sta
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import GraphCase, all_cases, communities
-from tests.helpers.launch import SEED, FitResult, run_fit
+from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.reference import Delay
@@ -56,7 +56,7 @@ def assert_equals_oracle(
     case: GraphCase | None = None,
     recompute: bool = False,
     **ranks: int,
-) -> FitResult:
+) -> None:
     case, num_epochs = case or communities(5), len(RATES) - 1  # Lightning asks for one rate more
     found = run_fit(
         FallingModule(name, optimizer="momentum", lr=LR),
@@ -92,7 +92,6 @@ def assert_equals_oracle(
         delay=delay,
     )
     assert_steps_equal(found.steps, expected)
-    return found
 
 
 @pytest.mark.parametrize("name", NETS)
