@@ -61,7 +61,7 @@ class Setting:
     num_epochs: int = 300
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
-    staleness: StalenessName = "predicted"
+    staleness: StalenessName = "lookahead"
     num_shards: int = 1
     halo_codec: CodecOption = "fp32"
     async_halo: bool = False
@@ -228,7 +228,7 @@ def parse_options() -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, default=["pipeline"], help="see above")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
-    add("--staleness", choices=get_args(StalenessName), default="predicted", help="method")
+    add("--staleness", choices=get_args(StalenessName), default="lookahead", help="method")
     add("--output", type=Path, default=Path("outputs"), help="folder of accuracy.csv")
     return parser.parse_args()
 

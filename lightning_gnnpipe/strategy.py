@@ -71,9 +71,9 @@ class GNNPipeStrategy(PipeLoops):
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
-        staleness: How staleness is met: "predicted" (gradients of fresh rows 1.5 times, of stale
-            ones half, carried forward; stale rows of validation with the last dropout), "lookahead"
-            (so, but weights are carried forward, and factors go to 1 with the learning rate),
+        staleness: How staleness is met: "lookahead" (gradients of fresh rows 1.5 times, of stale
+            ones half, once as the learning rate falls; weights carried forward; stale rows those of
+            validation), "predicted" (the same factors at any rate, gradients carried forward),
             "blocks" (half of the layers' gradients late), "delayed" (those of stale rows),
             "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots) or a method.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
@@ -142,7 +142,7 @@ class GNNPipeStrategy(PipeLoops):
         partition: Partition = "metis",
         cross_chunk_edges: CrossChunkEdges = "keep",
         chunk_order: OrderName = "shuffled",
-        staleness: StalenessName | StalenessMethod = "predicted",
+        staleness: StalenessName | StalenessMethod = "lookahead",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         halo_codec: CodecOption = "fp32",

@@ -29,7 +29,7 @@ CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their g
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 OrderName = Literal["shuffled", "mirrored", "fixed"]
 StalenessName = Literal[
-    "predicted", "lookahead", "blocks", "delayed", "constant", "scaled", "gnnpipe"
+    "lookahead", "predicted", "blocks", "delayed", "constant", "scaled", "gnnpipe"
 ]
 ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]

@@ -150,8 +150,8 @@ def test_memory_follows_how_histories_are_kept() -> None:
         return sum(cost.history_bytes for cost in plan.layer_costs)
 
     plain = memory()
-    # Rows, what is kept of them, gradients that wait, the last ones.
-    assert plain == 6 * 4 * NUM_NODES * WIDTH * 4
+    # Rows, what is kept of them, gradients that wait.
+    assert plain == 6 * 3 * NUM_NODES * WIDTH * 4
     assert memory(history_dtype=torch.bfloat16) == plain // 2
     assert memory(history_device="cpu") == plain
     assert memory(history_device="cpu:0") == 0
@@ -164,7 +164,7 @@ def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> No
         strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", cross_chunk_edges=edges)
         return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
 
-    histories = 6 * 4 * NUM_NODES * WIDTH * 4
+    histories = 6 * 3 * NUM_NODES * WIDTH * 4
     assert memory("drop") <= memory("keep") - histories  # and fewer activations of edges
 
 
@@ -185,6 +185,24 @@ def test_memory_follows_how_staleness_is_met() -> None:
     assert tables(StalenessMethod(reads=SnapshotRows())) == 3
     assert tables(StalenessMethod(reads=RenewedRows())) == 2
     assert tables(StalenessMethod(reads=RenewedRows(noise=0.5))) == 3
+
+
+def test_memory_of_weights_that_are_carried_forward() -> None:
+    module, data = make()
+    weights = 4 * sum(p.numel() for p in module.net.parameters())
+
+    def memory(lookahead: int, num_chunks: int = 4, edges: CrossChunkEdges = "keep") -> int:
+        strategy = GNNPipeStrategy(
+            num_chunks=num_chunks,
+            balance="uniform",
+            staleness=StalenessMethod(lookahead=lookahead),
+            cross_chunk_edges=edges,
+        )
+        return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
+
+    assert memory(4) - memory(0) == 3 * weights
+    assert memory(4, num_chunks=1) == memory(0, num_chunks=1)
+    assert memory(4, edges="drop") == memory(0, edges="drop")
 
 
 def test_memory_of_gradients_that_wait_by_halo() -> None:

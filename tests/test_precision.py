@@ -238,8 +238,14 @@ class Scales(MixedPrecision):
 
 @pytest.mark.parametrize(
     "staleness",
-    ["constant", "delayed", "predicted", StalenessMethod(BlockGradients(2), LastRows(), 2)],
-    ids=["constant", "delayed", "predicted", "blocks"],
+    [
+        "constant",
+        "delayed",
+        "predicted",
+        "lookahead",
+        StalenessMethod(BlockGradients(2), LastRows(), 2),
+    ],
+    ids=["constant", "delayed", "predicted", "lookahead", "blocks"],
 )
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_gradients_that_wait_follow_the_loss_scale(

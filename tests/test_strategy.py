@@ -258,12 +258,12 @@ def test_the_strategy_is_registered() -> None:
         ({"chunk_order": True}, "'chunk_order' to be one of shuffled, mirrored, fixed"),
         (
             {"staleness": "fresh"},
-            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, "
+            "'staleness' to be one of lookahead, predicted, blocks, delayed, constant, "
             "scaled, gnnpipe",
         ),
         (
             {"staleness": 2.0},
-            "'staleness' to be one of predicted, lookahead, blocks, delayed, constant, "
+            "'staleness' to be one of lookahead, predicted, blocks, delayed, constant, "
             "scaled, gnnpipe",
         ),
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
@@ -288,9 +288,9 @@ def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None
         ("fixed", "lookahead", "1.125 or 1.25 or 1.375 or 1.5"),
         ("fixed", "delayed", None),
         ("fixed", StalenessMethod(AdaptiveGradients(*[DelayedGradients(lead=0.5)] * 2)), None),
-        ("shuffled", "predicted", None),
+        ("shuffled", "lookahead", None),
     ],
-    ids=["default", "two rules", "fading", "none", "no factor in two rules", "shuffled"],
+    ids=["predicted", "two rules", "default", "none", "no factor in two rules", "shuffled"],
 )
 def test_a_fixed_order_with_a_factor_on_gradients_is_told(
     order: OrderName,

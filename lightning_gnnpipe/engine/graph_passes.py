@@ -114,7 +114,7 @@ class GraphPasses:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
-        is_pipelined = is_training and is_written and not is_exact
+        is_pipelined = is_training and is_written and graph.plan.num_chunks > 1 and not is_exact
         return StepParts(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),

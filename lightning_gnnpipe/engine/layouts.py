@@ -24,6 +24,8 @@ from lightning_gnnpipe.schedule import (
 )
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 
+_TRAINED = 4  # a weight, its gradient, two states of the optimizer
+_FORESEEN = 3  # weights of the step before, how far it went, weights carried forward
 _MANY_ROWS = 2**10  # of a message, so that what it has but once does not count
 
 
@@ -90,7 +92,10 @@ class LayoutForecaster:
 
     def stages(self) -> list[StageForecast]:
         """Return what each stage computes and keeps."""
-        found = []
+        found, chunks = [], self._measured.chunks
+        foresees = self._measured.options.histories.method.lookahead
+        is_late = chunks.num_chunks > 1 and not chunks.is_disjoint
+        copies = _TRAINED + (_FORESEEN if foresees and is_late else 0)
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = self._costs(stage)
             found.append(
@@ -99,7 +104,7 @@ class LayoutForecaster:
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
                     compute_s=sum(cost.compute_s for cost in costs),
-                    memory_bytes=4 * _bytes_of(weights)
+                    memory_bytes=copies * _bytes_of(weights)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(self._node_frac() * self._activations(stage, costs)),
                 )

@@ -76,13 +76,13 @@ class StalenessMethod:
 
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
-        "predicted": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
-        ),
         "lookahead": StalenessMethod(
             DelayedGradients(decay=0.5, scale=1.5, fades=True),
             RenewedRows(None, noise=0.7),
             lookahead=4,
+        ),
+        "predicted": StalenessMethod(
+            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
         ),
         "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2),
         "delayed": StalenessMethod(DelayedGradients()),

@@ -88,7 +88,7 @@ def measure(
     data: Data | None = None,
     repeat: RepeatOption = "auto",
     cut_codec: CodecOption = "fp32",
-    staleness: StalenessName | StalenessMethod = "predicted",
+    staleness: StalenessName | StalenessMethod = "lookahead",
 ) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(

@@ -140,7 +140,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delayed_recompute": {"staleness": "delayed", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "blocks": {"staleness": StalenessMethod(BlockGradients(2), RenewedRows(None, 0.7), 2)},
-    "lookahead": {"staleness": "lookahead"},
+    "predicted": {"staleness": "predicted"},
 }
 
 
@@ -159,7 +159,7 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
 
 def test_p6_what_waits_fades_over_a_checkpoint(tmp_path: Path) -> None:
     """The rate falls to a tenth with the first step after it."""
-    options: dict[str, Any] = {**VARIANTS["lookahead"], "num_stages": 2}
+    options: dict[str, Any] = {**VARIANTS["defaults"], "num_stages": 2}
     whole = fit(tmp_path / "whole", **options)
     second = fit(tmp_path / "second", resume=tmp_path / "whole" / "epoch=2.ckpt", **options)
     for name in ("state_dict", "gnnpipe"):
@@ -176,7 +176,7 @@ def test_p6_what_waits_between_blocks_goes_on_in_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "lookahead", "blocks"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "predicted", "blocks"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ def test_p6_weights_of_a_method_before_the_last_are_forgotten(tmp_path: Path) ->
     """A run without a lookahead between two with one leaves nothing to carry weights on from."""
     kept = []
     last: Path | None = None
-    for i, variant in enumerate(("lookahead", "delayed", "lookahead")):
+    for i, variant in enumerate(("defaults", "delayed", "defaults")):
         options: dict[str, Any] = {**VARIANTS[variant], "num_stages": 1, "epochs": SAVED_AT + i}
         found = fit(tmp_path / str(i), resume=last, **options)
         last = tmp_path / str(i) / f"epoch={SAVED_AT + i - 1}.ckpt"

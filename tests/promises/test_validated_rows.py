@@ -146,7 +146,7 @@ class Loses(NodeClassifier):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("staleness", ["predicted", "delayed"])
+@pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed"])
 def test_gradients_of_a_loss_that_is_not_finite_do_not_wait(staleness: Any) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
