@@ -73,7 +73,7 @@ def exact_gradient(training: Any) -> Tensor:
 
 
 def test_an_exact_step_is_that_of_the_plain_model(benchmark: ModuleType, training: Any) -> None:
-    run = training("both, default")
+    run = training("both, predicted")
     run.step(None)
     found = gradient_of(run).clone()
     torch.testing.assert_close(found, exact_gradient(run), rtol=1e-10, atol=1e-12)
@@ -162,7 +162,7 @@ def test_the_table_has_a_line_for_each_part(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["main", "--dataset", "digits", "--epochs", "2", "--seeds", "0", "--parts"]
-    monkeypatch.setattr("sys.argv", [*options, "exact", "both, default"])
+    monkeypatch.setattr("sys.argv", [*options, "exact", "both, predicted"])
     torch.set_default_dtype(torch.float32)
     benchmark.main()
     lines = [

@@ -3,7 +3,7 @@
     python examples/benchmarks/staleness_cost/main.py
 
 One thread a process. Steps alone, then epochs with their validation, the rows of which
-"predicted" takes for stale reads.
+"predicted" and "lookahead" take for stale reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--stages", type=int, default=1, help="each a process of one thread")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     options = parser.parse_args()
+    methods = ["constant", *(name for name in options.methods if name != "constant")]
     if options.steps < 2:
         parser.error("expected --steps of at least 2: an epoch is timed to the start of the next")
     rows = []
@@ -39,14 +41,14 @@ def main() -> None:
                 "stages": options.stages,
                 "steps": options.steps,
             }
-            for name in METHODS
+            for name in methods
         }
         runs = interleave(settings, options.rounds)
         seconds = {
             name: statistics.median(one for run in runs[name] for one in run[key])
-            for name in METHODS
+            for name in methods
         }
-        for name in METHODS:
+        for name in methods:
             rows.append(
                 [what, name, f"{seconds[name]:.3f}", f"{seconds[name] / seconds['constant']:.3f}"]
             )

@@ -72,10 +72,10 @@ class Part:
 PARTS = {
     "exact": Part(False, "exact"),
     "stale rows": Part(True, "exact"),
-    "late gradients, default": Part(False, "late", 0.5, 1.5, 0.5),
+    "late gradients, predicted": Part(False, "late", 0.5, 1.5, 0.5),
     "late gradients, 0.75, 1.25, 0.3": Part(False, "late", 0.75, 1.25, 0.3),
     "late gradients, delayed": Part(False, "late"),
-    "both, default": Part(True, "late", 0.5, 1.5, 0.5),
+    "both, predicted": Part(True, "late", 0.5, 1.5, 0.5),
     "stale rows, factors 0.5 and 1.5": Part(True, "weighted", 0.5, 1.5),
     "stale rows, gradients of other masks": Part(True, "other masks"),
     "stale rows, exact gradients a step late": Part(True, "last step"),
