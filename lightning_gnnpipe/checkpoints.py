@@ -100,9 +100,6 @@ class PipeCheckpoints(PipeProcesses):
             run, random = self._saved
             run = run if has_histories else SavedRun(run.state, ())
             self._saved = run, random
-            if self._engine is not None:  # restored in the middle of a run, as by lr_find
-                self._engine.resume(run)
-                self._saved = None
         return found
 
     def teardown(self) -> None:
@@ -161,6 +158,7 @@ class PipeCheckpoints(PipeProcesses):
         if self._engine is not None:  # in the middle of a run, as after a search for a rate
             self._engine.model.restore()
             self._engine.graphs.drop_histories()
+            self._engine.rates.forget()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -150,9 +150,14 @@ class PipeLoops(PipeReplicas):
             self._serve_guests(callbacks)
 
     def _learning_rates(self) -> list[float]:
-        """Return those of all groups of parameters that have one, of all optimizers."""
+        """Return those of all groups with a parameter that is pipelined; some have no rate."""
+        pipelined = set(map(id, self.engine.model.module.parameters()))
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [float(group["lr"]) for group in groups if "lr" in group]
+        return [
+            float(group["lr"])
+            for group in groups
+            if group.get("lr") is not None and not pipelined.isdisjoint(map(id, group["params"]))
+        ]
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)

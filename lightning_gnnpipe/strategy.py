@@ -71,11 +71,11 @@ class GNNPipeStrategy(PipeLoops):
         chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
             (drawn in every second epoch, backwards in the next, so that every chunk reads every
             other stale once in two) or "fixed" (better with `staleness="delayed"`).
-        staleness: How staleness is met: "lookahead" (gradients of fresh rows 1.5 times, of stale
-            ones half, once as the learning rate falls; weights carried forward; stale rows those of
-            validation), "predicted" (the same factors at any rate, gradients carried forward),
-            "blocks" (half of the layers' gradients late), "delayed" (those of stale rows),
-            "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots) or a method.
+        staleness: A method, or "lookahead" (gradients of fresh rows 1.5 times, of stale ones half,
+            each once where the rate has fallen to 0; weights carried forward; stale rows those of
+            validation with 0.7 of dropout), "predicted" (1.5 and 0.5 throughout, gradients carried
+            forward), "blocks" (half of the layers' gradients late), "delayed" (those of stale
+            rows), "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots).
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

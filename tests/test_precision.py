@@ -263,9 +263,12 @@ def test_gradients_that_wait_follow_the_loss_scale(
         torch.testing.assert_close(runs[1]["state_dict"][key], tensor, rtol=1e-10, atol=1e-10)
 
 
-def test_gradients_that_have_overflowed_do_not_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", ["lookahead", "delayed"])
+def test_gradients_that_have_overflowed_do_not_wait(
+    staleness: StalenessName, tmp_path: Path
+) -> None:
     module = seeded(overflow_at=2)
-    options = {**in_chunks(1, "delayed"), **precision_args("16-mixed")}
+    options = {**in_chunks(1, staleness), **precision_args("16-mixed")}
     found, metrics = fit(tmp_path, 0, module, epochs=6, **options)
     assert all(tensor.isfinite().all() for tensor in found["state_dict"].values())
     assert metrics["train_loss"].isfinite()

@@ -34,7 +34,7 @@ class Progress:
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
         loss_scale: Returns the factor on the next loss before it goes backward.
-        learning_rates: Returns those of all groups of parameters in the next step.
+        learning_rates: Returns those of the pipelined parameters' groups in the next step.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that

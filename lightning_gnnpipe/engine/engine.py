@@ -73,7 +73,7 @@ class PipelineEngine:
         self.model = PipelinedModel(module, transport, options.splitting, self._check)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
-        self.progress, self._rates = Progress(), LearningRates()
+        self.progress, self.rates = Progress(), LearningRates()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -171,7 +171,7 @@ class PipelineEngine:
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
-        return RunState(self.options.seed, *counts, *layout, *histories, self._rates.peaks)
+        return RunState(self.options.seed, *counts, *layout, *histories, self.rates.peaks)
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -191,7 +191,7 @@ class PipelineEngine:
             self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
-        self._rates.peaks = saved.state.peak_rates
+        self.rates.peaks = saved.state.peak_rates
         self.prefer(saved.state)
 
     def prefer(self, state: RunState) -> None:
@@ -205,7 +205,7 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
         is_free = self._passes.is_free(graph)
-        graph.store.rate_share = self._rates.share(self.progress.learning_rates())
+        graph.store.rate_share = self.rates.share(self.progress.learning_rates())
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)

@@ -114,7 +114,7 @@ class GraphPasses:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
-        is_pipelined = is_training and is_written and graph.plan.num_chunks > 1 and not is_exact
+        is_pipelined = is_training and is_written and not is_exact
         return StepParts(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
@@ -148,6 +148,8 @@ class GraphPasses:
             return None
         num_blocks = method.gradients.num_blocks
         if not num_blocks:
+            if not graph.plan.joins_chunks:  # no gradient is late
+                return None
             return PredictedWeights(module, None, method.lookahead, weights)
         known, late = self._known_late
         if known is not layers:

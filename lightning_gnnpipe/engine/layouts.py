@@ -94,8 +94,7 @@ class LayoutForecaster:
         """Return what each stage computes and keeps."""
         found, chunks = [], self._measured.chunks
         foresees = self._measured.options.histories.method.lookahead
-        is_late = chunks.num_chunks > 1 and not chunks.is_disjoint
-        copies = _TRAINED + (_FORESEEN if foresees and is_late else 0)
+        copies = _TRAINED + (_FORESEEN if foresees and chunks.joins_chunks else 0)
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = self._costs(stage)
             found.append(

@@ -7,7 +7,7 @@
     w_e + (r + ... + r^d) s_e   what step e is computed with
 
 Of each parameter by itself. Whoever looks at the module before, between and after forward and
-backward sees w_e.
+backward sees w_e; hooks that run in them see what the step is computed with.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from statistics import mean
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.engine.blocks import block_cuts
 from lightning_gnnpipe.history import LastWeights
 from lightning_gnnpipe.stages import Layers, find_users, split_layers
@@ -88,10 +89,16 @@ class PredictedWeights:
         lookahead: int,
         last: LastWeights,
     ) -> None:
-        now = {
-            name: parameter.detach().clone()
+        self._last = last
+        self._watched = {
+            name: parameter
             for name, parameter in module.named_parameters()
             if (late is None or name in late) and parameter.requires_grad and parameter.numel()
+        }
+        now = {
+            name: parameter.detach().clone()
+            for name, parameter in self._watched.items()
+            if name not in last.written
         }
         steps = {
             name: value - last.values[name].to(value.device)
@@ -111,8 +118,13 @@ class PredictedWeights:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Compute with them within the block; those of the module are not written to."""
+        """Compute with them within the block; the module then has its own again.
+
+        Parameters that it has written to meanwhile, as `nn.Embedding(max_norm=...)` does, are left
+        as they are in all later steps.
+        """
         own = [parameter.data for parameter, _ in self._ahead]
+        versions = {name: version_of(parameter) for name, parameter in self._watched.items()}
         try:
             for parameter, ahead in self._ahead:
                 parameter.data = ahead
@@ -122,3 +134,6 @@ class PredictedWeights:
             for (parameter, _), data in zip(self._ahead, own, strict=True):
                 parameter.data = data
             torch.clear_autocast_cache()
+            self._last.exclude(
+                name for name, one in self._watched.items() if version_of(one) != versions[name]
+            )

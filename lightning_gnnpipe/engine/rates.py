@@ -15,6 +15,10 @@ class LearningRates:
     def __init__(self) -> None:
         self.peaks: tuple[float, ...] = ()
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.peaks = ()
+
     def share(self, rates: Sequence[float]) -> float:
         """Return the share of its largest that the rate has which has fallen least; from 0 to 1.
 

@@ -25,7 +25,7 @@ from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
-_VERSION = 10
+_VERSION = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "late": save_late(store.late),
         "loss_scale": store.loss_scale,
         "reads": _rule(store),
+        "gradients": _gradients(store),
         "is_renewed": graph.is_renewed,
     }
 
@@ -160,6 +161,14 @@ def take_histories(
         segments = {segment.index for segment in mode.stages[mesh.stage].segments}
         if load_ranks(graph, saved.stages, segments):
             graph.filled.update(state.filled)
+            before, now = saved.stages[0]["gradients"], _gradients(graph.store)
+            if before != now and mesh.rank == 0:
+                log.warning(
+                    "The checkpoint was saved with %s, and this run has %s: from the one to the "
+                    "other in the middle of training.",
+                    before,
+                    now,
+                )
             return
     has_trained = state.num_training_passes > 0
     if has_trained and graph.plan.num_chunks > 1 and mesh.rank == 0:
@@ -230,6 +239,12 @@ def load_ranks(
 def _rule(store: HistoryStore) -> str:
     """Return the name of the rule for reads of stale rows."""
     return type(store.options.method.reads).__name__
+
+
+def _gradients(store: HistoryStore) -> str:
+    """Return the rule for gradients of stale rows, and the steps that are foreseen."""
+    method = store.options.method
+    return f"{method.gradients} and a lookahead of {method.lookahead}"
 
 
 def _takes_kept(ranks: Sequence[Mapping[str, Any]], store: HistoryStore) -> bool:

@@ -1,4 +1,4 @@
-"""What blocks of layers have for each other, in a checkpoint."""
+"""What is late in a checkpoint: what blocks of layers have for each other, and weights."""
 
 from __future__ import annotations
 

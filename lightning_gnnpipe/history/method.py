@@ -22,14 +22,16 @@ class StalenessMethod:
         w_e + (r + r^2 + ... + r^d) s_e,    s_e = w_e - w_(e-1),
         r = <s_e, s_(e-1)> / max(|s_e|^2, |s_(e-1)|^2), at least 0
 
-    in place of each parameter w_e of the pipelined module, which all others see: optimizers,
-    validation, checkpoints, the user's loss. A late gradient is then one for about the weights
-    that it changes. That takes the phase back that lateness costs, and other than the `lead` of
-    gradients makes no noise, since weights move smoothly; where they do not, because the optimizer
-    has no momentum, or since they swing, r is small and they stay where they are. So it is for the
-    first two steps after an exact one. Source: the predicted weights of SpecTrain (Chen et al.,
-    arXiv 1809.02839) for pipelines of batches, which carry weights on along the optimizer's
-    momentum; to foresee steps from those that were made is ours.
+    in place of each parameter w_e of the pipelined module, which optimizers, validation and
+    checkpoints see. A late gradient is then one for about the weights that it changes. That takes
+    the phase back that lateness costs, and other than the `lead` of gradients makes no noise, since
+    weights move smoothly; where they do not, because the optimizer has no momentum, or since they
+    swing, r is small and they stay where they are. So it is for the first two steps after an exact
+    one, or a loss that was not finite; where gradients are accumulated over passes of one graph;
+    for parameters that the module writes to while it computes; and if no edge joins two chunks.
+    Source: the predicted weights of SpecTrain (Chen et al., arXiv 1809.02839) for pipelines of
+    batches, which carry weights on along the optimizer's momentum; to foresee steps from those that
+    were made is ours.
 
     Args:
         gradients: What becomes of the gradients of stale rows: `DroppedGradients`,

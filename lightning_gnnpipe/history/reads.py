@@ -217,12 +217,12 @@ class RenewedRows(ReadRule):
 
         v_e + noise (h_j - v_j)             j: the last step before e with such a pass
 
-    h_j - v_j is what dropout made of the row under the weights of step j, in all layers before it
-    and whatever it is, and what stale rows and rounding made of it. With `noise=0` stale rows have
-    no dropout, and training sees so much less of it; with 1 they have that of another step. The
-    noise takes one more table of the size of the histories. Where it is not known there is none:
-    after the first pass, a loss that was not finite, or a change of dtype; for integers; and with
-    `async_halo` for rows of other shards.
+    h_j - v_j is what dropout made of the row in step j, in all layers before it and whatever it is,
+    and what stale rows, rounding and weights carried forward made of it. With `noise=0` stale rows
+    have no dropout, and training sees so much less of it; with 1 they have that of another step.
+    The noise takes one more table of the size of the histories. Where it is not known there is
+    none: after the first pass, a loss that was not finite, or a change of dtype; for integers; and
+    with `async_halo` for rows of other shards.
 
     It costs a forward pass without overlap, unless validation has just written the rows, by one
     over the same graph and features. (Not with norms over all nodes, which in validation may not

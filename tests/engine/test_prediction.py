@@ -29,9 +29,16 @@ LATE = DelayedGradients()
 
 
 class Watched(gnn.GCNConv):
-    """Tells when a chunk goes back."""
+    """Tells when a chunk goes back; may keep its bias within a bound by itself."""
 
     on_backward: Callable[[Tensor], None] | None = None
+    bound: float | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.bound is not None:
+            with torch.no_grad():
+                self.bias.clamp_(max=self.bound)
+        return super().forward(*args, **kwargs)
 
     def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
         if x_j.requires_grad and self.on_backward is not None:
@@ -185,6 +192,20 @@ def test_weights_that_the_user_has_set_are_hardly_carried() -> None:
     own = run.first.detach().clone()
     run.step(move=torch.zeros_like)
     assert all(0 < float((first - own).abs().max()) < 0.011 for first, _ in run.seen)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_the_module_writes_to_stay_where_they_are(recompute: bool) -> None:
+    """Else what it has written would be lost with those that it was computed with."""
+    run = Run(recompute=recompute)
+    conv = run.net.convs[3]
+    conv.bound = 0.5
+    run.steps(8, size=0.1)
+    own = run.first.detach().clone()
+    run.step(move=torch.zeros_like)
+    assert (conv.bias == 0.5).all()  # as it has written it, not 0.6
+    first = own + 3 * 0.1
+    assert all(torch.allclose(seen, first, rtol=1e-12, atol=1e-12) for seen, _ in run.seen)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "begin"])

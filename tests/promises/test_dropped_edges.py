@@ -18,12 +18,13 @@ from lightning_gnnpipe import (
     StalenessMonitor,
     StalenessWarmup,
 )
+from lightning_gnnpipe.types import StalenessName
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
 
-NUM_STEPS = 4
+NUM_STEPS = 5  # weights would be carried forward from the fourth on
 WARNING = "cross_chunk_edges='drop'"
 
 
@@ -174,3 +175,17 @@ class _NotesKind(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.was_exact.append(trainer.strategy.collect_stats().is_exact)
+
+
+@pytest.mark.parametrize("staleness", ["predicted", "delayed"])
+def test_where_only_norms_are_stale_methods_are_alike(
+    staleness: StalenessName, tmp_path: Path
+) -> None:
+    """No gradient is late: nothing is damped, and no weights are carried forward."""
+    default, other = (
+        fit_dropped(
+            "batch_norm", communities(5), tmp_path, strategy_kwargs={"staleness": name}
+        ).steps
+        for name in ("lookahead", staleness)
+    )
+    assert_steps_equal(default, other)

@@ -6,15 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN
 
-from lightning_gnnpipe import AdaptiveGradients, DelayedGradients, LastRows, StalenessMethod
+from lightning_gnnpipe import (
+    AdaptiveGradients,
+    DelayedGradients,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    LastRows,
+    StalenessMethod,
+)
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
-from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.modules import NETS, NUM_FEATURES, ReferenceModule
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
@@ -133,8 +146,74 @@ def test_stages_shards_and_recomputing_equal_oracle(
 def test_the_test_can_fail(tmp_path: Path) -> None:
     """Without fading the same run is another one, and its weights are those of damped gradients."""
     steady = DelayedGradients(decay=0.5, scale=1.5)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="in step"):
         assert_equals_oracle(tmp_path, name="gcn", rule=steady)
+
+
+class Scales(L.Callback):
+    """Notes the factor on gradients of fresh rows in each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, GNNPipeStrategy)
+        graph = trainer.strategy.engine.graphs.trained
+        assert graph is not None
+        self.found.append(RULE.at_rate(graph.store.rate_share).scale)
+
+
+class WithHead(NodeClassifier):
+    """Has a layer outside of the pipeline, the rate of which does not fall, and one with none."""
+
+    def __init__(self, *, rate: float | None) -> None:
+        super().__init__(GCN(NUM_FEATURES, 4, 2, 4), 4)
+        self.head = nn.Linear(4, 4)
+        self.rate = rate
+        self.double()
+
+    def forward(self, data: Data) -> Tensor:
+        return self.head(self.net(data.x, data.edge_index))
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.net.parameters()}, {"params": self.head.parameters(), "lr": 0.1}]
+        optimizer = NoRate(groups, lr=0.1) if self.rate is None else torch.optim.SGD(groups, lr=0.1)
+        falls = LambdaLR(optimizer, [lambda step: 0.5**step, lambda _: 1.0])
+        return optimizer if self.rate is None else {"optimizer": optimizer, "lr_scheduler": falls}
+
+
+class NoRate(torch.optim.SGD):
+    """Chooses its rate by itself, in the step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = None
+        loss = closure()
+        for group in self.param_groups:
+            group["lr"] = 0.1
+        return super().step(lambda: loss)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.1, [1.5, 1.25, 1.125, 1.0]), (None, [1.5] * 4)])
+def test_rates_of_the_pipelined_module_count(rate: float | None, expected: list[float]) -> None:
+    """Not those of other layers; an optimizer may have none."""
+    case, scales = communities(5), Scales()
+    data = case.data.clone()
+    mask = torch.ones(case.partition.numel(), dtype=torch.bool)
+    data.y = torch.arange(len(mask)) % 4
+    data.train_mask = data.val_mask = mask
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=GNNPipeStrategy(partition=case.partition),
+        callbacks=[scales],
+        max_epochs=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(WithHead(rate=rate), datamodule=FullGraphDataModule(data))
+    assert scales.found == expected
 
 
 def test_where_nothing_falls_it_is_the_rule_itself() -> None:
