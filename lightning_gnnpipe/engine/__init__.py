@@ -13,7 +13,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
-from lightning_gnnpipe.engine.resume import RunState, SavedRun
+from lightning_gnnpipe.engine.run_state import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.state import (

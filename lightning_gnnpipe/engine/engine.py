@@ -36,7 +36,8 @@ from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
-from lightning_gnnpipe.engine.resume import RunState, SavedRun, save_rank, take_histories
+from lightning_gnnpipe.engine.resume import save_rank, take_histories
+from lightning_gnnpipe.engine.run_state import RunState, SavedRun
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
 from lightning_gnnpipe.engine.training import TrainingPass
@@ -187,8 +188,6 @@ class PipelineEngine:
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
         self._saved = saved
-        if self.graphs.trained is not None:
-            self.graphs.trained.drop_histories()
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
         self.rates.peaks = saved.state.peak_rates

@@ -1,15 +1,13 @@
-"""What a run needs, beside weights, to go on as if it had never stopped.
+"""Histories in a checkpoint.
 
-`RunState` is the same on every rank and small; `save_rank` gives the histories of one rank's
-layers, as they are, with the order of their rows. Another number of stages, or of chunks, takes
-what its layers need, row by row.
+`save_rank` gives those of one rank's layers, as they are, with the order of their rows. Another
+number of stages, or of chunks, takes what its layers need, row by row.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,80 +17,11 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.resume_late import load_late, save_late
-from lightning_gnnpipe.errors import CheckpointError, explain
+from lightning_gnnpipe.engine.run_state import SavedRun
 from lightning_gnnpipe.history import Adapted, HistoryStore, Moments, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
-
-_VERSION = 11
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """A run between two steps, but for weights and histories.
-
-    Attributes:
-        seed: Of chunk orders, dropout and partition.
-        num_training_passes: Training passes made.
-        num_inferences: Passes without gradients made.
-        stage_layers: Layers of each stage.
-        num_shards: Shards of the graph.
-        graph: Fingerprint of the graph that the histories belong to; None if there are none.
-        filled: Modes whose histories are complete.
-        peak_rates: The largest learning rate so far of each group of parameters.
-        version: Of this format.
-    """
-
-    seed: int
-    num_training_passes: int
-    num_inferences: int
-    stage_layers: tuple[int, ...]
-    num_shards: int
-    graph: int | None
-    filled: tuple[Hashable, ...]
-    peak_rates: tuple[float, ...]
-    version: int = _VERSION
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the run, each with histories of its own."""
-        return len(self.stage_layers) * self.num_shards
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state in plain types, for a checkpoint."""
-        return asdict(self)
-
-    def without_histories(self) -> RunState:
-        """Return the state where none are kept."""
-        return replace(self, graph=None, filled=())
-
-    @staticmethod
-    def of(saved: Mapping[str, Any]) -> RunState:
-        """Return the state that `as_dict` has made.
-
-        Raises:
-            CheckpointError: If it was made by a version with another format.
-        """
-        names = {field.name for field in fields(RunState)}
-        if saved.get("version") != _VERSION or not names <= saved.keys():
-            raise CheckpointError(
-                explain(
-                    expected=f"the state of a pipeline in format {_VERSION}",
-                    found=f"format {saved.get('version')}",
-                    remedy="Load the checkpoint with the version of lightning_gnnpipe that wrote "
-                    "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
-                )
-            )
-        return RunState(**{name: saved[name] for name in names})
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """A run to go on with: its state, and what `save_rank` returned on each of its ranks."""
-
-    state: RunState
-    stages: tuple[Mapping[str, Any], ...]
 
 
 def save_rank(graph: PlannedGraph) -> dict[str, Any]:

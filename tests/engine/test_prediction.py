@@ -20,6 +20,7 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine.prediction import forecast
+from lightning_gnnpipe.engine.resume_late import save_late
 from lightning_gnnpipe.history import GradientRule
 from tests.helpers.engines import one_process_engine
 
@@ -206,6 +207,10 @@ def test_weights_that_the_module_writes_to_stay_where_they_are(recompute: bool) 
     assert (conv.bias == 0.5).all()  # as it has written it, not 0.6
     first = own + 3 * 0.1
     assert all(torch.allclose(seen, first, rtol=1e-12, atol=1e-12) for seen, _ in run.seen)
+    graph = run.engine.graphs.trained
+    assert graph is not None
+    saved = save_late(graph.store.late)  # a run that goes on does not carry it either
+    assert "convs.0.lin.weight" in saved["steps"] and "convs.3.bias" not in saved["weights"]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "begin"])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.engine.graph import PlannedGraph
-from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
+from lightning_gnnpipe.engine.resume import load_ranks, save_rank
+from lightning_gnnpipe.engine.run_state import RunState
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.history import (

@@ -164,12 +164,12 @@ class Scales(L.Callback):
 
 
 class WithHead(NodeClassifier):
-    """Has a layer outside of the pipeline, the rate of which does not fall, and one with none."""
+    """Has a layer outside of the pipeline, the rate of which does not fall; or no rates at all."""
 
-    def __init__(self, *, rate: float | None) -> None:
+    def __init__(self, *, has_rates: bool) -> None:
         super().__init__(GCN(NUM_FEATURES, 4, 2, 4), 4)
         self.head = nn.Linear(4, 4)
-        self.rate = rate
+        self.has_rates = has_rates
         self.double()
 
     def forward(self, data: Data) -> Tensor:
@@ -177,9 +177,11 @@ class WithHead(NodeClassifier):
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.net.parameters()}, {"params": self.head.parameters(), "lr": 0.1}]
-        optimizer = NoRate(groups, lr=0.1) if self.rate is None else torch.optim.SGD(groups, lr=0.1)
+        if not self.has_rates:
+            return NoRate(groups, lr=0.1)
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         falls = LambdaLR(optimizer, [lambda step: 0.5**step, lambda _: 1.0])
-        return optimizer if self.rate is None else {"optimizer": optimizer, "lr_scheduler": falls}
+        return {"optimizer": optimizer, "lr_scheduler": falls}
 
 
 class NoRate(torch.optim.SGD):
@@ -194,8 +196,10 @@ class NoRate(torch.optim.SGD):
         return super().step(lambda: loss)
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(0.1, [1.5, 1.25, 1.125, 1.0]), (None, [1.5] * 4)])
-def test_rates_of_the_pipelined_module_count(rate: float | None, expected: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("has_rates", "expected"), [(True, [1.5, 1.25, 1.125, 1.0]), (False, [1.5] * 4)]
+)
+def test_rates_of_the_pipelined_module_count(has_rates: bool, expected: list[float]) -> None:
     """Not those of other layers; an optimizer may have none."""
     case, scales = communities(5), Scales()
     data = case.data.clone()
@@ -212,7 +216,7 @@ def test_rates_of_the_pipelined_module_count(rate: float | None, expected: list[
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(WithHead(rate=rate), datamodule=FullGraphDataModule(data))
+    trainer.fit(WithHead(has_rates=has_rates), datamodule=FullGraphDataModule(data))
     assert scales.found == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,18 @@ def test_p6_weights_of_a_method_before_the_last_are_forgotten(tmp_path: Path) ->
         late = torch.load(folder / "stage_0.pt", weights_only=True)["late"]
         kept.append((bool(late["weights"]), bool(late["steps"])))
     assert kept == [(True, True), (False, False), (True, False)]  # of two steps, none, one
+
+
+@pytest.mark.parametrize(("variant", "is_told"), [("defaults", False), ("predicted", True)])
+def test_p6_a_run_that_goes_on_by_another_method_is_told(
+    variant: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path / "first", epochs=SAVED_AT, num_stages=1, **VARIANTS[variant])
+    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path / "second", num_stages=1, resume=saved)
+    assert ("lead=0.5" in caplog.text) == is_told
+    assert ("this run has DelayedGradients(" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("second", [1, 2])

@@ -1,0 +1,81 @@
+"""Where a run stood when it stopped: what a checkpoint says of it beside weights and histories.
+
+It is small, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from lightning_gnnpipe.errors import CheckpointError, explain
+
+_VERSION = 11
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run between two steps, but for weights and histories.
+
+    Attributes:
+        seed: Of chunk orders, dropout and partition.
+        num_training_passes: Training passes made.
+        num_inferences: Passes without gradients made.
+        stage_layers: Layers of each stage.
+        num_shards: Shards of the graph.
+        graph: Fingerprint of the graph that the histories belong to; None if there are none.
+        filled: Modes whose histories are complete.
+        peak_rates: The largest learning rate so far of each group of parameters.
+        version: Of this format.
+    """
+
+    seed: int
+    num_training_passes: int
+    num_inferences: int
+    stage_layers: tuple[int, ...]
+    num_shards: int
+    graph: int | None
+    filled: tuple[Hashable, ...]
+    peak_rates: tuple[float, ...]
+    version: int = _VERSION
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the run, each with histories of its own."""
+        return len(self.stage_layers) * self.num_shards
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state in plain types, for a checkpoint."""
+        return asdict(self)
+
+    def without_histories(self) -> RunState:
+        """Return the state where none are kept."""
+        return replace(self, graph=None, filled=())
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> RunState:
+        """Return the state that `as_dict` has made.
+
+        Raises:
+            CheckpointError: If it was made by a version with another format.
+        """
+        names = {field.name for field in fields(RunState)}
+        if saved.get("version") != _VERSION or not names <= saved.keys():
+            raise CheckpointError(
+                explain(
+                    expected=f"the state of a pipeline in format {_VERSION}",
+                    found=f"format {saved.get('version')}",
+                    remedy="Load the checkpoint with the version of lightning_gnnpipe that wrote "
+                    "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
+                )
+            )
+        return RunState(**{name: saved[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run to go on with: its state, and what `save_rank` returned on each of its ranks."""
+
+    state: RunState
+    stages: tuple[Mapping[str, Any], ...]
