@@ -18,8 +18,8 @@ from lightning_gnnpipe import _compat
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.guests import GuestCallbacks
-from lightning_gnnpipe.lookahead import LookAhead
 from lightning_gnnpipe.metrics import PipelineMetrics
+from lightning_gnnpipe.next_batch import NextBatch
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
@@ -44,7 +44,7 @@ class PipeLoops(PipeReplicas):
         self._metrics = PipelineMetrics()
         self._guests = GuestCallbacks()
         self._precision = StagePrecision()
-        self._look_ahead = LookAhead()
+        self._next_batch = NextBatch()
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -89,16 +89,16 @@ class PipeLoops(PipeReplicas):
     def _begin_stream(self) -> None:
         self._take_over()
         if self._has_peers:
-            self._look_ahead.attach(self.lightning_module.trainer)  # type: ignore[union-attr]
+            self._next_batch.attach(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _end_stream(self) -> None:
-        self._look_ahead.detach()
+        self._next_batch.detach()
         self.engine.stream.end()
 
     @contextmanager
     def _in_step(self, batch: Any, *others: Any) -> Iterator[None]:
         """Let the engine know what the user's step gets, and what the next one will."""
-        self.engine.stream.enter_step(batch, lambda: self._look_ahead.peek(self.root_device))
+        self.engine.stream.enter_step(batch, lambda: self._next_batch.peek(self.root_device))
         try:
             yield
         finally:

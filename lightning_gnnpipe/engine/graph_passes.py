@@ -17,10 +17,10 @@ from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.engine.lookahead import PredictedWeights, late_steps
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
-from lightning_gnnpipe.engine.prediction import PredictedWeights, late_steps
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts

@@ -9,7 +9,7 @@ from lightning_gnnpipe.comm import Codecs, Transport
 from lightning_gnnpipe.engine.blocks import Blocks
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
-from lightning_gnnpipe.engine.prediction import PredictedWeights
+from lightning_gnnpipe.engine.lookahead import PredictedWeights
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.passing import MessageContext, NativeContext
 from lightning_gnnpipe.stages import Stage, Value

@@ -16,7 +16,7 @@ from lightning_gnnpipe.loaders import EvenLoader
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class LookAhead:
+class NextBatch:
     """The batches of a loop without gradients, and the one after the present."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from lightning_gnnpipe import (
     StalenessMethod,
 )
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.engine.prediction import forecast
+from lightning_gnnpipe.engine.lookahead import forecast
 from lightning_gnnpipe.engine.resume_late import save_late
 from lightning_gnnpipe.history import GradientRule
 from tests.helpers.engines import one_process_engine
