@@ -158,7 +158,8 @@ class PipeCheckpoints(PipeProcesses):
         if self._engine is not None:  # in the middle of a run, as after a search for a rate
             self._engine.model.restore()
             self._engine.graphs.drop_histories()
-            self._engine.rates.forget()
+            found = checkpoint.get(_KEY)
+            self._engine.rates.peaks = RunState.of(found["run"]).peak_rates if found else {}
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

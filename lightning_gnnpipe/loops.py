@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -145,19 +146,20 @@ class PipeLoops(PipeReplicas):
         averages = any(_compat.average_of(one) is not None for one in callbacks)
         self._engine.progress.averages_weights = averages
         self._engine.progress.learning_rates = self._learning_rates
+        self._engine.progress.validates_next = partial(_compat.validates_next, module.trainer)
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(callbacks)
 
-    def _learning_rates(self) -> list[float]:
-        """Return those of all groups with a parameter that is pipelined; some have no rate."""
-        pipelined = set(map(id, self.engine.model.module.parameters()))
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [
-            float(group["lr"])
-            for group in groups
-            if group.get("lr") is not None and not pipelined.isdisjoint(map(id, group["params"]))
-        ]
+    def _learning_rates(self) -> dict[tuple[int, int], float]:
+        """Return those of groups with a pipelined parameter that is trained; some have no rate."""
+        trained = {id(one) for one in self.engine.model.module.parameters() if one.requires_grad}
+        return {
+            (number, index): float(group["lr"])
+            for number, optimizer in enumerate(self.optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+            if group.get("lr") is not None and not trained.isdisjoint(map(id, group["params"]))
+        }
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch_geometric.data import Batch
@@ -24,6 +25,10 @@ def _unscaled() -> float:
     return 1.0  # no lambda: where processes are spawned, it is pickled
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class Progress:
     """Where the run is; set by whoever drives the engine before each step.
@@ -34,7 +39,9 @@ class Progress:
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
         loss_scale: Returns the factor on the next loss before it goes backward.
-        learning_rates: Returns those of the pipelined parameters' groups in the next step.
+        learning_rates: Returns those of the next step for groups with pipelined parameters that are
+            trained, by optimizer and group.
+        validates_next: Returns whether validation will run before the next step.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
@@ -46,7 +53,8 @@ class Progress:
     graph_of_node: Tensor | None = None
     loss: float = 0.0
     loss_scale: Callable[[], float] = _unscaled
-    learning_rates: Callable[[], Sequence[float]] = tuple
+    learning_rates: Callable[[], Mapping[tuple[int, int], float]] = dict
+    validates_next: Callable[[], bool] = _never
     averages_weights: bool = False
     signals: int = 0
     is_uneven: bool = False
@@ -85,8 +93,22 @@ def graph_of_node(batch: Any) -> Tensor | None:
     return vector if isinstance(vector, Tensor) and vector.numel() else None
 
 
-def agree(transport: Transport, progress: Progress, is_training: bool, graph: int) -> int:
-    """Refuse to go on if the ranks differ; return the signals of all of them. A collective call.
+class Agreed(NamedTuple):
+    """What all ranks know of each other.
+
+    Attributes:
+        signals: Those of any of them.
+        is_lost: Whether the last step has left on any of them what no later one may read.
+    """
+
+    signals: int
+    is_lost: bool
+
+
+def agree(
+    transport: Transport, progress: Progress, is_training: bool, graph: int, is_lost: bool
+) -> Agreed:
+    """Refuse to go on if the ranks differ. A collective call.
 
     Batch and loss are compared within each replica, and all ranks see what is found in any.
 
@@ -95,13 +117,16 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
         progress: Of this rank.
         is_training: Whether this rank runs a training step.
         graph: Fingerprint of the graph.
+        is_lost: Whether the last step is lost on this rank, if not by a loss that is not finite.
 
     Raises:
         GraphError: If they have different batches, or only some are training.
         UnsupportedError: If the last loss was not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
+    is_lost = is_lost or not isfinite(progress.loss)
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
+    numbers.append(int(is_lost))
     ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
@@ -117,7 +142,7 @@ def agree(transport: Transport, progress: Progress, is_training: bool, graph: in
     signals = 0
     for rank in ranks:
         signals |= rank[4]
-    return signals
+    return Agreed(signals, any(rank[5] for rank in ranks))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

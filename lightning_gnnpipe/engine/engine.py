@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
-from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
 from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
@@ -33,6 +32,7 @@ from lightning_gnnpipe.engine.last_step import LastStep
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.pass_state import PassState
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
@@ -85,7 +85,7 @@ class PipelineEngine:
         self._checked: set[bool] = set()
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
-        self._has_pending = False
+        self._state = PassState()
         self._identity = GraphIdentity()
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
@@ -106,13 +106,12 @@ class PipelineEngine:
 
         Raises:
             GraphError: If the graph is malformed, or ranks were given different batches.
-            UnsupportedError: If the module cannot be pipelined, or is called twice before a
-                backward.
+            UnsupportedError: If the module cannot be pipelined, or is called twice in a step.
         """
         if self.batches.early_loss.is_running:
             return self.batches.early_loss.answer()
         is_training = torch.is_grad_enabled() and self.options.is_fitting
-        if is_training and self._has_pending:
+        if is_training and self._state.awaits_backward:
             raise UnsupportedError(
                 explain(
                     expected="one pipelined forward before each backward",
@@ -128,9 +127,11 @@ class PipelineEngine:
             self.stream.end()
         else:
             number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
-        signals = agree(self.transport, self.progress, is_training, number)
-        if signals:
-            self.on_signals(signals)
+        agreed = agree(self.transport, self.progress, is_training, number, self._state.is_lost)
+        if agreed.signals:
+            self.on_signals(agreed.signals)
+        if agreed.is_lost:
+            self.graphs.drop_histories()
         self._check_support(has_graphs)
         if not self.transport.is_settled and has_graphs:
             self.transport.settle((self.transport.world.size, 1))
@@ -148,8 +149,8 @@ class PipelineEngine:
         return None
 
     def abandon(self) -> None:
-        """Forget a training pass whose backward never came."""
-        self._has_pending = False
+        """Forget a training pass whose backward never came, or has failed."""
+        self._state.abandon()
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients of parameters outside of the module over replicas; collective.
@@ -170,9 +171,11 @@ class PipelineEngine:
         counts = self.num_training_passes, self._seeds.num_inferences
         layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
+        is_due = False
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
-        return RunState(self.options.seed, *counts, *layout, *histories, self.rates.peaks)
+            is_due = self.progress.validates_next() and self._passes.validation_renews(graph)
+        return RunState(self.options.seed, *counts, *layout, *histories, is_due, self.rates.peaks)
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -208,9 +211,8 @@ class PipelineEngine:
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
-        self._note_loss(graph)
-        refreshes = self.controls.refreshes and not graph.is_renewed
-        is_due = refreshes or graph.is_refresh_due(self.num_training_passes)
+        graph.store.rescale(self.progress.loss_scale())
+        is_due = graph.is_refresh_due(self.num_training_passes, self.controls.refreshes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
         is_exact = is_exact or (
@@ -223,14 +225,10 @@ class PipelineEngine:
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
-        graph.is_renewed = False
+        graph.note_step()
         if is_exact:
             graph.filled.add(mode.reads)
         return output
-
-    def _note_loss(self, graph: PlannedGraph) -> None:
-        """Have what waits be of the present loss scale; drop it if the last loss was not finite."""
-        graph.store.rescale(self.progress.loss_scale(), is_lost=not isfinite(self.progress.loss))
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = None  # there are no histories to take
@@ -240,14 +238,16 @@ class PipelineEngine:
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
         """Run the forward phase, and let the backward phase follow the user's."""
+        self._state.begin()
         outputs = running.forward(self.controls, self.num_training_passes)
-        self._has_pending = True
+        self._state.end_forward(outputs)
         self.num_training_passes += 1
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
+            self._state.begin_backward(grads)
             leaf_grads = running.backward(grads, slots)
-            self._has_pending = False
+            self._state.end_backward()
             self.last_step.record = running.record()
             return leaf_grads
 
@@ -260,10 +260,11 @@ class PipelineEngine:
             return mode.layers.rebuild_output(outputs)
         graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
-        is_kept = self._has_pending or self.progress.averages_weights
+        is_kept = self._state.awaits_backward or self.progress.averages_weights
         renews = not is_kept and self._passes.can_renew(graph, call, self.num_training_passes)
+        graph.was_renewed = renews
         # A training pass whose backward is to come still needs its own.
-        planned = PlannedInputs(graph.plan) if self._has_pending else graph.inputs
+        planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
         planned.load(call, inputs)
         parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         parts = replace(parts, inputs=planned)
@@ -271,7 +272,7 @@ class PipelineEngine:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
         if renews:
-            self._note_loss(graph)
+            graph.store.rescale(self.progress.loss_scale())
             graph.renew()
         return mode.layers.rebuild_output(outputs)
 

@@ -58,16 +58,29 @@ class PlannedGraph:
         self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
         self.is_renewed = False  # rows are of the present weights
+        self.is_due = False  # by validation that a run that goes on does not repeat
+        self.was_renewed: bool | None = None  # by the last validation
         self.trained_with: TrainedCall | None = None
         self._make_histories(histories)
 
-    def is_refresh_due(self, step: int) -> bool:
-        """Whether a pass is to be made that recomputes all rows before training pass `step`."""
-        return self.store.options.method.reads.makes_passes and self.takes_rows(step)
+    def is_refresh_due(self, step: int, is_asked: bool) -> bool:
+        """Whether a pass is to be made that recomputes all rows before training pass `step`.
+
+        Args:
+            step: Its number.
+            is_asked: Whether a callback wants it.
+        """
+        makes_passes = self.is_due or self.store.options.method.reads.makes_passes
+        is_asked = is_asked and not self.is_renewed
+        return is_asked or (makes_passes and self.takes_rows(step))
 
     def takes_rows(self, step: int) -> bool:
         """Whether the rows of an exact pass are to take the place of all before `step`."""
         return self.store.options.method.reads.renews(step) and not self.is_renewed
+
+    def note_step(self) -> None:
+        """Take note that a training step has read the rows."""
+        self.is_renewed = self.is_due = False
 
     def renew(self) -> None:
         """Take note that an exact pass without dropout has just written all rows."""
@@ -76,7 +89,8 @@ class PlannedGraph:
 
     def drop_histories(self) -> None:
         """Free the histories; the next training step on this graph is exact."""
-        self.is_renewed, self.trained_with = False, None
+        self.note_step()
+        self.trained_with = None
         if isinstance(self.writing.store, SharedStore):
             self.writing.store.drain()
         self._make_histories(self.store.options)

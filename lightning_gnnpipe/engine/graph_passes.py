@@ -157,6 +157,11 @@ class GraphPasses:
             self._known_late = layers, late
         return PredictedWeights(module, late, method.lookahead, weights)
 
+    def validation_renews(self, graph: PlannedGraph) -> bool:
+        """Whether the next validation will write the rows of training, as far as is known."""
+        is_known = graph.was_renewed is not None
+        return bool(graph.was_renewed) if is_known else not self._model.intercepted.norms
+
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.
 

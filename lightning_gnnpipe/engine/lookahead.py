@@ -64,7 +64,7 @@ def forecast(steps: Sequence[Tensor], before: Sequence[Tensor], num_steps: int) 
         squares.append(torch.maximum(*norms).square())
     largest = torch.stack(squares)
     share = torch.stack(products) / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    share = share.clamp(0, 1)
+    share = share.nan_to_num(0.0).clamp(0, 1)  # of squares that overflow nothing is known
     total = torch.zeros_like(share)
     for _ in range(num_steps):
         total = share * (1 + total)
@@ -101,7 +101,7 @@ class PredictedWeights:
             if name not in last.written
         }
         steps = {
-            name: value - last.values[name].to(value.device)
+            name: _finite(value - last.values[name].to(value.device))
             for name, value in now.items()
             if name in last.values and last.values[name].shape == value.shape
         }
@@ -137,3 +137,8 @@ class PredictedWeights:
             self._last.exclude(
                 name for name, one in self._watched.items() if version_of(one) != versions[name]
             )
+
+
+def _finite(step: Tensor) -> Tensor:
+    """Leave entries as they are that are infinite, in place."""
+    return step.masked_fill_(~step.isfinite(), 0)

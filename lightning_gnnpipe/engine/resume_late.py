@@ -18,12 +18,19 @@ def save_late(late: LateGradients) -> dict[str, Any]:
         for cut, by_value in late.save().items()
         for name, grad in by_value.items()
     ]
-    return {"grads": grads, "weights": late.weights.values, "steps": late.weights.steps}
+    weights = late.weights
+    return {
+        "grads": grads,
+        "weights": weights.values,
+        "steps": weights.steps,
+        "written": sorted(weights.written),
+    }
 
 
 def load_late(
     late: LateGradients,
     saved: Sequence[Mapping[str, Any]],
+    alike: Sequence[Mapping[str, Any]],
     segments: Collection[int],
     device: torch.device,
 ) -> None:
@@ -31,12 +38,13 @@ def load_late(
 
     Args:
         late: What waits.
-        saved: What each rank has saved, of the same chunks.
+        saved: What each rank has saved.
+        alike: Those of the same chunks: gradients of others are not taken.
         segments: The layers of this rank.
         device: Where they compute.
     """
     found: dict[int, dict[str, Tensor]] = {}
-    for rank in saved:
+    for rank in alike:
         for one in rank["grads"]:
             if one["cut"] - 1 in segments:
                 found.setdefault(one["cut"], {})[one["value"]] = one["grad"].to(device)
@@ -46,4 +54,5 @@ def load_late(
         {name: value for rank in saved for name, value in rank[of].items()}
         for of in ("weights", "steps")
     )
-    late.weights = LastWeights(weights, steps)
+    written = {name for rank in saved for name in rank["written"]}
+    late.weights = LastWeights(weights, steps, written)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_gnnpipe.errors import CheckpointError, explain
 
-_VERSION = 11
+_VERSION = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,9 @@ class RunState:
         num_shards: Shards of the graph.
         graph: Fingerprint of the graph that the histories belong to; None if there are none.
         filled: Modes whose histories are complete.
-        peak_rates: The largest learning rate so far of each group of parameters.
+        is_due: Whether validation was about to renew their rows.
+        peak_rates: The largest learning rate so far of each group of parameters: see
+            `LearningRates`.
         version: Of this format.
     """
 
@@ -37,7 +39,8 @@ class RunState:
     num_shards: int
     graph: int | None
     filled: tuple[Hashable, ...]
-    peak_rates: tuple[float, ...]
+    is_due: bool
+    peak_rates: Mapping[tuple[int, int], float]
     version: int = _VERSION
 
     @property
@@ -51,7 +54,7 @@ class RunState:
 
     def without_histories(self) -> RunState:
         """Return the state where none are kept."""
-        return replace(self, graph=None, filled=())
+        return replace(self, graph=None, filled=(), is_due=False)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:

@@ -28,11 +28,16 @@ class PassSeeds:
         self._seed, self._transport, self._progress = seed, transport, progress
         self._module = module
         self.num_inferences = 0
+        self._last_step, self._num_passes = -1, 0
 
     def of_training(self) -> SeedOf:
         """Begin a training pass and return its seeds."""
         transport = self._transport
-        seeds = self._make(self._seed, self._progress.step_index)
+        step = self._progress.step_index
+        self._num_passes = self._num_passes + 1 if step == self._last_step else 0
+        self._last_step = step
+        # A second pass in a step draws others, by numbers that no step has.
+        seeds = self._make(self._seed, step - (self._num_passes << 40))
         transport.begin_step(seeds(transport.world.rank, -1))
         return seeds
 

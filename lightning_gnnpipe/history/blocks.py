@@ -122,7 +122,8 @@ class LateGradients:
 
     def drop(self) -> None:
         """Forget what waits."""
-        self._new, self._last, self.weights = {}, {}, LastWeights()
+        self._new, self._last = {}, {}
+        self.weights.clear()
 
     def rescale(self, factor: float | None) -> None:
         """Multiply what waits; None: drop it."""

@@ -64,9 +64,6 @@ class ReadRule:
     def on_renewed(self, rows: Rows) -> None:
         """Take note that the rows were recomputed by an exact pass, and are not stale."""
 
-    def on_lost(self, rows: Rows) -> None:
-        """Take note that the last step had a loss that is not finite, and perhaps such rows."""
-
 
 @dataclass(frozen=True)
 class LastRows(ReadRule):
@@ -221,8 +218,8 @@ class RenewedRows(ReadRule):
     and what stale rows, rounding and weights carried forward made of it. With `noise=0` stale rows
     have no dropout, and training sees so much less of it; with 1 they have that of another step.
     The noise takes one more table of the size of the histories. Where it is not known there is
-    none: after the first pass, a loss that was not finite, or a change of dtype; for integers; and
-    with `async_halo` for rows of other shards.
+    none: after the first pass, or a change of dtype; for integers; and with `async_halo` for rows
+    of other shards.
 
     It costs a forward pass without overlap, unless validation has just written the rows, by one
     over the same graph and features. (Not with norms over all nodes, which in validation may not
@@ -272,10 +269,6 @@ class RenewedRows(ReadRule):
             return
         torch.add(rows.now, rows.kept, alpha=self.noise, out=rows.kept)
         rows.now, rows.kept, rows.kept_written = rows.kept, rows.now, list(rows.written)
-
-    def on_lost(self, rows: Rows) -> None:
-        if not rows.kept_written:
-            rows.kept = None
 
     def after(self, rows: Rows, *, is_exact: bool, step: int) -> None:
         """Keep the noise: what is kept was written by no step then."""

@@ -96,23 +96,18 @@ class HistoryStore:
         for entry in self._entries.values():
             entry.grads.follow_rate(self.rate_share)
 
-    def rescale(self, loss_scale: float, *, is_lost: bool = False) -> None:
+    def rescale(self, loss_scale: float) -> None:
         """Make what waits that of another loss scale, or drop it.
 
         Args:
             loss_scale: Of the next step; a lower one says that the last gradients have overflowed.
-            is_lost: Whether what waits is no gradient of anything, as where a loss was not finite.
         """
-        if loss_scale != self.loss_scale or is_lost:
-            is_lost = is_lost or loss_scale < self.loss_scale
-            factor = None if is_lost else loss_scale / self.loss_scale
+        if loss_scale != self.loss_scale:
+            factor = None if loss_scale < self.loss_scale else loss_scale / self.loss_scale
             for entry in self._entries.values():
                 entry.grads.rescale(factor)
             self.late.rescale(factor)
             self.loss_scale = loss_scale
-        if is_lost:
-            for entry in self._entries.values():
-                self.options.method.reads.on_lost(entry.rows)
 
     def before_forward(self, *, is_exact: bool) -> None:
         """Put into the rows what stale reads of this step return."""

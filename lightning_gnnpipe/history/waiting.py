@@ -44,6 +44,7 @@ class WaitingBuffer(GradientBuffer):
         self._full = self._rule = rule  # at the largest learning rate, at the present one
         self._decay = rule.decay / rule.scale
         self._halos: dict[int, _Waiting] = {}  # by reader
+        self._came: set[int] = set()  # readers, within a step
         self._total: Tensor | None = None  # of all readers, within a step
         self._has_total = False
         # Outputs: what is late, and the last gradients. A chunk that comes replaces the one by its
@@ -88,6 +89,7 @@ class WaitingBuffer(GradientBuffer):
         self._carry(late, own, None if old is None else old.late, has_last=has_last)
         last = own.clone() if self._rule.lead else None
         self._halos[chunk.index] = _Waiting(positions, late, last)
+        self._came.add(chunk.index)
 
     def _take(self, rows: Where, like: Tensor) -> Tensor | None:
         if not self._halos and not self._has_total:
@@ -152,15 +154,23 @@ class WaitingBuffer(GradientBuffer):
         self._has_total = False
         if is_exact:
             self.drop()
-        elif self._is_open:
+        else:  # of a layer that has no gradients for now nothing waits
+            self._halos = {one: self._halos[one] for one in self._halos if one in self._came}
+        if self._is_open and not is_exact:
             if self._rule.is_filtered:
                 self._outputs, self._last = self._last, self._outputs
             self._waits, self._has_last = True, self._rule.lead > 0
+        elif self._waits:
+            self._drop_outputs()
         self._is_open = False
+        self._came.clear()
 
     def drop(self) -> None:
         """Forget what waits."""
         self._halos.clear()
+        self._drop_outputs()
+
+    def _drop_outputs(self) -> None:
         if self._outputs is not None:
             self._outputs.zero_()
         self._waits = self._has_last = False

@@ -136,6 +136,30 @@ def test_steps_that_go_on_are_foreseen(
     assert found.isfinite().all()
 
 
+def test_of_steps_that_are_too_large_to_tell_none_are_foreseen() -> None:
+    for size in (1e30, torch.inf, torch.nan):
+        step = torch.full((4,), size, dtype=torch.float32)
+        assert forecast([step], [step], 3).tolist() == [0.0]
+
+
+def test_infinite_weights_stay_and_the_others_go_on() -> None:
+    run = Run()
+
+    def move(parameter: nn.Parameter) -> Tensor:
+        return torch.full_like(parameter, 0.01)
+
+    with torch.no_grad():
+        run.net.convs[3].bias[0] = -torch.inf  # as of a gate; tanh makes -1 of it
+    own = torch.empty(0)
+    for step in range(5):
+        own = run.first.detach().clone()
+        run.step(is_exact=not step, move=move)
+    for first, _ in run.seen:
+        torch.testing.assert_close(first, own + 3 * 0.01, rtol=1e-12, atol=1e-12)
+    assert run.net.convs[3].bias[0] == -torch.inf
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in run.net.parameters())
+
+
 def test_small_steps_in_half_precision_are_foreseen() -> None:
     """Their squares would be zero."""
     step = torch.full((4,), 1e-5, dtype=torch.float16)

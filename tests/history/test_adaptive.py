@@ -144,7 +144,7 @@ def test_gradients_that_are_none_say_nothing(plan: ChunkPlan, bad: float) -> Non
     store = make_store(plan)
     ask(store, plan, 0.0, 0.0, size=bad)
     assert store.scale_of("h") == STEADY and correlation(store) is None
-    store.rescale(1.0, is_lost=True)
+    store.rescale(0.5)  # lower: they have overflowed
     ask(store, plan, 0.1, 0.1)
     assert store.scale_of("h") == NOISY
 

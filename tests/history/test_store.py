@@ -121,16 +121,6 @@ def test_renewed_rows_have_half_of_the_last_noise(plan: ChunkPlan, noisy: Histor
     assert renew(noisy, plan, 20.0) == 20 + 0.5 * (9 - 11)
 
 
-def test_noise_of_a_lost_step_is_dropped(plan: ChunkPlan, noisy: HistoryStore) -> None:
-    renew(noisy, plan, 10.0)
-    train(noisy, plan, float("inf"))
-    noisy.rescale(1.0, is_lost=True)
-    assert renew(noisy, plan, 11.0) == 11
-    noisy.rescale(1.0, is_lost=True)  # said again, before the next step
-    train(noisy, plan, 13.0)
-    assert renew(noisy, plan, 11.0) == 11 + 0.5 * (13 - 11)
-
-
 def test_rows_that_a_pass_has_not_written_are_not_renewed(
     plan: ChunkPlan, noisy: HistoryStore
 ) -> None:
@@ -205,6 +195,27 @@ def test_what_waits_follows_the_loss_scale(
     assert late is None or late.flatten().tolist() == [0, 8 * factor, 8 * factor]
     table, _ = store.add_output_grad("h", second, torch.full((3, 1), 1.0))
     assert table[:2].flatten().tolist() == [8 * factor, 8 * factor]
+
+
+@pytest.mark.parametrize("lead", [0.0, 0.5])
+def test_a_layer_that_has_no_gradients_for_a_while_leaves_none(
+    plan: ChunkPlan, lead: float
+) -> None:
+    """As one that is frozen; of two chunks the one that comes again is given nothing old."""
+    rule = DelayedGradients(lead=lead)
+    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(rule)))
+    first, second = plan.chunks
+    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
+    for chunks in ((first, second), (second,), ()):
+        for chunk in chunks:
+            store.push_grad("h", chunk, torch.ones(chunk.num_halo, 1))
+            store.add_output_grad("h", chunk, torch.ones(chunk.end - chunk.start, 1))
+        store.end_step(is_exact=False)
+        for_second, for_first = store.pull_grad("h", second), store.pull_grad("h", first)
+        assert (for_second is not None and bool(for_second.any())) == (first in chunks)
+        assert (for_first is not None and bool(for_first.any())) == (second in chunks)
+    table, _ = store.add_output_grad("h", second, torch.full((3, 1), 1.0))
+    assert table[:2].abs().sum() == 0
 
 
 def test_gradients_of_outputs_wait_a_step(plan: ChunkPlan) -> None:

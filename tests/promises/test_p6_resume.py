@@ -167,6 +167,31 @@ def test_p6_what_waits_fades_over_a_checkpoint(tmp_path: Path) -> None:
         assert_same(second[name], whole[name], name)
 
 
+def test_p6_carried_weights_go_on_under_another_cut(tmp_path: Path) -> None:
+    """In shards the same chunks have other rows."""
+    fit(tmp_path / "first", epochs=SAVED_AT, num_stages=1)
+    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
+    first = late_of(saved)
+    for name, options in (("chunks", {"num_chunks": 4}), ("shards", {"graph_parallel": 2})):
+        fit(tmp_path / name, epochs=SAVED_AT + 1, resume=saved, **options)
+        second = late_of(tmp_path / name / f"epoch={SAVED_AT}.ckpt")
+        for weight, value in first["weights"].items():
+            if weight in second["weights"]:  # of the layers of this rank
+                step = second["weights"][weight] - value
+                torch.testing.assert_close(second["steps"][weight], step, rtol=0, atol=1e-12)
+        assert second["steps"]
+
+
+def late_of(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """Return what the first rank has of weights carried forward."""
+    ident = torch.load(checkpoint, weights_only=True)["gnnpipe"]["histories"]
+    folder = histories_folder(checkpoint, ident)
+    late: dict[str, dict[str, Tensor]] = torch.load(folder / "stage_0.pt", weights_only=True)[
+        "late"
+    ]
+    return late
+
+
 def test_p6_what_waits_between_blocks_goes_on_in_shards(tmp_path: Path) -> None:
     """Shards have rows of their own, and each of them takes what is of these."""
     options: dict[str, Any] = {**VARIANTS["blocks"], "num_stages": 2, "graph_parallel": 2}

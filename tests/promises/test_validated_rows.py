@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
@@ -83,21 +83,32 @@ def train(
     return [one.detach() for one in module.parameters()]
 
 
+@pytest.mark.parametrize("when", ["every_n_epochs", "every_n_train_steps"])
 @pytest.mark.parametrize("noise", [0.0, 0.7])
-@pytest.mark.parametrize("every_n_steps", [None, 1, 2])
-def test_p6_a_run_that_is_resumed_after_validation_goes_on_alike(
-    every_n_steps: int | None, noise: float, tmp_path: Path
+@pytest.mark.parametrize("every_n_steps", [None, 2])
+def test_p6_a_run_that_is_resumed_goes_on_alike(
+    every_n_steps: int | None, noise: float, when: str, tmp_path: Path
 ) -> None:
-    """Its checkpoint has rows of validation, and what they are without noise."""
+    """A checkpoint after validation has its rows, and what they are without noise.
 
-    def go(folder: str, resume: str | None = None) -> list[Tensor]:
-        saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
+    One that is written after a training step has none yet, and Lightning does not repeat the
+    validation which would then have renewed them.
+    """
+
+    def go(folder: str, resume: str | None = None, **more: Any) -> list[Tensor]:
+        every: Any = {when: 1}
+        saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, **every)
         reads = RenewedRows(every_n_steps, noise=noise)
-        options: dict[str, Any] = {"enable_checkpointing": True}
+        options: dict[str, Any] = {"enable_checkpointing": True, **more}
         return train(reads, None, saver, resume=resume, **options)
 
-    whole = go("whole")
-    assert are_equal(go("second", str(tmp_path / "whole" / "epoch=2.ckpt")), whole)
+    for options in ({}, {"check_val_every_n_epoch": 2}):
+        name = "_".join(("whole", *options))
+        whole = go(name, **options)
+        saved = sorted((tmp_path / name).glob("*.ckpt"))[:-1]
+        assert len(saved) >= 2
+        for path in saved[:3]:
+            assert are_equal(go(f"{name}_{path.stem}", str(path), **options), whole)
 
 
 def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -144,6 +155,66 @@ class Loses(NodeClassifier):
         assert is_finite == (self.current_epoch != 2)
         if not is_finite:
             optimizer.zero_grad()
+
+
+class Skips(NodeClassifier):
+    """Has a feature that is not a number in step 2, and makes no step of it.
+
+    Args:
+        is_manual: Whether it goes back, and looks at the gradients, instead of at the loss.
+    """
+
+    def __init__(self, net: nn.Module, num_classes: int, *, is_manual: bool) -> None:
+        super().__init__(net, num_classes)
+        self.automatic_optimization = not is_manual
+        self.num_lost = 0
+        self.was_exact: list[bool] = []
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
+        if self.current_epoch == 2:
+            batch = batch.clone()
+            batch.x = batch.x.clone()
+            batch.x[3] = torch.nan
+        loss = super().training_step(batch, batch_idx)
+        is_finite = bool(loss.isfinite())
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            found = [p.grad for p in self.parameters() if p.grad is not None and p.numel()]
+            is_finite = all(bool(grad.isfinite().all()) for grad in found)
+            if is_finite:
+                optimizer.step()
+        self.num_lost += not is_finite
+        return loss if is_finite and self.automatic_optimization else None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        self.was_exact.append(strategy.collect_stats().is_exact)
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("limit_val_batches", [0, 1])
+@pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed", "constant"])
+def test_a_step_that_is_not_finite_costs_one_step(
+    staleness: Any, limit_val_batches: int, is_manual: bool
+) -> None:
+    """As in plain training; the next one is exact."""
+    module = Skips(GraphSAGE(4, 6, 3, num_layers=5, dropout=0.2), 3, is_manual=is_manual)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=GNNPipeStrategy(partition=communities(5).partition, staleness=staleness),
+        max_epochs=9,
+        limit_val_batches=limit_val_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    assert module.num_lost == 1
+    assert module.was_exact[3:] == [True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed"])

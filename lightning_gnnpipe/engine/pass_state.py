@@ -1,0 +1,61 @@
+"""Where the last training pass stands, and whether later passes may read what it has left.
+
+forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
+                             ->  abandon, where no backward comes, or a phase has failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PassState:
+    """The state of one training pass after the other.
+
+    Attributes:
+        awaits_backward: Whether its forward is done, and its backward is still to come.
+    """
+
+    def __init__(self) -> None:
+        self.awaits_backward = False
+        self._is_inside = self._has_failed = False
+        self._outputs: Sequence[Tensor] = ()
+        self._is_finite: Tensor | None = None  # a flag that is not read before it is asked for
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it failed midway, or had outputs or gradients that are not finite."""
+        is_finite = self._is_finite is None or bool(self._is_finite)
+        return self._is_inside or self._has_failed or not is_finite
+
+    def begin(self) -> None:
+        """Begin the forward phase of another pass."""
+        self._is_inside, self._has_failed, self._is_finite = True, False, None
+
+    def end_forward(self, outputs: Sequence[Tensor]) -> None:
+        """Wait for the backward of the outputs, any shapes."""
+        self._is_inside, self.awaits_backward, self._outputs = False, True, outputs
+
+    def begin_backward(self, grads: Sequence[Tensor]) -> None:
+        """Begin the backward phase with the gradients of the outputs, any shapes."""
+        self._is_inside, self.awaits_backward, self._outputs = True, False, ()
+        self._is_finite = _all_finite(grads)
+
+    def end_backward(self) -> None:
+        """End the pass."""
+        self._is_inside = False
+
+    def abandon(self) -> None:
+        """Wait no longer for a backward, and take note of a phase that has not ended."""
+        if self.awaits_backward:
+            self._is_finite = _all_finite(self._outputs)
+        self._has_failed = self._has_failed or self._is_inside
+        self._is_inside, self.awaits_backward, self._outputs = False, False, ()
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
+    found = [one.detach().isfinite().all() for one in tensors]
+    return torch.stack(found).all() if found else None

@@ -1,0 +1,124 @@
+"""A pass that fails in the middle, which the user catches, or that is made twice in a step."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.history import METHODS
+from tests.helpers.engines import one_process_engine
+
+NUM_NODES, WIDTH = 12, 3
+EDGES = torch.stack([torch.arange(24) % 12, (torch.arange(24) * 5 + 1) % 12])
+
+
+class Fails(torch.autograd.Function):
+    """Fails going forward or back once so many more rows have come, as where memory is short."""
+
+    left: ClassVar[dict[str, int]] = {"forward": 1000, "backward": 1000}
+
+    @staticmethod
+    def count(phase: str, rows: Tensor) -> Tensor:
+        Fails.left[phase] -= 1
+        if Fails.left[phase] < 0:
+            raise torch.OutOfMemoryError(phase)
+        return rows.clone()
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return Fails.count("forward", rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return Fails.count("backward", grad)
+
+
+class FailingConv(gnn.SAGEConv):
+    """May fail."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        return Fails.apply(super().forward(x, edge_index))
+
+
+class Net(nn.Module):
+    """Four layers, the third of which may fail."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        kinds = (gnn.SAGEConv, gnn.SAGEConv, FailingConv, gnn.SAGEConv)
+        self.convs = nn.ModuleList(kind(WIDTH, WIDTH) for kind in kinds)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = F.dropout(conv(x, edge_index).tanh(), self.dropout, self.training)
+        return x
+
+
+def start(method: str, dropout: float = 0.0) -> tuple[Net, PipelineEngine, Tensor]:
+    """Return a net in four chunks after three steps, without a lookahead's weights moving."""
+    Fails.left = {"forward": 1000, "backward": 1000}
+    torch.manual_seed(0)
+    net, x = Net(dropout).double(), torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
+    partition = torch.arange(NUM_NODES) % 4
+    engine = one_process_engine(net, partition=partition, method=METHODS[method])
+    for step in range(3):
+        engine.progress.step_index = step
+        engine.abandon()
+        engine.forward((x, EDGES), {}).square().sum().backward()
+    engine.progress.step_index = 3
+    engine.abandon()
+    return net, engine, x
+
+
+@pytest.mark.parametrize("waits_for_next_step", [False, True])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("method", METHODS)
+def test_after_a_pass_that_failed_the_next_one_is_exact(
+    method: str, phase: str, waits_for_next_step: bool
+) -> None:
+    """In the same step or the next, by gradients of the whole graph."""
+    net, engine, x = start(method)
+    Fails.left[phase] = 2
+    with pytest.raises(torch.OutOfMemoryError, match=phase):
+        engine.forward((x, EDGES), {}).square().sum().backward()
+    Fails.left[phase] = 1000
+    if waits_for_next_step:
+        engine.progress.step_index = 4
+        engine.abandon()
+    for is_exact in (True, False):
+        net.zero_grad()
+        output = engine.forward((x, EDGES), {})
+        output.square().sum().backward()
+        assert engine.last_step.record is not None
+        assert engine.last_step.record.is_exact == is_exact
+        if is_exact:
+            found = [one.grad.clone() for one in net.parameters() if one.grad is not None]
+            net.zero_grad()
+            net.forward(x, EDGES).square().sum().backward()
+            for one, grad in zip(net.parameters(), found, strict=True):
+                torch.testing.assert_close(grad, one.grad, rtol=0, atol=1e-10)
+
+
+def test_two_passes_in_a_step_have_dropout_of_their_own() -> None:
+    """And both draw it again, in whichever run."""
+    drawn = []
+    for _ in range(2):
+        _, engine, x = start("constant", dropout=0.5)
+        engine.controls.is_exact = True
+        outputs = []
+        for step in (3, 3, 4):
+            engine.progress.step_index = step
+            outputs.append(engine.forward((x, EDGES), {}))
+            outputs[-1].sum().backward()
+        drawn.append(outputs)
+    first, second, third = drawn[0]
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third) and not torch.equal(second, third)
+    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))

@@ -1,0 +1,75 @@
+"""Whether a training pass has left what later ones may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_gnnpipe.engine.pass_state import PassState
+
+FINE, BAD = [torch.zeros(2), torch.ones(1)], [torch.zeros(2), torch.tensor([torch.inf])]
+
+
+def begun() -> PassState:
+    state = PassState()
+    state.begin()
+    return state
+
+
+def forward_done(outputs: list[torch.Tensor] = FINE) -> PassState:
+    state = begun()
+    state.end_forward(outputs)
+    return state
+
+
+def going_back(grads: list[torch.Tensor] = FINE) -> PassState:
+    state = forward_done()
+    state.begin_backward(grads)
+    return state
+
+
+def done(grads: list[torch.Tensor] = FINE) -> PassState:
+    state = going_back(grads)
+    state.end_backward()
+    return state
+
+
+def abandoned(state: PassState) -> PassState:
+    state.abandon()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "is_lost", "awaits"),
+    [
+        (PassState, False, False),
+        (begun, True, False),
+        (forward_done, False, True),
+        (lambda: forward_done(BAD), False, True),  # its gradients may yet be finite
+        (going_back, True, False),
+        (done, False, False),
+        (lambda: done(BAD), True, False),
+        (lambda: done([]), False, False),
+        (lambda: abandoned(PassState()), False, False),
+        (lambda: abandoned(begun()), True, False),
+        (lambda: abandoned(forward_done()), False, False),
+        (lambda: abandoned(forward_done(BAD)), True, False),
+        (lambda: abandoned(going_back()), True, False),
+        (lambda: abandoned(done()), False, False),
+        (lambda: abandoned(done(BAD)), True, False),
+    ],
+)
+def test_what_is_lost(make: Callable[[], PassState], is_lost: bool, awaits: bool) -> None:
+    state = make()
+    assert (state.is_lost, state.awaits_backward) == (is_lost, awaits)
+
+
+def test_another_pass_begins_anew() -> None:
+    state = abandoned(going_back(BAD))
+    state.begin()
+    state.end_forward(FINE)
+    state.begin_backward(FINE)
+    state.end_backward()
+    assert not state.is_lost
