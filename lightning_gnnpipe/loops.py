@@ -129,6 +129,12 @@ class PipeLoops(PipeReplicas):
             set_random_state(random, self.root_device)
         engine_options = options.for_engine(seed, self.world_size, is_fitting=is_fitting)
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
+        own = {id(parameter) for parameter in pipelined.parameters()}
+        self._engine.model.borrowed = {
+            id(parameter): name
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if id(parameter) in own and not name.startswith(self._prefix)
+        }
         if saved is not None:
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
@@ -53,6 +54,23 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters(), lr=0.1)
+
+
+class Tied(Module):
+    """Has a weight of a layer of the pipeline behind it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.net.convs[1].lin_l.weight
+
+
+class Pruned(Module):
+    """Has another parameter after its first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        for conv in self.net.convs:
+            prune.identity(conv.lin_l, "weight")
 
 
 class SharedNorm(nn.Module):
@@ -184,6 +202,8 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         {},
         "'convs.0', a PANConv",
     ),
+    "tied": (Tied, graph, {}, "'convs.1.lin_l.weight', which is 'head.weight' as well"),
+    "pruned": (Pruned, graph, {}, "no 'convs...lin_l.weight' any more"),
     "few-layers": (lambda: Module(Net(gnn.SAGEConv(4, 4))), graph, {}, "2 stages and 1 layers"),
     "batch-differs": (
         Module,

@@ -23,7 +23,7 @@ from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
-from lightning_gnnpipe.engine.weights import StageWeights, check_same
+from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
@@ -79,6 +79,7 @@ class PipelinedModel:
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
+        self.borrowed: dict[int, str] = {}  # see `check_borrowed`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
         self.is_accumulating = False  # then gradients stay in this replica for now
@@ -239,6 +240,8 @@ class PipelinedModel:
         if trains and not is_first_time and self._transport.world.num_replicas > 1:
             check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
+        if self._transport.mesh.num_stages > 1:
+            check_borrowed(self.borrowed, self.module, self._users)
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users)
         if is_first_time:

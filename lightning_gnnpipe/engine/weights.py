@@ -6,7 +6,7 @@ emptied and filled along with the original, so that tensor by tensor the two hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,29 @@ def check_same(before: Users, users: Users) -> None:
         )
 
 
+def check_borrowed(borrowed: Mapping[int, str], module: nn.Module, users: Users) -> None:
+    """Refuse weights of stages that something outside of the pipeline has as well.
+
+    Args:
+        borrowed: Name outside of the pipelined module, by the id of a parameter of it.
+        module: The pipelined module.
+        users: The stages of each tensor, of several.
+
+    Raises:
+        UnsupportedError: If there are some.
+    """
+    for name, parameter in module.named_parameters():
+        if name in users and id(parameter) in borrowed:
+            raise UnsupportedError(
+                explain(
+                    expected="weights of pipelined layers to be theirs alone",
+                    found=f"'{name}', which is '{borrowed[id(parameter)]}' as well",
+                    remedy="On each rank those of other stages are empty: put both layers into the "
+                    "pipelined module, or use one stage.",
+                )
+            )
+
+
 class StageWeights:
     """The parameters and buffers of a module, of which this rank may hold its stage's only.
 
@@ -57,6 +80,7 @@ class StageWeights:
     def husks(self) -> list[nn.Parameter]:
         """Return the parameters whose data is on other ranks."""
         parameters = dict(self.module.named_parameters())
+        _check_present(self._shapes, parameters)
         return [parameters[name] for name in self._shapes]
 
     def shape_of(self, name: str, parameter: Tensor) -> Shape:
@@ -70,6 +94,7 @@ class StageWeights:
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return every tensor that belongs to a stage, on every rank, by name; collective."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        _check_present(users, named)
         first_of = self._transport.mesh.rank_of
         owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
         shapes = {name: self.shape_of(name, named[name]) for name in owners}
@@ -103,3 +128,20 @@ class StageWeights:
     def forget(self) -> None:
         """Forget what was emptied."""
         self._shapes = {}
+
+
+def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
+    """Refuse to go on where something else has taken the place of a weight.
+
+    Raises:
+        UnsupportedError: With its name.
+    """
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise UnsupportedError(
+            explain(
+                expected="the parameters and buffers that the run has begun with",
+                found=f"no '{missing}' any more",
+                remedy="Callbacks that replace them, such as ModelPruning, need one stage.",
+            )
+        )
