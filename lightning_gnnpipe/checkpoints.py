@@ -159,7 +159,8 @@ class PipeCheckpoints(PipeProcesses):
             self._engine.model.restore()
             self._engine.graphs.drop_histories()
             found = checkpoint.get(_KEY)
-            self._engine.rates.peaks = RunState.of(found["run"]).peak_rates if found else {}
+            run = found.get("run") if isinstance(found, dict) else None
+            self._engine.rates.peaks = RunState.of(run).peak_rates if run else {}
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class PipeCheckpoints(PipeProcesses):
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
             has_histories = path is not None and state.graph is not None
-            ident = self._everyone.broadcast_object(sidecar.new_id()) if has_histories else None
+            ident = self._everyone.broadcast_object(sidecar.new_id() if has_histories else None)
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
             self._write_histories(sidecar.unfinished_folder(path, ident))

@@ -53,6 +53,7 @@ class PipeLoops(PipeReplicas):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self.engine.abandon()
         self._begin_stream()
 
     def on_test_start(self) -> None:
@@ -66,6 +67,7 @@ class PipeLoops(PipeReplicas):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._end_stream()
+        self.engine.note_validation()
 
     def on_test_end(self) -> None:
         super().on_test_end()
@@ -129,11 +131,12 @@ class PipeLoops(PipeReplicas):
             set_random_state(random, self.root_device)
         engine_options = options.for_engine(seed, self.world_size, is_fitting=is_fitting)
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        own = {id(parameter) for parameter in pipelined.parameters()}
+        inside = {id(one) for one in pipelined.modules()}
+        outside = ((name, one) for name, one in module.named_modules() if id(one) not in inside)
         self._engine.model.borrowed = {
-            id(parameter): name
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if id(parameter) in own and not name.startswith(self._prefix)
+            id(parameter): f"{name}.{own}" if name else own
+            for name, one in outside
+            for own, parameter in one.named_parameters(recurse=False)
         }
         if saved is not None:
             self._engine.resume(run)
@@ -152,7 +155,8 @@ class PipeLoops(PipeReplicas):
         averages = any(_compat.average_of(one) is not None for one in callbacks)
         self._engine.progress.averages_weights = averages
         self._engine.progress.learning_rates = self._learning_rates
-        self._engine.progress.validates_next = partial(_compat.validates_next, module.trainer)
+        if not averages:
+            self._engine.progress.validates_next = partial(_compat.validates_next, module.trainer)
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(callbacks)

@@ -65,6 +65,15 @@ class Tied(Module):
         self.head.weight = self.net.convs[1].lin_l.weight
 
 
+class TiedByName(Module):
+    """Likewise; its name begins as that of the pipelined module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net_head = nn.Linear(4, 4)
+        self.net_head.weight = self.net.convs[1].lin_l.weight
+
+
 class Pruned(Module):
     """Has another parameter after its first epoch."""
 
@@ -203,6 +212,7 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         "'convs.0', a PANConv",
     ),
     "tied": (Tied, graph, {}, "'convs.1.lin_l.weight', which is 'head.weight' as well"),
+    "tied by name": (TiedByName, graph, {}, "which is 'net_head.weight' as well"),
     "pruned": (Pruned, graph, {}, "no 'convs...lin_l.weight' any more"),
     "few-layers": (lambda: Module(Net(gnn.SAGEConv(4, 4))), graph, {}, "2 stages and 1 layers"),
     "batch-differs": (
@@ -234,6 +244,22 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
     assert len(found) == 2
     for one in found:
         assert re.search(text, one, re.DOTALL), one
+
+
+def test_one_stage_may_have_what_several_may_not() -> None:
+    for module in (Tied(), Pruned()):
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=GNNPipeStrategy(num_chunks=3),
+            max_epochs=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader([graph()], collate_fn=first))
+        assert trainer.current_epoch == 3
 
 
 def test_the_world_must_fit(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,7 +40,7 @@ class Progress:
         loss_scale: Returns the factor on the next loss before it goes backward.
         learning_rates: Returns those of the next step for groups with pipelined parameters that are
             trained, by optimizer and group.
-        validates_next: Returns whether validation will run before the next step.
+        validates_next: Returns whether validation will run before the next step, with its weights.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
@@ -117,14 +116,13 @@ def agree(
         progress: Of this rank.
         is_training: Whether this rank runs a training step.
         graph: Fingerprint of the graph.
-        is_lost: Whether the last step is lost on this rank, if not by a loss that is not finite.
+        is_lost: Whether the last step is lost on this rank.
 
     Raises:
         GraphError: If they have different batches, or only some are training.
         UnsupportedError: If the last loss was not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    is_lost = is_lost or not isfinite(progress.loss)
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
     numbers.append(int(is_lost))
     ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.agree import Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
-from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
+from lightning_gnnpipe.engine.batches import BatchPasses
+from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.graph import GraphCache
@@ -33,7 +35,6 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import save_rank, take_histories
@@ -42,7 +43,7 @@ from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import check_support, guard_losses
+from lightning_gnnpipe.passing import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.stages import (
     Call,
@@ -50,7 +51,6 @@ from lightning_gnnpipe.stages import (
     KnownKinds,
     Layers,
     find_graphs,
-    is_listed,
     take_apart,
 )
 
@@ -71,7 +71,7 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.model = PipelinedModel(module, transport, options.splitting, self._check)
+        self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress, self.rates = Progress(), LearningRates()
@@ -82,7 +82,7 @@ class PipelineEngine:
         self.batches = BatchPasses(self.model, transport, options, self._seeds)
         self._known_kinds: KnownKinds = {}
         self.stream = BatchStream(self.model, transport, self.batches, self._known_kinds)
-        self._checked: set[bool] = set()
+        self._checks = EngineChecks(self.model, self.graphs, self.batches, transport, options)
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._state = PassState()
@@ -127,12 +127,14 @@ class PipelineEngine:
             self.stream.end()
         else:
             number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
-        agreed = agree(self.transport, self.progress, is_training, number, self._state.is_lost)
+        agreed = agree(self.transport, self.progress, is_training, number, self._is_lost)
         if agreed.signals:
             self.on_signals(agreed.signals)
         if agreed.is_lost:
             self.graphs.drop_histories()
-        self._check_support(has_graphs)
+            self._state.settle()
+            self.progress.loss = 0.0
+        self._checks.support(has_graphs)
         if not self.transport.is_settled and has_graphs:
             self.transport.settle((self.transport.world.size, 1))
         elif not self.transport.is_settled:
@@ -144,7 +146,7 @@ class PipelineEngine:
     def _graph_of_node(self) -> Tensor | None:
         """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
         vector, has_replicas = self.progress.graph_of_node, self.transport.world.num_replicas > 1
-        if vector is None or has_replicas or True in self._checked or int(vector[-1]) > 0:
+        if vector is None or has_replicas or self._checks.has_seen_graphs or int(vector[-1]) > 0:
             return vector
         return None
 
@@ -161,8 +163,20 @@ class PipelineEngine:
             average_replicated(self.transport, parameters)
             self.last_step.recount()
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the last step has left on this rank what no later one may read."""
+        return self._state.is_lost or not isfinite(self.progress.loss)
+
+    def note_validation(self) -> None:
+        """Take note that a validation is over, and whether it has renewed the rows of training."""
+        graph = self.graphs.trained
+        if graph is not None and graph.trained_with is not None:
+            graph.was_renewed = graph.is_renewed
+
     def run_state(self) -> RunState:
-        """Return what a checkpoint keeps of the run, beside weights and histories."""
+        """Return what a checkpoint keeps of the run between steps, beside weights and histories."""
+        self.abandon()
         if self._saved is not None:  # resumed, and no step since
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
@@ -171,11 +185,13 @@ class PipelineEngine:
         counts = self.num_training_passes, self._seeds.num_inferences
         layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
         histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
-        is_due = False
+        owes = False
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
-            is_due = self.progress.validates_next() and self._passes.validation_renews(graph)
-        return RunState(self.options.seed, *counts, *layout, *histories, is_due, self.rates.peaks)
+            owes = self.progress.validates_next() and self._passes.validation_renews(graph)
+        peaks = self.rates.peaks
+        state = RunState(self.options.seed, *counts, *layout, *histories, owes, peaks)
+        return state.without_histories() if self._is_lost else state
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -203,6 +219,7 @@ class PipelineEngine:
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
         check_schedule(self.options.schedule)
+        self._state.begin()
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
@@ -232,13 +249,13 @@ class PipelineEngine:
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = None  # there are no histories to take
+        self._state.begin()
         mode = self.batches.mode(call, inputs)
         codecs = get_codecs(self._passes.messages(self.controls.is_exact).cut_codec)
         return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
         """Run the forward phase, and let the backward phase follow the user's."""
-        self._state.begin()
         outputs = running.forward(self.controls, self.num_training_passes)
         self._state.end_forward(outputs)
         self.num_training_passes += 1
@@ -247,7 +264,7 @@ class PipelineEngine:
         def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
             self._state.begin_backward(grads)
             leaf_grads = running.backward(grads, slots)
-            self._state.end_backward()
+            self._state.end_backward(running.gradients())
             self.last_step.record = running.record()
             return leaf_grads
 
@@ -262,7 +279,8 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, graph)
         is_kept = self._state.awaits_backward or self.progress.averages_weights
         renews = not is_kept and self._passes.can_renew(graph, call, self.num_training_passes)
-        graph.was_renewed = renews
+        if renews:
+            self._state.begin()
         # A training pass whose backward is to come still needs its own.
         planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
         planned.load(call, inputs)
@@ -274,27 +292,8 @@ class PipelineEngine:
         if renews:
             graph.store.rescale(self.progress.loss_scale())
             graph.renew()
+            self._state.settle()
         return mode.layers.rebuild_output(outputs)
 
-    def _check_support(self, has_graphs: bool) -> None:
-        """Refuse, once, layers that are not right on chunks, or options for one graph alone."""
-        if has_graphs in self._checked:
-            return
-        transport = self.transport
-        is_settled = transport.is_settled
-        num_shards = transport.mesh.num_shards if is_settled else transport.world.size
-        if has_graphs:
-            self.batches.check()
-        else:
-            check_replicas(transport.world.num_replicas)
-            check_support(self.model.module, self.options.chunks.expected, num_shards)
-        self._checked.add(has_graphs)
-
-    def _check(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        trains = self.options.is_fitting and (self.model.module.training or torch.is_grad_enabled())
-        if inputs.graphs is not None:
-            self.batches.check_layers(layers, call, inputs, trains=trains)
-            return
-        module, is_cut = self.model.module, self.graphs.is_cut(inputs)
-        if self.options.self_check and (is_cut or is_listed(module)):
-            check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
+    def _check_layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:
+        self._checks.layers(layers, call, inputs)

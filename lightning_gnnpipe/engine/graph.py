@@ -58,7 +58,7 @@ class PlannedGraph:
         self.reading = MessageContext(self._shared(None), plan)
         self.filled: set[Hashable] = set()
         self.is_renewed = False  # rows are of the present weights
-        self.is_due = False  # by validation that a run that goes on does not repeat
+        self.owes_renewal = False  # by validation that a run that goes on does not repeat
         self.was_renewed: bool | None = None  # by the last validation
         self.trained_with: TrainedCall | None = None
         self._make_histories(histories)
@@ -70,7 +70,7 @@ class PlannedGraph:
             step: Its number.
             is_asked: Whether a callback wants it.
         """
-        makes_passes = self.is_due or self.store.options.method.reads.makes_passes
+        makes_passes = self.owes_renewal or self.store.options.method.reads.makes_passes
         is_asked = is_asked and not self.is_renewed
         return is_asked or (makes_passes and self.takes_rows(step))
 
@@ -80,7 +80,7 @@ class PlannedGraph:
 
     def note_step(self) -> None:
         """Take note that a training step has read the rows."""
-        self.is_renewed = self.is_due = False
+        self.is_renewed = self.owes_renewal = False
 
     def renew(self) -> None:
         """Take note that an exact pass without dropout has just written all rows."""

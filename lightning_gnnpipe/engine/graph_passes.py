@@ -73,8 +73,10 @@ class GraphPasses:
             graph.inputs.load(call, inputs)
             parts = self.parts(mode, graph, is_exact=True, is_training=False, writes=True)
             graph.writing.is_refresh = True
-            run_exact(parts, self._model)
-            graph.writing.is_refresh = False
+            try:
+                run_exact(parts, self._model)
+            finally:
+                graph.writing.is_refresh = False
         graph.renew()
 
     def _measurer(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Measure:
@@ -159,8 +161,9 @@ class GraphPasses:
 
     def validation_renews(self, graph: PlannedGraph) -> bool:
         """Whether the next validation will write the rows of training, as far as is known."""
-        is_known = graph.was_renewed is not None
-        return bool(graph.was_renewed) if is_known else not self._model.intercepted.norms
+        if graph.was_renewed is not None:
+            return graph.was_renewed
+        return not self._model.intercepted.norms and not self._is_late(graph)
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.
@@ -169,12 +172,17 @@ class GraphPasses:
         due does.
         """
         options, module = self._options, self._model.module
-        is_late = options.messages.is_async and not graph.store.options.method.reads.makes_passes
-        is_due = graph is self._graphs.trained and graph.takes_rows(step) and not is_late
+        is_trained = graph is self._graphs.trained
+        is_due = is_trained and graph.takes_rows(step) and not self._is_late(graph)
         is_eval = options.is_fitting and not module.training
         if not (is_due and is_eval) or self._model.intercepted.norms:
             return False
         return graph.trained_with is not None and graph.trained_with.is_like(call, module)
+
+    def _is_late(self, graph: PlannedGraph) -> bool:
+        """Whether shards do not wait for each other, and rows are those of validation."""
+        makes_passes = graph.store.options.method.reads.makes_passes
+        return self._options.messages.is_async and not makes_passes
 
     def order(self, parts: StepParts, step: int, *, is_exact: bool) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""

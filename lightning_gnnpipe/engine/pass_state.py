@@ -32,7 +32,7 @@ class PassState:
         return self._is_inside or self._has_failed or not is_finite
 
     def begin(self) -> None:
-        """Begin the forward phase of another pass."""
+        """Begin a pass that writes histories."""
         self._is_inside, self._has_failed, self._is_finite = True, False, None
 
     def end_forward(self, outputs: Sequence[Tensor]) -> None:
@@ -44,9 +44,16 @@ class PassState:
         self._is_inside, self.awaits_backward, self._outputs = True, False, ()
         self._is_finite = _all_finite(grads)
 
-    def end_backward(self) -> None:
-        """End the pass."""
+    def end_backward(self, grads: Sequence[Tensor]) -> None:
+        """End the pass, which has found gradients of parameters, any shapes."""
         self._is_inside = False
+        found = _all_finite(grads)
+        if found is not None:
+            self._is_finite = found if self._is_finite is None else self._is_finite & found
+
+    def settle(self) -> None:
+        """End a pass without a backward, or take note that what was lost is dropped."""
+        self._is_inside, self._has_failed, self._is_finite = False, False, None
 
     def abandon(self) -> None:
         """Wait no longer for a backward, and take note of a phase that has not ended."""
@@ -57,5 +64,6 @@ class PassState:
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
-    found = [one.detach().isfinite().all() for one in tensors]
+    values = (one._values() if one.is_sparse else one for one in tensors)
+    found = [one.detach().isfinite().all() for one in values]
     return torch.stack(found).all() if found else None

@@ -90,7 +90,7 @@ def take_histories(
         segments = {segment.index for segment in mode.stages[mesh.stage].segments}
         if load_ranks(graph, saved.stages, segments):
             graph.filled.update(state.filled)
-            graph.is_due = state.is_due
+            graph.owes_renewal = state.owes_renewal
             before, now = saved.stages[0]["gradients"], _gradients(graph.store)
             if before != now and mesh.rank == 0:
                 log.warning(
@@ -139,8 +139,8 @@ def load_ranks(
     # Of other chunks no block takes any: the first step goes back through one after the other.
     alike = [r["late"] for r in ranks if r["ends"] == ends and torch.equal(r["perm"], perm)]
     by_blocks = store.options.method.gradients.num_blocks > 0
-    everyone = alike if by_blocks else [rank["late"] for rank in ranks]
-    load_late(store.late, everyone, alike, segments, device)
+    carried = alike if by_blocks else [rank["late"] for rank in ranks]
+    load_late(store.late, carried, alike, segments, device)
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     is_kept = _takes_kept(ranks, store)

@@ -29,7 +29,7 @@ def save_late(late: LateGradients) -> dict[str, Any]:
 
 def load_late(
     late: LateGradients,
-    saved: Sequence[Mapping[str, Any]],
+    carried: Sequence[Mapping[str, Any]],
     alike: Sequence[Mapping[str, Any]],
     segments: Collection[int],
     device: torch.device,
@@ -38,8 +38,8 @@ def load_late(
 
     Args:
         late: What waits.
-        saved: What each rank has saved.
-        alike: Those of the same chunks: gradients of others are not taken.
+        carried: What ranks have saved of which weights are taken.
+        alike: Those of the same chunks: gradients of others are not.
         segments: The layers of this rank.
         device: Where they compute.
     """
@@ -51,8 +51,8 @@ def load_late(
     late.load(found)
     # Those of other ranks are of no use, and gone with the first step: they stay where they are.
     weights, steps = (
-        {name: value for rank in saved for name, value in rank[of].items()}
+        {name: value for rank in carried for name, value in rank[of].items()}
         for of in ("weights", "steps")
     )
-    written = {name for rank in saved for name in rank["written"]}
+    written = {name for rank in carried for name in rank["written"]}
     late.weights = LastWeights(weights, steps, written)

@@ -26,7 +26,7 @@ class RunState:
         num_shards: Shards of the graph.
         graph: Fingerprint of the graph that the histories belong to; None if there are none.
         filled: Modes whose histories are complete.
-        is_due: Whether validation was about to renew their rows.
+        owes_renewal: Whether validation was about to renew their rows.
         peak_rates: The largest learning rate so far of each group of parameters: see
             `LearningRates`.
         version: Of this format.
@@ -39,7 +39,7 @@ class RunState:
     num_shards: int
     graph: int | None
     filled: tuple[Hashable, ...]
-    is_due: bool
+    owes_renewal: bool
     peak_rates: Mapping[tuple[int, int], float]
     version: int = _VERSION
 
@@ -54,7 +54,7 @@ class RunState:
 
     def without_histories(self) -> RunState:
         """Return the state where none are kept."""
-        return replace(self, graph=None, filled=(), is_due=False)
+        return replace(self, graph=None, filled=(), owes_renewal=False)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:

@@ -130,6 +130,16 @@ class TrainingPass:
             self._store.adapt(self._sum_over_shards)
         return self._leaf_grads(slots)
 
+    def gradients(self) -> list[Tensor]:
+        """Return those of parameters on this rank that have to be finite for later steps.
+
+        None without histories, or where a loss is scaled: then some overflow now and then.
+        """
+        if self._store is None or self._store.loss_scale != 1:
+            return []
+        grads = (one.grad for one in self._model.module.parameters() if one.numel())
+        return [grad for grad in grads if grad is not None]
+
     @property
     def _backward_schedule(self) -> Schedule:
         """The schedule of the backward phase: with blocks, all chunks go back at once."""

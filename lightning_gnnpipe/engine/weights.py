@@ -94,7 +94,9 @@ class StageWeights:
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return every tensor that belongs to a stage, on every rank, by name; collective."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        _check_present(users, named)
+        if self._transport.mesh.num_stages > 1:
+            _check_present(users, named)
+        users = {name: stages for name, stages in users.items() if name in named}
         first_of = self._transport.mesh.rank_of
         owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
         shapes = {name: self.shape_of(name, named[name]) for name in owners}

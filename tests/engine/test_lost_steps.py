@@ -106,6 +106,57 @@ def test_after_a_pass_that_failed_the_next_one_is_exact(
                 torch.testing.assert_close(grad, one.grad, rtol=0, atol=1e-10)
 
 
+def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine, x = start("lookahead")
+
+    def with_another(numbers: list[int]) -> list[list[int]]:
+        return [numbers, [*numbers[:-1], 1]]
+
+    monkeypatch.setattr(engine.transport.everyone, "all_gather_ints", with_another)
+    engine.forward((x, EDGES), {}).square().sum().backward()
+    assert engine.last_step.record is not None and engine.last_step.record.is_exact
+
+
+class Root(torch.autograd.Function):
+    """As the square root of 0: its gradient is not finite, in one pass."""
+
+    is_zero: ClassVar[bool] = False
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * torch.inf if Root.is_zero else grad
+
+
+class RootConv(gnn.SAGEConv):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        return Root.apply(super().forward(x, edge_index))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_one_layer_that_are_not_finite_cost_one_step(method: str) -> None:
+    torch.manual_seed(0)
+    net, x = Net().double(), torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
+    net.convs[2] = RootConv(WIDTH, WIDTH).double()
+    engine = one_process_engine(net, partition=torch.arange(NUM_NODES) % 4, method=METHODS[method])
+    found = []
+    for step in range(7):
+        engine.progress.step_index = step
+        engine.abandon()
+        net.zero_grad()
+        Root.is_zero = step == 2
+        engine.forward((x, EDGES), {}).square().sum().backward()
+        grads = [one.grad for one in net.parameters() if one.grad is not None]
+        assert engine.last_step.record is not None
+        is_finite = all(bool(grad.isfinite().all()) for grad in grads)
+        found.append((engine.last_step.record.is_exact, is_finite))
+    fine, lost, exact = (False, True), (False, False), (True, True)
+    assert found == [exact, fine, lost, exact, fine, fine, fine]
+
+
 def test_two_passes_in_a_step_have_dropout_of_their_own() -> None:
     """And both draw it again, in whichever run."""
     drawn = []

@@ -32,7 +32,18 @@ def going_back(grads: list[torch.Tensor] = FINE) -> PassState:
 
 def done(grads: list[torch.Tensor] = FINE) -> PassState:
     state = going_back(grads)
-    state.end_backward()
+    state.end_backward(FINE)
+    return state
+
+
+def found(grads: list[torch.Tensor]) -> PassState:
+    state = going_back()
+    state.end_backward(grads)
+    return state
+
+
+def settled(state: PassState) -> PassState:
+    state.settle()
     return state
 
 
@@ -52,6 +63,10 @@ def abandoned(state: PassState) -> PassState:
         (done, False, False),
         (lambda: done(BAD), True, False),
         (lambda: done([]), False, False),
+        (lambda: found(BAD), True, False),
+        (lambda: found([]), False, False),
+        (lambda: found([torch.sparse_coo_tensor([[0]], [torch.nan], (3,))]), True, False),
+        (lambda: found([torch.sparse_coo_tensor([[0]], [1.0], (3,))]), False, False),
         (lambda: abandoned(PassState()), False, False),
         (lambda: abandoned(begun()), True, False),
         (lambda: abandoned(forward_done()), False, False),
@@ -59,6 +74,9 @@ def abandoned(state: PassState) -> PassState:
         (lambda: abandoned(going_back()), True, False),
         (lambda: abandoned(done()), False, False),
         (lambda: abandoned(done(BAD)), True, False),
+        (lambda: settled(done(BAD)), False, False),
+        (lambda: settled(begun()), False, False),
+        (lambda: settled(abandoned(going_back())), False, False),
     ],
 )
 def test_what_is_lost(make: Callable[[], PassState], is_lost: bool, awaits: bool) -> None:
@@ -71,5 +89,5 @@ def test_another_pass_begins_anew() -> None:
     state.begin()
     state.end_forward(FINE)
     state.begin_backward(FINE)
-    state.end_backward()
+    state.end_backward(FINE)
     assert not state.is_lost

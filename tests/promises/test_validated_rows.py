@@ -143,6 +143,97 @@ def test_rows_of_averaged_weights_are_not() -> None:
     assert are_equal(found, train(LastRows(), None, EMAWeightAveraging(decay=0.9)))
 
 
+class Teaches(NodeClassifier):
+    """Asks the module without gradients before each step."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.net(batch.x, batch.edge_index)
+        return super().training_step(batch, batch_idx)
+
+
+class ValidatesTwice(NodeClassifier):
+    """Has two validation loaders."""
+
+    def validation_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+class TwoLoaders(FullGraphDataModule):
+    """Validates on the same graph twice."""
+
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader(), super().val_dataloader()]
+
+
+class Stumbles(NodeClassifier):
+    """Has a feature that is not a number in step 2, and skips it."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
+        if self.current_epoch == 2:
+            batch = batch.clone()
+            batch.x = torch.full_like(batch.x, torch.nan)
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.isfinite() else None
+
+
+def fewer_edges(data: Data) -> Data:
+    assert data.edge_index is not None
+    data.edge_index = data.edge_index[:, :-2]
+    return data
+
+
+RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], Callable[[], list[Any]], int]] = {
+    "asks without gradients": (Teaches, lambda: FullGraphDataModule(graph()), list, 0),
+    "two loaders": (ValidatesTwice, lambda: TwoLoaders(graph()), list, 0),
+    "averaged weights": (
+        NodeClassifier,
+        lambda: FullGraphDataModule(graph()),
+        lambda: [EMAWeightAveraging(decay=0.9)],
+        0,
+    ),
+    "a lost step": (Stumbles, lambda: FullGraphDataModule(graph()), list, 0),
+    # Before the first validation it is not known that it is over another one.
+    "another graph": (NodeClassifier, lambda: Two(fewer_edges), list, 1),
+}
+
+
+@pytest.mark.parametrize("limit_val_batches", [0, 1])
+@pytest.mark.parametrize("name", RUNS)
+def test_p6_whatever_validation_would_have_done(
+    name: str, limit_val_batches: int, tmp_path: Path
+) -> None:
+    """A run that goes on from a checkpoint before each validation equals one that never stopped."""
+    kind, make_data, make_callbacks, num_unknown = RUNS[name]
+
+    def go(folder: str, resume: str | None = None) -> list[Tensor]:
+        L.seed_everything(1, verbose=False)
+        module = kind(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
+        saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, every_n_train_steps=1)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=GNNPipeStrategy(
+                partition=communities(5).partition, staleness=StalenessMethod(reads=WHERE_THERE)
+            ),
+            max_epochs=6,
+            num_sanity_val_steps=0,
+            limit_val_batches=limit_val_batches,
+            callbacks=[*make_callbacks(), saver],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, datamodule=make_data(), ckpt_path=resume)
+        return [one.detach() for one in module.parameters()]
+
+    whole = go("whole")
+    assert all(bool(one.isfinite().all()) for one in whole)
+    for epoch in range(num_unknown, 5):
+        resume = str(tmp_path / "whole" / f"epoch={epoch}.ckpt")
+        assert are_equal(go(str(epoch), resume), whole), epoch
+
+
 class Loses(NodeClassifier):
     """Has no loss in step 2, and makes nothing of that step's gradients."""
 
@@ -192,19 +283,31 @@ class Skips(NodeClassifier):
         strategy: Any = self.trainer.strategy
         self.was_exact.append(strategy.collect_stats().is_exact)
 
+    def on_train_end(self) -> None:
+        assert self.num_lost == 1
+        assert self.was_exact[3:] == [True, False, False, False, False, False]
 
-@pytest.mark.parametrize("is_manual", [False, True])
+
+IN_ONE = [{}, {"staleness": "predicted"}, {"staleness": "delayed"}, {"staleness": "constant"}]
+IN_TWO = [{"num_stages": 2}, {"graph_parallel": 2}, {"graph_parallel": 2, "async_halo": True}]
+
+
 @pytest.mark.parametrize("limit_val_batches", [0, 1])
-@pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed", "constant"])
+@pytest.mark.parametrize(
+    ("options", "is_manual"),  # Lightning lets one process alone return no loss
+    [*((one, way) for one in IN_ONE for way in (False, True)), *((two, True) for two in IN_TWO)],
+)
 def test_a_step_that_is_not_finite_costs_one_step(
-    staleness: Any, limit_val_batches: int, is_manual: bool
+    options: dict[str, Any], limit_val_batches: int, is_manual: bool
 ) -> None:
     """As in plain training; the next one is exact."""
     module = Skips(GraphSAGE(4, 6, 3, num_layers=5, dropout=0.2), 3, is_manual=is_manual)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
-        strategy=GNNPipeStrategy(partition=communities(5).partition, staleness=staleness),
+        devices=2 if options in IN_TWO else 1,
+        strategy=GNNPipeStrategy(
+            partition=communities(5).partition, start_method="fork", **options
+        ),
         max_epochs=9,
         limit_val_batches=limit_val_batches,
         logger=False,
@@ -212,9 +315,7 @@ def test_a_step_that_is_not_finite_costs_one_step(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
-    assert module.num_lost == 1
-    assert module.was_exact[3:] == [True, False, False, False, False, False]
+    trainer.fit(module, datamodule=FullGraphDataModule(graph()))  # it counts, on each rank
 
 
 @pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed"])
