@@ -64,6 +64,6 @@ class PassState:
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
-    values = (one._values() if one.is_sparse else one for one in tensors)
+    values = (one.coalesce().values() if one.is_sparse else one for one in tensors)
     found = [one.detach().isfinite().all() for one in values]
     return torch.stack(found).all() if found else None
