@@ -21,7 +21,7 @@ class PassState:
 
     def __init__(self) -> None:
         self.awaits_backward = False
-        self._is_inside = self._has_failed = False
+        self._is_inside = False  # a phase has begun, and has not ended
         self._outputs: Sequence[Tensor] = ()
         self._is_finite: Tensor | None = None  # a flag that is not read before it is asked for
 
@@ -29,11 +29,11 @@ class PassState:
     def is_lost(self) -> bool:
         """Whether it failed midway, or had outputs or gradients that are not finite."""
         is_finite = self._is_finite is None or bool(self._is_finite)
-        return self._is_inside or self._has_failed or not is_finite
+        return self._is_inside or not is_finite
 
     def begin(self) -> None:
         """Begin a pass that writes histories."""
-        self._is_inside, self._has_failed, self._is_finite = True, False, None
+        self._is_inside, self._is_finite = True, None
 
     def end_forward(self, outputs: Sequence[Tensor]) -> None:
         """Wait for the backward of the outputs, any shapes."""
@@ -53,14 +53,13 @@ class PassState:
 
     def settle(self) -> None:
         """End a pass without a backward, or take note that what was lost is dropped."""
-        self._is_inside, self._has_failed, self._is_finite = False, False, None
+        self._is_inside, self._is_finite = False, None
 
     def abandon(self) -> None:
-        """Wait no longer for a backward, and take note of a phase that has not ended."""
+        """Wait no longer for a backward; a phase that has not ended by now never will."""
         if self.awaits_backward:
             self._is_finite = _all_finite(self._outputs)
-        self._has_failed = self._has_failed or self._is_inside
-        self._is_inside, self.awaits_backward, self._outputs = False, False, ()
+        self.awaits_backward, self._outputs = False, ()
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:

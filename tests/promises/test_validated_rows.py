@@ -59,11 +59,12 @@ def train(
     datamodule: FullGraphDataModule | None = None,
     *callbacks: L.Callback,
     resume: str | None = None,
+    kind: type[NodeClassifier] = NodeClassifier,
     **options: Any,
 ) -> list[Tensor]:
     """Return the weights after six epochs."""
     L.seed_everything(1, verbose=False)
-    module = NodeClassifier(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
+    module = kind(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -207,25 +208,10 @@ def test_p6_whatever_validation_would_have_done(
     kind, make_data, make_callbacks, num_unknown = RUNS[name]
 
     def go(folder: str, resume: str | None = None) -> list[Tensor]:
-        L.seed_everything(1, verbose=False)
-        module = kind(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, every_n_train_steps=1)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=GNNPipeStrategy(
-                partition=communities(5).partition, staleness=StalenessMethod(reads=WHERE_THERE)
-            ),
-            max_epochs=6,
-            num_sanity_val_steps=0,
-            limit_val_batches=limit_val_batches,
-            callbacks=[*make_callbacks(), saver],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, datamodule=make_data(), ckpt_path=resume)
-        return [one.detach() for one in module.parameters()]
+        options: dict[str, Any] = {"enable_checkpointing": True, "kind": kind, "resume": resume}
+        options["limit_val_batches"] = limit_val_batches
+        return train(WHERE_THERE, make_data(), *make_callbacks(), saver, **options)
 
     whole = go("whole")
     assert all(bool(one.isfinite().all()) for one in whole)
