@@ -120,11 +120,14 @@ RECIPES = {
     "gcnii": Recipe(64, 0.6, 0.01, 0.01, 5e-4),  # GCNII (arXiv 2007.02133) for Cora
     "gcnii-fast": Recipe(64, 0.6, 0.02, 0.01, 5e-4),  # twice the rate, for one that falls
     "resgcnplus": Recipe(64, 0.6, 0.01, 5e-4, 5e-4),  # the same decay for all
-    "resgcnplus-mid": Recipe(64, 0.6, 2e-3, 5e-4, 5e-4),  # twice that, for one that falls
     "resgcnplus-slow": Recipe(64, 0.6, 1e-3, 5e-4, 5e-4),  # the rate of GNNPipe
+    "resgcnplus-mid": Recipe(64, 0.6, 2e-3, 5e-4, 5e-4),  # twice that, for one that falls
+    "resgcnplus-decay": Recipe(64, 0.6, 2e-3, 0.05, 0.05),  # a hundred times its decay
+    "resgcnplus-fast": Recipe(64, 0.6, 5e-3, 5e-3, 5e-3),  # for fewer epochs
     "gnnpipe": Recipe(100, 0.5, 1e-3, 0.0, 0.0),  # GNNPipe (arXiv 2308.10087) for all
     "gnnpipe-fast": Recipe(64, 0.5, 0.01, 0.0, 0.0),  # the same in fewer epochs
     "gnnpipe-faster": Recipe(64, 0.5, 0.02, 0.0, 0.0),
+    "gnnpipe-fastest": Recipe(64, 0.5, 0.05, 0.0, 0.0),
 }
 
 
