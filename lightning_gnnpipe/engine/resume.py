@@ -18,7 +18,7 @@ from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.resume_late import load_late, save_late
 from lightning_gnnpipe.engine.run_state import SavedRun
-from lightning_gnnpipe.history import Adapted, HistoryStore, Moments, SavedGradients, SavedHistory
+from lightning_gnnpipe.history import Adapted, HistoryStore, SavedGradients, SavedHistory
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         histories.append(
             {"key": _plain(key), **tables, **steps, **halos, **scales, "adapted": adapted}
         )
-    moments = [
-        {"key": _plain(key), "count": one.count, "mean": one.mean, "var": one.var}
-        for key in store.moments
-        if (one := store.moments.latest(key)) is not None
-    ]
+    moments = [{"key": _plain(key), **store.moments.save(key)} for key in store.moments]
     ends = [chunk.end for chunk in graph.plan.chunks]
     return {
         "perm": graph.plan.perm,
@@ -134,8 +130,9 @@ def load_ranks(
         for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                mean, var = one["mean"].to(device), one["var"].to(device)
-                store.moments.load(key, Moments(one["count"], mean, var))
+                sums, total = one["sums"], one["total"].to(device)
+                is_known = is_same_cut and sums is not None
+                store.moments.load(key, sums.to(device) if is_known else None, total)
     # Of other chunks no block takes any: the first step goes back through one after the other.
     alike = [r["late"] for r in ranks if r["ends"] == ends and torch.equal(r["perm"], perm)]
     by_blocks = store.options.method.gradients.num_blocks > 0

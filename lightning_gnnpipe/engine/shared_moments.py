@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.history.moments import Moments, MomentStore
+from lightning_gnnpipe.history import MomentStore, RowMoments, mean_and_var, sums_by_chunk
 from lightning_gnnpipe.passing import CallKey
 
 
@@ -24,25 +24,17 @@ class SharedMoments:
     ) -> None:
         self._sum, self._moments = sum_over_shards, moments
 
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        """Serve the moments of all rows, of which these are this rank's; return them."""
-        found = self._merge(Moments.of(rows))
-        if self._moments is not None:
-            self._moments.load(key, found)
-        return found
-
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
-        """Add those of a chunk; return the last step's and, once complete, this step's."""
+    def __getitem__(self, key: CallKey) -> RowMoments:
+        """Return the statistics of a call."""
         assert self._moments is not None
-        served, gathered = self._moments.exchange(key, chunk, rows)
-        if gathered is not None:
-            gathered = self._merge(gathered)
-            self._moments.complete(key, gathered)
-        return served, gathered
+        return self._moments[key]
 
-    def _merge(self, own: Moments) -> Moments:
-        """Return the moments of the rows of all ranks."""
-        sums = self._sum(torch.cat([own.mean.new_tensor([own.count]), own.mean * own.count]))
-        count, mean = sums[0], sums[1:] / sums[0].clamp(min=1)
-        spread = self._sum(own.count * (own.var + (own.mean - mean).square()))
-        return Moments(int(count), mean, spread / count.clamp(min=1))
+    def keep(
+        self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the statistics of the rows of all ranks; see `MomentStore`."""
+        sums = self._sum(sums_by_chunk(rows, counts))
+        if self._moments is not None:
+            self._moments.load(key, None if counts is None else sums, sums.sum(0))
+        total = sums.sum(0)
+        return *mean_and_var(total, torch.zeros_like(total[0])), total[0]

@@ -9,19 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import ChunkPlan
-from lightning_gnnpipe.history import HistoryOptions, Moments
+from lightning_gnnpipe.history import HistoryOptions, MomentStore
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.types import ChunkView
-
-
-class OwnMoments:
-    """Serves norms the statistics of the very rows they ask for."""
-
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        return Moments.of(rows)
-
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, None]:
-        return Moments.of(rows), None
 
 
 class ZeroHalo:
@@ -33,7 +23,7 @@ class ZeroHalo:
     shards = None
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
-        self.moments = OwnMoments()
+        self.moments = MomentStore(plan.num_chunks)
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
         self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
         self._options = options

@@ -8,7 +8,12 @@ from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
 from lightning_gnnpipe.history.method import METHODS, StalenessMethod
-from lightning_gnnpipe.history.moments import Moments
+from lightning_gnnpipe.history.moments import (
+    MomentStore,
+    RowMoments,
+    mean_and_var,
+    sums_by_chunk,
+)
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import (
     ExtrapolatedRows,
@@ -36,9 +41,10 @@ __all__ = [
     "LastRows",
     "LastWeights",
     "LateGradients",
-    "Moments",
+    "MomentStore",
     "ReadRule",
     "RenewedRows",
+    "RowMoments",
     "SavedGradients",
     "SavedHistory",
     "SmoothedRows",
@@ -46,4 +52,6 @@ __all__ = [
     "Staleness",
     "StalenessMethod",
     "StalenessRecorder",
+    "mean_and_var",
+    "sums_by_chunk",
 ]

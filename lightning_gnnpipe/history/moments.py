@@ -1,67 +1,78 @@
-"""Histories of statistics: mean and variance of all rows that a norm saw in the last pass.
+"""Statistics of norms over all rows, while only some chunks have run in this step.
 
-A chunk is normalised with the moments of the whole graph as they were an epoch ago, and adds those
-of its own rows to the ones that the next epoch will read.
+A norm over all nodes needs the mean and the variance of all rows. In a pipelined step the rows F of
+chunks that have run are known as they are now; all rows are known as they were in the last step.
+From the one to the other the rows of F have moved, a channel at a time, by
+
+    s^2 = var F now / var F then,     mean F then  ->  mean F now
+
+and the others are taken to have moved as they have:
+
+    var = s^2 var of all then         mean = mean F now + s (mean of all then - mean F then)
+
+For the last chunk that is the mean and the variance of all rows as they are. In between a chunk is
+normalised by present rows, and put where it was among all of them a step ago. Gradients flow
+through the rows of F, those of earlier chunks included.
+
+Few rows do not tell how others have moved. So F is joined by rows that have not moved, with the
+mean and the variance of all rows then: `FLOOR` of them at first, none when all chunks have run.
+
+What is kept are sums, which chunks and shards add to: of a channel the number of rows, and the sums
+of x - c and of (x - c)^2, with c the mean of all rows in the last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+FLOOR = 32.0
+_TINY = 1e-12  # variance of a channel that is the same in all rows
 
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Moments of rows, a column at a time; merged in float64.
 
-    Attributes:
-        count: Rows.
-        mean: `[channels]`.
-        var: `[channels]` the biased variance.
+def row_sums(rows: Tensor, center: Tensor) -> Tensor:
+    """Return count, sum and sum of squares of `rows - center`, `[3, channels]`, in float64.
+
+    Args:
+        rows: `[num_rows, channels]`.
+        center: `[channels]`.
     """
-
-    count: int
-    mean: Tensor
-    var: Tensor
-
-    @staticmethod
-    def of(rows: Tensor) -> Moments:
-        """Return the moments of `rows`, `[num_rows, channels]`."""
-        if rows.size(0) == 0:
-            zeros = torch.zeros(rows.size(1), dtype=torch.float64, device=rows.device)
-            return Moments(0, zeros, zeros)
-        rows = rows.detach()
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        var, mean = torch.var_mean(rows, dim=0, correction=0)
-        return Moments(rows.size(0), mean.double(), var.double())
-
-    def merged(self, other: Moments) -> Moments:
-        """Return the moments of both sets of rows.
-
-        Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
-        sample variances".
-        """
-        count = self.count + other.count
-        if count == 0:
-            return self
-        share = other.count / count
-        delta = other.mean - self.mean
-        var = self.var * (1 - share) + other.var * share + delta**2 * share * (1 - share)
-        return Moments(count, self.mean + delta * share, var)
+    count = center.new_full((rows.size(1),), rows.size(0))
+    if rows.size(0) == 0:
+        return torch.stack([count, count, count])
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    var, mean = torch.var_mean(rows, dim=0, correction=0)
+    away = mean.double() - center
+    return torch.stack([count, count * away, count * (var.double() + away.square())])
 
 
-@dataclass(slots=True)
-class _Entry:
-    served: Moments | None = None
-    gathered: Moments | None = None
-    chunks: set[int] = field(default_factory=set)
+def sums_by_chunk(rows: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return the sums around zero of rows that lie one chunk's after the other's.
+
+    Args:
+        rows: `[num_rows, channels]`.
+        counts: How many rows each chunk has; None for one chunk.
+
+    Returns:
+        `[num_chunks, 3, channels]`.
+    """
+    zero = rows.new_zeros(rows.size(1), dtype=torch.float64)
+    parts = [rows] if counts is None else torch.split(rows, list(counts))
+    return torch.stack([row_sums(part, zero) for part in parts])
 
 
-class MomentStore:
-    """The moments that norms of one stage read, and those that they are gathering.
+def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the biased variance of the rows that `row_sums` has summed."""
+    count, first, second = sums.unbind(-2)
+    share = first / count.clamp(min=1)
+    var = second / count.clamp(min=1) - share.square()
+    return center + share, var.clamp(min=0)
+
+
+class RowMoments:
+    """The statistics of one call of a norm, over several steps.
 
     Args:
         num_chunks: Chunks of the plan, K.
@@ -69,48 +80,164 @@ class MomentStore:
 
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks
-        self._entries: dict[Hashable, _Entry] = {}
+        self.then: list[Tensor | None] = []  # the last step's sums, by chunk; None if not known
+        self.total: Tensor | None = None  # those of all rows
+        self.center = torch.empty(0)
+        self._clear()
 
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._entries)
+    def _clear(self) -> None:
+        self._own: dict[int, Tensor] = {}  # this step's, by chunk
+        self._pooled: dict[int, Tensor] = {}  # those of a chunk and of the chunks before it
+        self._pooled_then: dict[int, Tensor] = {}
+        self._last = -1  # the chunk that ran last
+        self._grad: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Serve from now on what the last step has gathered, where all chunks took part."""
-        for key, entry in self._entries.items():
-            entry.served = self.latest(key)
-            entry.gathered, entry.chunks = None, set()
+        """Take this step's sums for those of the last step, if all chunks have run."""
+        if self.is_complete:
+            own = [self._own[chunk] for chunk in range(self._num_chunks)]
+            self.set(own, self._pooled[self._last])
+        self._clear()
 
-    def latest(self, key: Hashable) -> Moments | None:
-        """Return the moments that the next step would read."""
-        entry = self._entries[key]
-        return entry.gathered if len(entry.chunks) == self._num_chunks else entry.served
+    def set(self, then: Sequence[Tensor | None], total: Tensor) -> None:
+        """Have `then` be the sums of the last step by chunk, and `total` that of all of them.
 
-    def load(self, key: Hashable, moments: Moments) -> None:
-        """Serve `moments` from now on."""
-        self._entries[key] = _Entry(served=moments)
+        Args:
+            then: `[3, channels]` each, around `center`; None where it is not known.
+            total: `[3, channels]`, around `center`.
+        """
+        center, _ = mean_and_var(total, self.center)
+        shift = self.center - center
+        self.then = [None if one is None else _moved_center(one, shift) for one in then]
+        self.total, self.center = _moved_center(total, shift), center
 
-    def complete(self, key: Hashable, moments: Moments) -> None:
-        """Have what this step has gathered be `moments`, those of several ranks."""
-        self._entries[key].gathered = moments
+    def add(self, chunk: int, sums: Tensor) -> Tensor:
+        """Add the sums of a chunk that has run, `[3, channels]`; return those of all so far."""
+        if chunk in self._pooled:  # computed again for backward
+            return self._pooled[chunk]
+        then = self.then[chunk]
+        before = self._last
+        self._own[chunk], self._last = sums, chunk
+        own_then = sums if then is None else then
+        if before < 0:
+            self._pooled[chunk], self._pooled_then[chunk] = sums, own_then
+        else:
+            self._pooled[chunk] = self._pooled[before] + sums
+            self._pooled_then[chunk] = self._pooled_then[before] + own_then
+        return self._pooled[chunk]
 
-    def put(self, key: Hashable, rows: Tensor) -> Moments:
-        """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""
-        moments = Moments.of(rows)
-        self._entries[key] = _Entry(served=moments)
-        return moments
+    def sums_of(self, rows: Tensor) -> Tensor:
+        """Return the sums of `rows`, `[num_rows, channels]`, around the present center."""
+        return row_sums(rows, self.center)
 
-    def exchange(self, key: Hashable, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
-        """Add the moments of one chunk's rows, `[num_rows, channels]`.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chunks have run."""
+        return len(self._own) == self._num_chunks
+
+    def present(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and variance of the rows of all chunks that have run, and their number."""
+        sums = self._pooled[self._last]
+        return *mean_and_var(sums, self.center), sums[0]
+
+    def add_grad(self, grad: Tensor) -> Tensor:
+        """Add a chunk's gradient of the sums so far; return that of its own, later ones' included.
+
+        Chunks come in the reverse of the order in which they ran.
+        """
+        self._grad = grad if self._grad is None else self._grad + grad
+        return self._grad
+
+    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of all rows as they are taken to be now, `[channels]` each.
+
+        Args:
+            chunk: The chunk that is running.
+            sums: What `add` has returned for it.
+        """
+        assert self.total is not None
+        then, all_rows = self._pooled_then[chunk], self.total[0]
+        var_then = self.total[2] / all_rows.clamp(min=1)
+        added = FLOOR * (1 - then[0] / all_rows.clamp(min=1))
+        mean, var = _joined(sums, added, var_then)
+        old_mean, old_var = _joined(then, added, var_then)
+        ratio = (var + _TINY) / (old_var + _TINY)
+        return (
+            self.center + mean - ratio.sqrt() * old_mean,
+            ((var_then + _TINY) * ratio - _TINY).clamp(min=0),
+        )
+
+
+def _joined(sums: Tensor, added: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of rows around the center, with `added` ones of variance `var`."""
+    count = sums[0] + added
+    mean = sums[1] / count
+    return mean, (sums[2] + added * var) / count - mean.square()
+
+
+def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
+    """Return sums around `center - shift` instead of `center`."""
+    count, first, second = sums.unbind(0)
+    moved = first + count * shift
+    return torch.stack([count, moved, second + shift * (first + moved)])
+
+
+class MomentStore:
+    """The statistics of the norms of one stage.
+
+    Args:
+        num_chunks: Chunks of the plan, K.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._num_chunks = num_chunks
+        self._calls: dict[Hashable, RowMoments] = {}
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._calls)
+
+    def __getitem__(self, key: Hashable) -> RowMoments:
+        if key not in self._calls:
+            self._calls[key] = RowMoments(self._num_chunks)
+        return self._calls[key]
+
+    def begin_step(self) -> None:
+        """Begin a training pass."""
+        for one in self._calls.values():
+            one.begin_step()
+
+    def keep(
+        self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the statistics of the whole graph's rows, `[num_rows, channels]`.
+
+        Args:
+            key: The call.
+            rows: One chunk's after the other's.
+            counts: How many of them are of each chunk; None if that is not known.
 
         Returns:
-            Those of the whole graph in the last step, and in this one once all chunks were here.
+            Mean and variance, `[channels]`, and how many rows there are.
         """
-        entry = self._entries[key]
-        assert entry.served is not None, f"unwritten moments of {key}"
-        if chunk in entry.chunks:  # computed again for backward
-            return entry.served, None
-        moments = Moments.of(rows)
-        entry.gathered = moments if entry.gathered is None else entry.gathered.merged(moments)
-        entry.chunks.add(chunk)
-        is_complete = len(entry.chunks) == self._num_chunks
-        return entry.served, entry.gathered if is_complete else None
+        sums = sums_by_chunk(rows, counts)
+        total = sums.sum(0)
+        self.load(key, None if counts is None else sums, total)
+        return *mean_and_var(total, torch.zeros_like(total[0])), total[0]
+
+    def save(self, key: Hashable) -> dict[str, Tensor | None]:
+        """Return what `load` takes, between two steps."""
+        one = self._calls[key]
+        one.begin_step()
+        assert one.total is not None
+        known = [_moved_center(sums, one.center) for sums in one.then if sums is not None]
+        is_known = len(known) == self._num_chunks
+        return {
+            "sums": torch.stack(known) if is_known else None,
+            "total": _moved_center(one.total, one.center),
+        }
+
+    def load(self, key: Hashable, sums: Sequence[Tensor] | Tensor | None, total: Tensor) -> None:
+        """Have these, `[3, channels]` around zero, be the sums of the last step; see `keep`."""
+        one = self._calls[key] = RowMoments(self._num_chunks)
+        one.center = torch.zeros_like(total[0])
+        one.set([None] * self._num_chunks if sums is None else list(sums), total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -19,25 +19,39 @@ class CallKey(NamedTuple):
     argument: str
 
 
-class Moments(Protocol):
-    """Mean and biased variance of `count` rows, `[channels]` each, in float64."""
+class RowMoments(Protocol):
+    """The statistics of one call of a norm; see `history.RowMoments`."""
 
     @property
-    def count(self) -> int: ...
+    def center(self) -> Tensor: ...
     @property
-    def mean(self) -> Tensor: ...
-    @property
-    def var(self) -> Tensor: ...
+    def is_complete(self) -> bool: ...
+    def sums_of(self, rows: Tensor) -> Tensor: ...
+    def add(self, chunk: int, sums: Tensor) -> Tensor: ...
+    def add_grad(self, grad: Tensor) -> Tensor: ...
+    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]: ...
+    def present(self) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class MomentSource(Protocol):
     """Where norms find the statistics of the whole graph."""
 
-    def put(self, key: CallKey, rows: Tensor) -> Moments:
-        """Serve the moments of the whole graph's rows, `[num_rows, channels]`; return them."""
+    def __getitem__(self, key: CallKey) -> RowMoments:
+        """Return those of a call."""
 
-    def exchange(self, key: CallKey, chunk: int, rows: Tensor) -> tuple[Moments, Moments | None]:
-        """Add those of a chunk; return the last step's and, once complete, this step's."""
+    def keep(
+        self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the statistics of the whole graph's rows, `[num_rows, channels]`.
+
+        Args:
+            key: The call.
+            rows: One chunk's after the other's.
+            counts: How many of them are of each chunk; None if that is not known.
+
+        Returns:
+            Mean and variance, `[channels]`, and how many rows there are.
+        """
 
 
 class ShardLink(Protocol):

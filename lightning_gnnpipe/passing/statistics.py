@@ -1,9 +1,13 @@
 """Norms whose statistics are taken over all nodes, on one chunk.
 
 Where the whole graph is one chunk they run as they are, and their statistics are kept. In a chunk
-they normalise with the statistics of the last step, constants to autograd as stale rows are, and
-gather this step's for the next. Running statistics of BatchNorm are updated once a step, with the
-statistics of the whole graph, as full-batch training would.
+they normalise with the statistics of the rows that have run in this step, put where they were among
+all rows a step ago: see `RowMoments`. Gradients flow through these statistics to the rows of
+all chunks that have run. Running statistics of BatchNorm are updated once a step, with those of all
+rows, as full-batch training would.
+
+All of these norms scale and shift each channel. So a norm is one scale and one shift of each
+channel, which depend on mean and variance, and a product with the rows.
 """
 
 from __future__ import annotations
@@ -20,40 +24,45 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
-from lightning_gnnpipe.passing.interfaces import Moments, ShardLink
+from lightning_gnnpipe.passing.interfaces import CallKey, MomentSource, RowMoments, ShardLink
 
-Formula = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-
-
-def _batch_norm(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    if mean.requires_grad:
-        scaled = (x - mean) * (var + norm.eps).rsqrt()
-        return scaled if norm.weight is None else scaled * norm.weight + norm.bias
-    return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
+Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
+"""From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`."""
 
 
-def _graph_norm(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    centered = x - mean * norm.mean_scale
+def _batch_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (var + norm.eps).rsqrt()
+    if norm.weight is None:
+        return scale, -mean * scale
+    scale = scale * norm.weight
+    return scale, norm.bias - mean * scale
+
+
+def _graph_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
     spread = var + ((1 - norm.mean_scale) * mean) ** 2  # of x - mean_scale * mean, around zero
-    return norm.weight * centered / (spread + norm.eps).sqrt() + norm.bias
+    scale = norm.weight * (spread + norm.eps).rsqrt()
+    return scale, norm.bias - norm.mean_scale * mean * scale
 
 
-def _pair_norm(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    centered = x - mean
+def _pair_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor | None, Tensor]:
     if norm.scale_individually:
-        return norm.scale * centered / (norm.eps + centered.norm(2, -1, keepdim=True))
-    return norm.scale * centered / (norm.eps + var.sum()).sqrt()
+        return None, -mean
+    scale = norm.scale * (norm.eps + var.sum()).rsqrt()
+    return scale.repeat(mean.numel()), -mean * scale
 
 
-def _mean_subtraction(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    return x - mean
+def _mean_subtraction(norm: Any, mean: Tensor, var: Tensor) -> tuple[None, Tensor]:
+    return None, -mean
 
 
-def _layer_norm(norm: Any, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+def _layer_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
     center = mean.mean()
     spread = (var + (mean - center) ** 2).mean()
-    out = (x - center) / (spread.sqrt() + norm.eps)
-    return out if norm.weight is None else out * norm.weight + norm.bias
+    scale = 1 / (spread.sqrt() + norm.eps)
+    if norm.weight is None:
+        return scale.repeat(mean.numel()), (-center * scale).repeat(mean.numel())
+    scale = scale * norm.weight
+    return scale, norm.bias - center * scale
 
 
 _FORMULAS: dict[type, Formula] = {
@@ -93,43 +102,112 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
+        if kind is gnn.GraphSizeNorm and store is not None and len(args) + len(kwargs) == 1:
+            return next(iter((*args, *kwargs.values()))) * context.whole.num_nodes**-0.5
         is_split = store is not None and store.shards is not None
         is_known = context.is_whole and context.is_replay and not is_split
         if store is None or is_known or not _uses_statistics(norm):
             return cast(Tensor, original(*args, **kwargs))
         x, *others = (value for value in (*args, *kwargs.values()) if value is not None)
-        has_formula = kind in _FORMULAS and x.dim() == 2 and not others
         key = context.next_key(name)
-        if kind is gnn.GraphSizeNorm and not others:
-            return x * context.whole.num_nodes**-0.5
         if kind is gnn.BatchNorm and (is_split or not context.is_whole):
             return cast(Tensor, norm.module(x))  # around nn.BatchNorm1d
-        moments: Moments | None
-        if context.is_whole and store.shards is not None:
-            if not has_formula:
-                raise _refuse(name, norm, x)
-            moments = None if context.is_replay else store.moments.put(key, x)
-            if moments is None or not context.is_refresh:
-                if moments is not None:
-                    _update_running(norm, moments)
-                return _normalize_over_shards(norm, x, store.shards)
-        elif context.is_whole:
-            moments = store.moments.put(key, x) if has_formula else None
-            if moments is None or not context.is_refresh:
-                result = cast(Tensor, original(*args, **kwargs))
-                context.dtypes[key] = result.dtype
-                return result
-        elif has_formula:
-            moments, complete = store.moments.exchange(key, context.chunk.index, x)
-            if complete is not None:
-                _update_running(norm, complete)
-        else:
+        has_formula = kind in _FORMULAS and x.dim() == 2 and not others
+        if not has_formula and (is_split or not context.is_whole):
             raise _refuse(name, norm, x)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        result = _FORMULAS[kind](norm, x, moments.mean.to(dtype), moments.var.to(dtype))
+        if context.is_whole and has_formula and not context.is_replay:
+            mean, var, count = _keep(x, store.moments, key, context)
+            if context.is_refresh:
+                return _normalize(norm, x, mean, var)
+            if is_split:
+                _update_running(norm, mean, var, count)
+        if context.is_whole and store.shards is not None:
+            return _normalize_over_shards(norm, x, store.shards)
+        if context.is_whole:
+            result = cast(Tensor, original(*args, **kwargs))
+            context.dtypes[key] = result.dtype
+            return result
+        moments = store.moments[key]
+        x, sums = cast(Any, _RowSums).apply(x, moments)
+        if store.shards is not None:
+            sums = cast(Any, _SumOverShards).apply(sums, store.shards)
+        sums = cast(Any, _Pooled).apply(sums, moments, context.chunk.index)
+        if moments.is_complete and not context.is_replay:
+            _update_running(norm, *moments.present())
+        result = _normalize(norm, x, *moments.mean_and_var(context.chunk.index, sums))
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
+
+
+def _keep(
+    rows: Tensor, moments: MomentSource, key: CallKey, context: MessageContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the statistics of the whole graph's rows for the next step; return all rows'.
+
+    Rows of nodes belong to chunks; of others, such as messages, it is not known.
+    """
+    counts = [chunk.num_nodes for chunk in context.plan.chunks]
+    is_by_node = rows.size(0) == sum(counts) and not context.is_passing
+    return moments.keep(key, rows.detach(), counts if is_by_node else None)
+
+
+def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """Return the rows, `[num_rows, channels]`, normalised by statistics of `[channels]`."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows, mean, var = rows.to(dtype), mean.to(dtype), var.to(dtype)
+    scale, shift = _FORMULAS[type(norm)](norm, mean, var)
+    if scale is not None:
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
+        return F.batch_norm(rows, zeros, ones, scale, shift, False, 0.0, 0.0)  # in one go
+    rows = rows + shift
+    if isinstance(norm, gnn.PairNorm):
+        return norm.scale * rows / (norm.eps + rows.norm(2, -1, keepdim=True))
+    return rows
+
+
+class _RowSums(torch.autograd.Function):
+    """The rows of a chunk as they are, and their sums, `[3, channels]`: see `row_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, moments: RowMoments) -> tuple[Tensor, Tensor]:
+        """Return `rows`, `[num_rows, channels]`, and their sums."""
+        ctx.save_for_backward(rows)
+        ctx.center = moments.center
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows), moments.sums_of(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, of_sums: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        """Return the gradient of the rows, that through their sums included."""
+        if of_sums is None:
+            return grad, None
+        (rows,) = ctx.saved_tensors
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        _, first, second = of_sums.unbind(0)
+        second = 2 * second
+        total = rows * second.to(dtype)
+        total += (first - second * ctx.center).to(dtype)
+        return (total if grad is None else total.add_(grad)).to(rows.dtype), None
+
+
+class _Pooled(torch.autograd.Function):
+    """The sums of a chunk and of those that ran before it."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
+        """Return the sums of all chunks so far from those of the chunk, `[3, channels]`."""
+        ctx.moments = moments
+        return moments.add(chunk, sums.detach()).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the chunk's own sums, later chunks' use of them included."""
+        return ctx.moments.add_grad(grad), None, None
 
 
 class _SumOverShards(torch.autograd.Function):
@@ -155,7 +233,7 @@ def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor
     count = shards.sum(x.new_tensor([x.size(0)]))
     mean = total(x.sum(0), shards) / count
     var = total((x - mean).square().sum(0), shards) / count
-    return _FORMULAS[type(norm)](norm, x, mean, var).to(rows.dtype)
+    return _normalize(norm, x, mean, var).to(rows.dtype)
 
 
 def _uses_statistics(norm: Any) -> bool:
@@ -167,8 +245,8 @@ def _uses_statistics(norm: Any) -> bool:
     return True
 
 
-def _update_running(norm: Any, moments: Moments) -> None:
-    """Update running statistics as one pass over all rows does."""
+def _update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Update running statistics as one pass over all rows does; `count` is how many they are."""
     is_tracking = getattr(norm, "track_running_stats", False) and norm.training
     if not is_tracking or norm.running_mean is None:
         return
@@ -177,9 +255,9 @@ def _update_running(norm: Any, moments: Moments) -> None:
         assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.add_(1)
         share = 1.0 / float(norm.num_batches_tracked) if share is None else share
-    unbiased = moments.var * (moments.count / max(moments.count - 1, 1))
+    unbiased = var * (count / (count - 1).clamp(min=1))
     with torch.no_grad():
-        norm.running_mean.lerp_(moments.mean.to(norm.running_mean.dtype), share)
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
         norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
 
 
