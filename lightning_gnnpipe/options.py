@@ -15,6 +15,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, LayoutSearch
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
+from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     CodecOption,
@@ -59,7 +60,6 @@ class StrategyOptions:
     halo_codec: CodecOption = "fp32"
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
-    halo_momentum: float = 0.0
     link_gbit_per_s: float | None = None
     memory_gib: float | None = None
     batch_norm: Literal["deferred"] | None = None
@@ -113,12 +113,6 @@ class StrategyOptions:
                 repr(self.repeat_encoder),
                 "'auto' repeats what is cheap and spares bytes.",
             )
-        if self.repeat_encoder is True and self.method.gradients.num_blocks:
-            _refuse(
-                "'repeat_encoder' to be 'auto' or False with BlockGradients",
-                self.repeat_encoder,
-                "Leave it out: blocks give each other all gradients late, an encoder's as well.",
-            )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
                 "'timeout' to be a positive datetime.timedelta",
@@ -152,7 +146,7 @@ class StrategyOptions:
             self.messages,
             LayoutSearch(self.link_gbit_per_s, self.memory_gib),
             self.batch_norm == "deferred",
-            self.repeats,
+            self.repeat_encoder,
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,
         )
@@ -160,21 +154,13 @@ class StrategyOptions:
     @property
     def messages(self) -> MessageOptions:
         """How ranks send rows to each other."""
-        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo, self.halo_momentum)
+        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo)
 
     @property
     def method(self) -> StalenessMethod:
         """How staleness is met."""
         method = self.staleness
         return method if isinstance(method, StalenessMethod) else METHODS[method]
-
-    @property
-    def repeats(self) -> RepeatOption:
-        """Whether stages compute again what they can, rather than to receive it.
-
-        Blocks give each other all gradients a step late, those of an encoder as well.
-        """
-        return False if self.method.gradients.num_blocks else self.repeat_encoder
 
     @property
     def is_biased(self) -> bool:
@@ -293,7 +279,8 @@ def _check_device(device: torch.device | str | None) -> None:
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), "Choose one of them.")
+        remedy = advice_on(value) or "Choose one of them."
+        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
 
 
 def _refuse(expected: str, found: Any, remedy: str) -> None:

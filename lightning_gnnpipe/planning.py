@@ -129,7 +129,7 @@ def plan_pipeline(
                     options.messages,
                     link,
                     memory_gib,
-                    options.repeats,
+                    options.repeat_encoder,
                 ),
                 options.cross_chunk_edges,
             ),

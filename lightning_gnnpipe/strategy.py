@@ -68,26 +68,23 @@ class GNNPipeStrategy(PipeLoops):
             epochs as well, as a graph that was split by hand would be: nothing is stale, and no
             histories are kept (but for norms over all nodes). Validation, test and predict read all
             edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
-        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
-            (drawn in every second epoch, backwards in the next, so that every chunk reads every
-            other stale once in two) or "fixed" (better with `staleness="delayed"`).
+        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1) or "fixed"
+            (better with `staleness="delayed"`).
         staleness: A method, or "lookahead" (gradients of fresh rows 1.5 times, of stale ones half,
             each once where the rate has fallen to 0; weights carried forward; stale rows those of
-            validation with 0.7 of dropout), "predicted" (1.5 and 0.5 throughout, gradients carried
-            forward), "blocks" (half of the layers' gradients late), "delayed" (those of stale
-            rows), "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots).
+            validation with 0.7 of dropout), "delayed" (gradients of stale rows an epoch late),
+            "constant" (dropped), "gnnpipe" (dropped, others twice, and snapshots).
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
             the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
-            that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
-            "int2" or "int1" with so many bits a value, rounded at random so that the mean is right,
-            and "drive" with one, best for gradients. A pair is one for rows, one for gradients.
+            that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so
+            many bits a value, rounded at random so that the mean is right. A pair is one for rows,
+            one for gradients.
         cut_codec: The same for what stages send each other.
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
-        halo_momentum: Share of the old in them, from 0 to below 1 (PipeGCN: 0.95).
         batch_norm: In batches of many graphs. None: BatchNorm is refused with more than one
             micro-batch. "deferred": each micro-batch is normalised by its own statistics, and the
             running ones are updated once a step, from those of all (torchgpipe).
@@ -148,7 +145,6 @@ class GNNPipeStrategy(PipeLoops):
         halo_codec: CodecOption = "fp32",
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
-        halo_momentum: float = 0.0,
         batch_norm: Literal["deferred"] | None = None,
         repeat_encoder: RepeatOption = "auto",
         schedule: ScheduleName = "fill_drain",
@@ -189,7 +185,6 @@ class GNNPipeStrategy(PipeLoops):
             halo_codec,
             cut_codec,
             async_halo,
-            halo_momentum,
             link_gbit_per_s,
             memory_gib,
             batch_norm,

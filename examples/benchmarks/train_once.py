@@ -214,7 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_codecs(text: str) -> CodecOption:
-    """Return the name of a codec, or two of them: "int1,drive"."""
+    """Return the name of a codec, or two of them: "int1,bf16"."""
     names = cast(list[CodecName], text.split(","))
     if not set(names) <= set(get_args(CodecName)) or len(names) > 2:
         raise argparse.ArgumentTypeError(f"one or two of {', '.join(get_args(CodecName))}")

@@ -237,7 +237,7 @@ class PipelineEngine:
         )
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
         graph.trained_with = TrainedCall.of(call, self.model.module)
-        order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
+        order = self._passes.order(parts, self.progress.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         graph.inputs.load(call, inputs)

@@ -66,5 +66,4 @@ class EngineOptions:
     @property
     def splitting(self) -> Splitting:
         """How layers are dealt out to stages."""
-        chosen = self.balance, self.repeat_encoder, self.num_virtual
-        return Splitting(*chosen, self.histories.num_blocks)
+        return Splitting(self.balance, self.repeat_encoder, self.num_virtual)
