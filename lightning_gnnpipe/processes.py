@@ -138,7 +138,6 @@ class PipeProcesses(_compat.LightningStrategy):
         layout, wire = self.options.resolve_layout(self.world_size), None
         if self.world_size > 1:
             backend = self._connect()
-            layout = self.options.resolve_layout(dist.get_world_size())
             wire = choose_wire(self.root_device, backend)
         world = World(
             self.global_rank,
@@ -149,8 +148,9 @@ class PipeProcesses(_compat.LightningStrategy):
             self.options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
-            self._transport = Transport(world, Meter())
-        self._transport.settle(layout)
+            self._transport = Transport(world, layout, Meter())
+        else:
+            self._transport.begin_run()
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""

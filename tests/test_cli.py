@@ -121,6 +121,7 @@ def test_digits_are_trained_and_planned_from_one_file(
     printed = capsys.readouterr().out
     for text in ("1 x 4", "2 x 2", "4 x 1", "graph parallel", "best for 4 devices"):
         assert text in printed
+    assert re.search(r"num_stages=\d, graph_parallel=\d", printed)
     assert "too much" in printed and "No layout fits" in printed
 
     fit = ("fit", *config, "--trainer.devices=1", "--trainer.max_epochs=1", *QUIET)

@@ -233,6 +233,36 @@ def test_all_layouts_of_the_devices_are_compared() -> None:
     assert asked.layout == (2, 2) and len(asked.layouts) == 3
 
 
+class SharedNorm(nn.Module):
+    """A norm with running statistics behind each layer: all of them must be in one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(NUM_FEATURES, NUM_FEATURES) for _ in range(4))
+        self.norm = nn.BatchNorm1d(NUM_FEATURES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(conv(x, edge_index))
+        return x
+
+
+def test_layers_that_must_stay_together_are_not_cut_apart() -> None:
+    _, data = make()
+    module = NodeClassifier(SharedNorm(), NUM_CLASSES)
+    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_devices=2, link_gbit_per_s=1e-4)
+    assert [one.options for one in plan.layouts] == ["num_stages=1, graph_parallel=2"]
+
+
+def test_more_devices_than_layers_and_nodes_are_refused() -> None:
+    edges = torch.tensor([[0, 1], [1, 0]])
+    mask = torch.ones(2, dtype=torch.bool)
+    data = Data(x=torch.rand(2, 4), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask)
+    module = NodeClassifier(gnn.GCN(4, 4, 2, 2), 2)
+    with pytest.raises(ConfigError, match=r"deal 3 devices out.*2 layers that can be cut"):
+        GNNPipeStrategy(num_chunks=2).plan(module, data, num_devices=3)
+
+
 def test_a_limit_of_memory_counts() -> None:
     module, data = make()
 

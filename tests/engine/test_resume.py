@@ -34,7 +34,7 @@ H, STATISTIC, OTHER = (
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    transport = Transport(world, Meter())
+    transport = Transport(world, (1, 1), Meter())
     return PlannedGraph(plan, options or HistoryOptions(), transport, 0, is_complete=True)
 
 
