@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_DEFAULT = "Leave 'staleness' out: its default has been the best choice wherever it was measured."
+_DEFAULT = "Leave 'staleness' out: its default, 'lookahead', takes its place."
 _SHUFFLED = "Write 'shuffled', the default."
 _BF16 = "Write 'bf16', which is as short and does not overflow."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
