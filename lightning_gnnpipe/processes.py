@@ -138,6 +138,7 @@ class PipeProcesses(_compat.LightningStrategy):
         layout, wire = self.options.resolve_layout(self.world_size), None
         if self.world_size > 1:
             backend = self._connect()
+            layout = self.options.resolve_layout(dist.get_world_size())
             wire = choose_wire(self.root_device, backend)
         world = World(
             self.global_rank,
