@@ -56,7 +56,7 @@ class GNNPipeStrategy(PipeLoops):
             gradients are averaged, as in DDP. There are R x S processes.
         graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
             which split every chunk and swap rows of neighbours; graph parallelism with one stage.
-            `gnnpipe plan --num_devices N` says what is best for N devices.
+            `gnnpipe plan` says what is best for a number of devices.
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
             1 nothing overlaps, and no row is stale. Of a batch of many graphs: micro-batches, at
             most as many as it has graphs with nodes.
