@@ -14,8 +14,7 @@ pipeline.
 `--modes` names what is compared with exact training: "pipeline", in chunks; "hybrid", in chunks on
 2 shards of the graph (in one stage; with more of them the numbers are the same); and on 2 shards
 without chunks (graph parallelism): "graph" is exact, "int1" sends one bit a value between shards,
-"one-bit" sends rows like it and gradients by "drive", "async" uses rows of the last epoch, and
-"int1-async", "one-bit-async" are both.
+"async" uses rows of the last epoch, and "int1-async" is both.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-CODECS: dict[str, CodecOption] = {"int1": "int1", "one-bit": ("int1", "drive")}
+CODECS: dict[str, CodecOption] = {"int1": "int1"}
 MODES = ["pipeline", "hybrid", "graph", *CODECS, "async", *(f"{name}-async" for name in CODECS)]
 
 

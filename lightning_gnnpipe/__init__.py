@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from lightning_gnnpipe.callbacks import (
-    AdaptiveHalo,
-    AdaptiveStaleness,
     BoundedStaleness,
     ChunkProgress,
     PipelineMonitor,
@@ -14,38 +14,29 @@ from lightning_gnnpipe.callbacks import (
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.history import (
-    AdaptiveGradients,
-    BlockGradients,
     DelayedGradients,
     DroppedGradients,
-    ExtrapolatedRows,
     LastRows,
     RenewedRows,
-    SmoothedRows,
     SnapshotRows,
     StalenessMethod,
 )
 from lightning_gnnpipe.registry import register_strategies
+from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveGradients",
-    "AdaptiveHalo",
-    "AdaptiveStaleness",
-    "BlockGradients",
     "BoundedStaleness",
     "ChunkProgress",
     "DelayedGradients",
     "DroppedGradients",
-    "ExtrapolatedRows",
     "FullGraphDataModule",
     "GNNPipeStrategy",
     "LastRows",
     "PipelineMonitor",
     "RenewedRows",
-    "SmoothedRows",
     "SnapshotRows",
     "StalenessMethod",
     "StalenessMonitor",
@@ -53,5 +44,12 @@ __all__ = [
     "TimelineCallback",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in CLASSES:
+        raise ImportError(f"{__name__}.{name} was removed. {CLASSES[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register_strategies()

@@ -42,17 +42,16 @@ class PlanningTrainer(pl.Trainer):
     ) -> None:
         """Print how model and graph would be cut, and what a training step would take.
 
-        All ways to deal the devices out to stages and shards are compared.
+        All ways to deal the devices out to stages and shards are compared; `num_stages` and
+        `graph_parallel` of the best one are printed, to be written into the config.
 
         Args:
             model: The module that would be trained.
             datamodule: Its data.
-            link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, the
-                strategy's `link_gbit_per_s`, or else 10.
+            link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, 10.
             message_us: Microseconds of a message between devices, whatever its size; if not given,
                 those of gloo where all cores compute.
-            memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, the
-                strategy's.
+            memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, any.
             num_devices: Plan the best layout of so many devices, whatever the Trainer has.
 
         Raises:
@@ -80,11 +79,9 @@ class PlanningTrainer(pl.Trainer):
                     remedy="FullGraphDataModule serves a graph or a data set.",
                 )
             )
-        layout = None
+        num_stages = num_shards = None
         if num_devices is None:
-            layout = strategy.options.resolve_layout(self.world_size)
-            num_devices = self.world_size if layout is None else None
-        num_stages, num_shards = layout or (None, None)
+            num_stages, num_shards = strategy.options.resolve_layout(self.world_size)
         plan = strategy.plan(
             model,
             datamodule,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from lightning_gnnpipe.types import CodecOption
-
 OnChunk = Callable[[int, int], None]
 
 
@@ -21,11 +19,6 @@ class Controls:
         records_staleness: Record who reads whom stale, and how far rows drift.
         is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
             those of the step before.
-        halo_codec: Codec of rows between shards and their gradients, or one for each, in place of
-            the strategy's.
-        leading_chunks: The chunks that go first, in this order; the others follow as drawn. A chunk
-            that goes first is read fresh by all behind it, and reads those stale. The same on every
-            rank; an exact step has no chunks to order.
         on_chunk: Called on this rank after each chunk of a training step, forward and backward,
             with how many it has computed so far and how many it will: twice the chunks.
     """
@@ -34,8 +27,6 @@ class Controls:
     refreshes: bool = False
     records_staleness: bool = False
     is_synchronous: bool = False
-    halo_codec: CodecOption | None = None
-    leading_chunks: tuple[int, ...] = ()
     on_chunk: OnChunk | None = None
 
     def reset(self) -> None:

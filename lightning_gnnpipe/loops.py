@@ -141,7 +141,7 @@ class PipeLoops(PipeReplicas):
         if saved is not None:
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:
-            self._engine.prefer(self._ended)
+            self._engine.model.prefer(self._ended.stage_layers)
         if is_fitting and self.is_global_zero and options.is_biased:
             log.warning(
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "

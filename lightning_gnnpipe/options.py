@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_gnnpipe.axis_options import check_axes, is_count
 from lightning_gnnpipe.comm import MessageOptions
-from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, LayoutSearch
+from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
+from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     CodecOption,
@@ -54,14 +55,11 @@ class StrategyOptions:
     timeout: timedelta
     start_method: StartMethod
     save_distributed_checkpoint: bool = False
-    graph_parallel: int | Literal["auto"] = 1
+    graph_parallel: int = 1
     data_parallel: int = 1
     halo_codec: CodecOption = "fp32"
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
-    halo_momentum: float = 0.0
-    link_gbit_per_s: float | None = None
-    memory_gib: float | None = None
     batch_norm: Literal["deferred"] | None = None
     repeat_encoder: RepeatOption = "auto"
     cross_chunk_edges: CrossChunkEdges = "keep"
@@ -71,11 +69,12 @@ class StrategyOptions:
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
         _check_count("num_chunks", self.num_chunks, "the number of nodes")
-        if not is_count(self.graph_parallel) and self.graph_parallel != "auto":
+        if not is_count(self.graph_parallel):
             _refuse(
-                "'graph_parallel' to be at least 1, or 'auto'",
-                self.graph_parallel,
-                "1 leaves the graph in one piece on each stage.",
+                "'graph_parallel' to be at least 1",
+                repr(self.graph_parallel),
+                "1 leaves the graph in one piece on each stage. For what is best on N devices run "
+                "`gnnpipe plan --num_devices N`, and write the number that it prints.",
             )
         if not isinstance(self.partition, Tensor):
             _check_choice("partition", self.partition, get_args(PartitionMethod))
@@ -95,29 +94,22 @@ class StrategyOptions:
                 "Use torch.bfloat16, for instance.",
             )
         _check_device(self.history_device)
-        self._check_shards(self.graph_parallel)
+        if self.history_device is not None and self.graph_parallel != 1:
+            _refuse(
+                "'history_device' to be None where the graph is split over shards",
+                self.history_device,
+                "Leave it out, or use graph_parallel=1.",
+            )
         self.messages.check()
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_axes(self.data_parallel, self.graph_parallel, self.schedule, self.num_virtual)
         if self.batch_norm is not None:
             _check_choice("batch_norm", self.batch_norm, ("deferred",))
-        for name, value in (
-            ("link_gbit_per_s", self.link_gbit_per_s),
-            ("memory_gib", self.memory_gib),
-        ):
-            if value is not None and not 0 < value < float("inf"):
-                _refuse(f"'{name}' to be positive", value, "Leave it out if it is not known.")
         if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
             _refuse(
                 "'repeat_encoder' to be True, False or 'auto'",
                 repr(self.repeat_encoder),
                 "'auto' repeats what is cheap and spares bytes.",
-            )
-        if self.repeat_encoder is True and self.method.gradients.num_blocks:
-            _refuse(
-                "'repeat_encoder' to be 'auto' or False with BlockGradients",
-                self.repeat_encoder,
-                "Leave it out: blocks give each other all gradients late, an encoder's as well.",
             )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
@@ -134,8 +126,8 @@ class StrategyOptions:
             world_size: Processes.
             is_fitting: Whether the run trains.
         """
-        most_stages, _ = self.most_of_layout(world_size)
-        auto_chunks = CHUNKS_PER_STAGE * most_stages
+        num_stages, _ = self.resolve_layout(world_size)
+        auto_chunks = CHUNKS_PER_STAGE * num_stages
         balance = self.balance
         if balance == "measured" and not is_fitting:
             balance = "uniform"  # stages run one after the other in exact passes
@@ -150,9 +142,8 @@ class StrategyOptions:
             is_fitting,
             self.self_check,
             self.messages,
-            LayoutSearch(self.link_gbit_per_s, self.memory_gib),
             self.batch_norm == "deferred",
-            self.repeats,
+            self.repeat_encoder,
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,
         )
@@ -160,21 +151,13 @@ class StrategyOptions:
     @property
     def messages(self) -> MessageOptions:
         """How ranks send rows to each other."""
-        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo, self.halo_momentum)
+        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo)
 
     @property
     def method(self) -> StalenessMethod:
         """How staleness is met."""
         method = self.staleness
         return method if isinstance(method, StalenessMethod) else METHODS[method]
-
-    @property
-    def repeats(self) -> RepeatOption:
-        """Whether stages compute again what they can, rather than to receive it.
-
-        Blocks give each other all gradients a step late, those of an encoder as well.
-        """
-        return False if self.method.gradients.num_blocks else self.repeat_encoder
 
     @property
     def is_biased(self) -> bool:
@@ -190,45 +173,21 @@ class StrategyOptions:
             dtype = getattr(torch, dtype)
         return HistoryOptions(self.method, self.recompute, dtype, device)
 
-    def resolve_layout(self, world_size: int) -> tuple[int, int] | None:
+    def resolve_layout(self, world_size: int) -> tuple[int, int]:
         """Return the numbers of stages and shards of a replica, S and G.
-
-        None where they are chosen by measuring.
 
         Raises:
             ConfigError: If there is no way to deal out so many processes.
         """
+        replicas, shards, stages = self.data_parallel, self.graph_parallel, self.num_stages
         world_size = self._replica_size(world_size)
-        stages = None if self.num_stages == "auto" else self.num_stages
-        if self.graph_parallel != "auto":
-            return self._divide(world_size, stages, self.graph_parallel)
-        if stages is None and not isinstance(self.balance, str):
-            stages = len(self.balance)
-        if stages is None and world_size > 1 and self.history_device is None:
-            return None
-        stages = stages or world_size
-        if world_size % stages:
-            _refuse(
-                f"'num_stages' to divide the number of processes, {world_size}",
-                stages,
-                f"Use Trainer(devices={stages}), or a multiple of it for several shards.",
-            )
-        self._check_shards(world_size // stages)
-        return stages, world_size // stages
-
-    def _divide(self, world_size: int, stages: int | None, shards: int) -> tuple[int, int]:
-        """Return the layout of so many shards, and of these stages if they are given.
-
-        `world_size` counts the processes of a replica.
-        """
-        replicas = self.data_parallel
         if world_size % shards:
             _refuse(
                 f"'graph_parallel' to divide the number of processes, {world_size}",
                 shards,
                 f"Use Trainer(devices={shards}) for one stage, or a multiple of it for more.",
             )
-        if stages not in (None, world_size // shards):
+        if stages not in ("auto", world_size // shards):
             _refuse(
                 f"'num_stages' to be {world_size // shards}: the number of processes, "
                 f"{world_size * replicas}"
@@ -238,10 +197,6 @@ class StrategyOptions:
                 f"Use Trainer(devices={stages * shards * replicas}), or num_stages='auto'.",
             )
         return world_size // shards, shards
-
-    def most_of_layout(self, world_size: int) -> tuple[int, int]:
-        """Return the most stages, and the most shards, that there may be."""
-        return self.resolve_layout(world_size) or (world_size, world_size)
 
     def _replica_size(self, world_size: int) -> int:
         """Return the number of processes of a replica."""
@@ -258,19 +213,10 @@ class StrategyOptions:
         """Return K as far as it is known before the graph is.
 
         Args:
-            num_stages: Stages, or devices where it is not known how many of them are stages: K must
-                not depend on a choice that is measured.
+            num_stages: Stages, or devices where layouts of them are compared.
         """
         auto_chunks = CHUNKS_PER_STAGE * num_stages
         return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
-
-    def _check_shards(self, num_shards: int | Literal["auto"]) -> None:
-        if self.history_device is not None and num_shards not in ("auto", 1):
-            _refuse(
-                "'history_device' to be None where the graph is split over shards",
-                self.history_device,
-                "Leave it out, or use graph_parallel=1.",
-            )
 
 
 def _check_count(name: str, value: object, limit: str) -> None:
@@ -293,7 +239,8 @@ def _check_device(device: torch.device | str | None) -> None:
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), "Choose one of them.")
+        remedy = advice_on(value) or "Choose one of them."
+        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
 
 
 def _refuse(expected: str, found: Any, remedy: str) -> None:

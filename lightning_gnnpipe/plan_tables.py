@@ -59,7 +59,7 @@ def _step_table(plan: PipelinePlan) -> Table:
     table = Table(
         title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s and {plan.message_us:g} "
         "us a message",
-        caption=f"* best for {math.prod(plan.layout)} devices",
+        caption=f"* best for {math.prod(plan.layout)} devices: {plan.best.options}",
     )
     for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):
         table.add_column(name, justify="right" if name else "left")

@@ -67,24 +67,19 @@ def plan_pipeline(
         data: A graph, a data set of one, or a data module.
         options: Of the strategy; the number of stages is given apart.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
-        num_shards: Shards, G; None for what the strategy's `graph_parallel` says, 1 if that is
-            "auto".
+        num_shards: Shards, G; None for what the strategy's `graph_parallel` says.
         num_devices: Devices to deal out to stages and shards, instead of `num_stages`; the
             strategy's `num_chunks` is then best given ("auto" takes 4 a device).
-        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for what the
-            strategy says, or else 10.
+        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for 10.
         message_us: Microseconds of a message between devices, whatever its size; None for those of
             gloo where all cores compute.
-        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for what the
-            strategy says, or else any.
+        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for any.
 
     Raises:
         ConfigError: If `training_step` cannot run outside of a Trainer.
         GNNPipeError: As training would.
     """
-    given = (link_gbit_per_s, options.link_gbit_per_s, _LINK_GBIT_PER_S)
-    link_gbit_per_s = next(one for one in given if one is not None)
-    memory_gib = options.memory_gib if memory_gib is None else memory_gib
+    link_gbit_per_s = _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s
     _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
     link = Link.of(link_gbit_per_s)
     if message_us is not None:
@@ -129,7 +124,7 @@ def plan_pipeline(
                     options.messages,
                     link,
                     memory_gib,
-                    options.repeats,
+                    options.repeat_encoder,
                 ),
                 options.cross_chunk_edges,
             ),
@@ -145,8 +140,7 @@ def _asked_layout(
 ) -> tuple[int, tuple[int, int] | None]:
     """Return the number of devices, and those of stages and shards; None for the best."""
     if num_devices is None:
-        shards = 1 if options.graph_parallel == "auto" else options.graph_parallel
-        layout = 2 if num_stages is None else num_stages, num_shards or shards
+        layout = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
         return layout[0] * layout[1], layout
     if num_stages is not None:
         raise ConfigError(

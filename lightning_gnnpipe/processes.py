@@ -149,8 +149,9 @@ class PipeProcesses(_compat.LightningStrategy):
             self.options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
-            self._transport = Transport(world, Meter())
-        self._transport.settle(layout)
+            self._transport = Transport(world, layout, Meter())
+        else:
+            self._transport.begin_run()
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""

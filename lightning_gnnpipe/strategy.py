@@ -13,7 +13,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_gnnpipe import _compat
@@ -57,37 +56,33 @@ class GNNPipeStrategy(PipeLoops):
             gradients are averaged, as in DDP. There are R x S processes.
         graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
             which split every chunk and swap rows of neighbours; graph parallelism with one stage.
-            "auto" for as many as there are devices for; where `num_stages` is "auto" as well, the
-            fastest layout of the devices is chosen at the first step, by measuring.
-        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage, or a
-            device where the layout is chosen. With 1 nothing overlaps, and no row is stale. Of a
-            batch of many graphs: micro-batches, at most as many as it has graphs with nodes.
+            `gnnpipe plan` says what is best for a number of devices.
+        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
+            1 nothing overlaps, and no row is stale. Of a batch of many graphs: micro-batches, at
+            most as many as it has graphs with nodes.
         partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
             epochs as well, as a graph that was split by hand would be: nothing is stale, and no
             histories are kept (but for norms over all nodes). Validation, test and predict read all
             edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
-        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1), "mirrored"
-            (drawn in every second epoch, backwards in the next, so that every chunk reads every
-            other stale once in two) or "fixed" (better with `staleness="delayed"`).
+        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1) or "fixed"
+            (better with `staleness="delayed"`).
         staleness: A method, or "lookahead" (gradients of fresh rows 1.5 times, of stale ones half,
             each once where the rate has fallen to 0; weights carried forward; stale rows those of
-            validation with 0.7 of dropout), "predicted" (1.5 and 0.5 throughout, gradients carried
-            forward), "blocks" (half of the layers' gradients late), "delayed" (those of stale
-            rows), "constant" (dropped), "scaled" (others twice), "gnnpipe" (and snapshots).
+            validation with 0.7 of dropout), "delayed" (gradients of stale rows an epoch late),
+            "constant" (dropped), "gnnpipe" (dropped, others twice, and snapshots).
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
             the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
-            that need not be exact: "fp32" as they are, "bf16" or "fp16" rounded, "int8", "int4",
-            "int2" or "int1" with so many bits a value, rounded at random so that the mean is right,
-            and "drive" with one, best for gradients. A pair is one for rows, one for gradients.
+            that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so
+            many bits a value, rounded at random so that the mean is right. A pair is one for rows,
+            one for gradients.
         cut_codec: The same for what stages send each other.
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
-        halo_momentum: Share of the old in them, from 0 to below 1 (PipeGCN: 0.95).
         batch_norm: In batches of many graphs. None: BatchNorm is refused with more than one
             micro-batch. "deferred": each micro-batch is normalised by its own statistics, and the
             running ones are updated once a step, from those of all (torchgpipe).
@@ -109,10 +104,6 @@ class GNNPipeStrategy(PipeLoops):
             computed.
         history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
             is a transfer. None: where the layers compute.
-        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way, by which layouts are
-            compared; None to measure it, or 10 in a plan.
-        memory_gib: Memory of a device, in GiB, that the chosen layout should fit into; None for
-            any.
         self_check: Try the module out on a small graph before training, chunks against whole,
             forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -136,7 +127,7 @@ class GNNPipeStrategy(PipeLoops):
         self,
         *,
         num_stages: int | Literal["auto"] = "auto",
-        graph_parallel: int | Literal["auto"] = 1,
+        graph_parallel: int = 1,
         data_parallel: int = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
@@ -148,7 +139,6 @@ class GNNPipeStrategy(PipeLoops):
         halo_codec: CodecOption = "fp32",
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
-        halo_momentum: float = 0.0,
         batch_norm: Literal["deferred"] | None = None,
         repeat_encoder: RepeatOption = "auto",
         schedule: ScheduleName = "fill_drain",
@@ -156,8 +146,6 @@ class GNNPipeStrategy(PipeLoops):
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
-        link_gbit_per_s: float | None = None,
-        memory_gib: float | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
@@ -189,9 +177,6 @@ class GNNPipeStrategy(PipeLoops):
             halo_codec,
             cut_codec,
             async_halo,
-            halo_momentum,
-            link_gbit_per_s,
-            memory_gib,
             batch_norm,
             repeat_encoder,
             cross_chunk_edges,
@@ -220,7 +205,8 @@ class GNNPipeStrategy(PipeLoops):
     def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
         """Return how training would be cut and what a step would take; see `plan_pipeline`.
 
-        With `num_devices=8` it is cut for the best of all layouts of eight devices.
+        With `num_devices=8` it is cut for the best of all layouts of eight devices, and its `best`
+        says which one that is.
         """
         return plan_pipeline(module, data, self.options, **options)
 
@@ -239,7 +225,6 @@ class GNNPipeStrategy(PipeLoops):
         self._attach(self.lightning_module, is_fitting)
         self._signals.attach(trainer, self.engine.progress)
         self.engine.on_signals = self._signals.agree
-        self.engine.choice.on_chosen = rank_zero_info
         if is_fitting and shows_stages(trainer):
             self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
         if is_fitting:

@@ -24,13 +24,11 @@ CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arX
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1", "drive"]
+CodecName = Literal["fp32", "bf16", "int8", "int1"]
 CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
-OrderName = Literal["shuffled", "mirrored", "fixed"]
-StalenessName = Literal[
-    "lookahead", "predicted", "blocks", "delayed", "constant", "scaled", "gnnpipe"
-]
+OrderName = Literal["shuffled", "fixed"]
+StalenessName = Literal["lookahead", "delayed", "constant", "gnnpipe"]
 ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
 CrossChunkEdges = Literal["keep", "drop"]

@@ -121,6 +121,7 @@ def test_digits_are_trained_and_planned_from_one_file(
     printed = capsys.readouterr().out
     for text in ("1 x 4", "2 x 2", "4 x 1", "graph parallel", "best for 4 devices"):
         assert text in printed
+    assert re.search(r"num_stages=\d, graph_parallel=\d", printed)
     assert "too much" in printed and "No layout fits" in printed
 
     fit = ("fit", *config, "--trainer.devices=1", "--trainer.max_epochs=1", *QUIET)
@@ -166,11 +167,11 @@ def test_the_config_of_the_readme_is_read(
 def test_a_codec_of_gradients_is_named_beside_that_of_rows(
     gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codecs = "--trainer.strategy.halo_codec=[int1,drive]"
+    codecs = "--trainer.strategy.halo_codec=[int1,bf16]"
     with pytest.raises(SystemExit) as done:
         gnnpipe("fit", "--model=NodeClassifier", codecs, "--print_config")
     assert done.value.code == 0
-    assert re.search(r"halo_codec:\s+- int1\s+- drive\s", capsys.readouterr().out)
+    assert re.search(r"halo_codec:\s+- int1\s+- bf16\s", capsys.readouterr().out)
 
 
 def test_help_shows_every_option_of_the_strategy(

@@ -316,7 +316,6 @@ def test_batches_of_one_graph_are_no_single_graph() -> None:
         ({"data_parallel": 0}, "'data_parallel' to be at least 1"),
         ({"data_parallel": True}, "'data_parallel' to be at least 1"),
         ({"data_parallel": 2, "graph_parallel": 2}, "'graph_parallel' to be 1 with data_parallel"),
-        ({"data_parallel": 2, "graph_parallel": "auto"}, "'graph_parallel' to be 1"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], text: str) -> None:

@@ -25,6 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from common import INSIDE_FRAC, MATMUL, NUM_EDGES, NUM_NODES, make_edges
+from link import measure_link
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
@@ -37,7 +38,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.comm import Meter, Transport, World, measure_link
+from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.models import GCN, GCNII, GraphSAGE, NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
 
@@ -129,7 +130,7 @@ def _measure_link(rank: int, size: int, folder: Path) -> None:
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     world = World(rank, size, torch.device("cpu"), timedelta(minutes=1))
-    link = measure_link(Transport(world, Meter()))
+    link = measure_link(Transport(world, (size, 1), Meter()))
     if rank == 0:
         found = {"link_gbit": link.gbit_per_s, "message_us": link.message_s * 1e6}
         (folder / "link.json").write_text(json.dumps(found))
@@ -214,7 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_codecs(text: str) -> CodecOption:
-    """Return the name of a codec, or two of them: "int1,drive"."""
+    """Return the name of a codec, or two of them: "int1,bf16"."""
     names = cast(list[CodecName], text.split(","))
     if not set(names) <= set(get_args(CodecName)) or len(names) > 2:
         raise argparse.ArgumentTypeError(f"one or two of {', '.join(get_args(CodecName))}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.callbacks.adaptive import AdaptiveStaleness, StalenessEvent
-from lightning_gnnpipe.callbacks.halo import AdaptiveHalo, BoundedStaleness
+from lightning_gnnpipe.callbacks.halo import BoundedStaleness
 from lightning_gnnpipe.callbacks.monitor import PipelineMonitor
 from lightning_gnnpipe.callbacks.progress import ChunkProgress
 from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
@@ -11,12 +10,9 @@ from lightning_gnnpipe.callbacks.timeline import TimelineCallback
 from lightning_gnnpipe.callbacks.warmup import StalenessWarmup
 
 __all__ = [
-    "AdaptiveHalo",
-    "AdaptiveStaleness",
     "BoundedStaleness",
     "ChunkProgress",
     "PipelineMonitor",
-    "StalenessEvent",
     "StalenessMonitor",
     "StalenessWarmup",
     "TimelineCallback",

@@ -31,23 +31,6 @@ def has_trained(callback: Callback, trainer: pl.Trainer) -> bool:
     return pipe_strategy(callback, trainer).engine.last_step.record is not None
 
 
-def logged_value(callback: Callback, trainer: pl.Trainer, name: str) -> float:
-    """Return the last value of the metric `name`.
-
-    Raises:
-        ConfigError: If nobody has logged it.
-    """
-    if name not in trainer.callback_metrics:
-        raise ConfigError(
-            explain(
-                expected=f"'{name}' to be logged in each training epoch",
-                found=", ".join(sorted(trainer.callback_metrics)) or "no metric",
-                remedy=f"Name one that is, by {type(callback).__name__}(monitor=...).",
-            )
-        )
-    return float(trainer.callback_metrics[name])
-
-
 def check_count(name: str, value: object, least: int) -> None:
     """Refuse a count that is not an integer of at least `least`.
 

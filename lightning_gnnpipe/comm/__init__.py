@@ -8,7 +8,7 @@ from lightning_gnnpipe.comm.codec import Codecs, get_codec, get_codecs
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.collectives import Collectives
 from lightning_gnnpipe.comm.leaving import abandon_groups, end_groups_at_exit
-from lightning_gnnpipe.comm.link import Link, measure_link
+from lightning_gnnpipe.comm.link import Link
 from lightning_gnnpipe.comm.mesh import Members, Mesh, World
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.options import MessageOptions
@@ -39,7 +39,6 @@ __all__ = [
     "get_codec",
     "get_codecs",
     "load_shards",
-    "measure_link",
     "restart_store",
     "save_shards",
     "set_group_timeout",

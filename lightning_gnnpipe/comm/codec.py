@@ -1,4 +1,4 @@
-"""The codecs by their names: tensors as they are, 16-bit floats, or 8, 4, 2 and 1 bits a value."""
+"""The codecs by their names: tensors as they are, 16-bit floats, or 8 bits or 1 a value."""
 
 from __future__ import annotations
 
@@ -9,45 +9,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm.drive import DriveCodec
-from lightning_gnnpipe.comm.long_rows import LongRowsCodec
 from lightning_gnnpipe.comm.low_bit import LowBitCodec
 from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_codecs
 
 
 class CastCodec(Codec):
-    """Sends 16-bit floats, rounded to the nearest.
-
-    bfloat16 has the range of float32 and 8 significant bits. float16 has 11, but values from 65520
-    on come out infinite, and those below 3e-8, as gradients may be, zero.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(name)
-        self.dtype = dtype
+    """Sends bfloat16, rounded to the nearest: the range of float32, and 8 significant bits."""
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return prod(shape) * self.dtype.itemsize
+        return prod(shape) * torch.bfloat16.itemsize
 
     def _encode(self, tensor: Tensor, seed: int) -> Tensor:
-        return tensor.to(self.dtype).reshape(-1).view(torch.uint8)
+        return tensor.to(torch.bfloat16).reshape(-1).view(torch.uint8)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(payload.view(self.dtype).view(out.shape))
+        out.copy_(payload.view(torch.bfloat16).view(out.shape))
 
 
 EXACT: CodecName = "fp32"
 _CODECS: dict[str, Callable[[], Codec]] = {
     "fp32": lambda: Codec("fp32"),
-    "bf16": lambda: CastCodec("bf16", torch.bfloat16),
-    "fp16": lambda: CastCodec("fp16", torch.float16),
+    "bf16": lambda: CastCodec("bf16"),
     "int8": lambda: LowBitCodec(8),
-    "int4": lambda: LowBitCodec(4),
-    "int2": lambda: LowBitCodec(2),
     "int1": lambda: LowBitCodec(1),
-    "drive": lambda: LongRowsCodec("drive", DriveCodec(), LowBitCodec(4)),
 }
 
 
@@ -55,11 +42,8 @@ def get_codec(name: CodecName) -> Codec:
     """Return the codec called `name`.
 
     Args:
-        name: "fp32": each tensor in its own dtype. "bf16", "fp16": 16-bit floats. "int8", "int4",
-            "int2", "int1": so many bits a value, and 32 a row, rounded between the row's least and
-            largest value. "drive": one bit a value, 32 a row and 64 a message, of rows turned at
-            random; the longest of them, one in 32, are sent again with four. It takes rows of more
-            than 256 channels for several.
+        name: "fp32": each tensor in its own dtype. "bf16": 16-bit floats. "int8", "int1": so many
+            bits a value, and 32 a row, rounded between the row's least and largest value.
     """
     return _CODECS[name]()
 
@@ -104,7 +88,8 @@ def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, C
             explain(
                 expected=f"{what} to be one of {', '.join(_CODECS)}, or two of them",
                 found=repr(option),
-                remedy="Name one for rows and their gradients, or one for each.",
+                remedy=advice_on(option)
+                or "Name one for rows and their gradients, or one for each.",
             )
         )
     rows, grads = (option, option) if isinstance(option, str) else option

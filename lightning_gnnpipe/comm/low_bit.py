@@ -29,33 +29,28 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm.dither import Dither
-from lightning_gnnpipe.comm.packing import pack, unpack, unpack_table
-from lightning_gnnpipe.comm.rows import (
-    RowCodec,
-    ceil_div,
-    count_rows,
-    rows_per_block,
-    split_blocks,
-)
+from lightning_gnnpipe.comm.packing import pack_bits, unpack_bits, unpack_table
+from lightning_gnnpipe.comm.payload import Codec
+from lightning_gnnpipe.comm.rows import ceil_div, count_rows, rows_per_block, split_blocks
 
 _LEAST_RANGE = 2.0**-117  # so that 1 / step is finite; constant rows have it, with codes of 0
 _MARGIN = 1 - 2.0**-21  # or float32 might round the code of `high` up to 2**b
 
 
-class LowBitCodec(RowCodec):
+class LowBitCodec(Codec):
     """Sends `num_bits` bits a value, and 32 bits a row.
 
     The payload is `low` of all rows, `high` of all rows, then the codes of all rows without gaps.
 
     Args:
-        num_bits: 1, 2, 4 or 8.
+        num_bits: 1 or 8.
     """
 
     def __init__(self, num_bits: int) -> None:
         super().__init__(f"int{num_bits}")
         self.num_bits = num_bits
         self.num_steps = 2**num_bits - 1
-        self._table = unpack_table(num_bits)
+        self._table = unpack_table() if num_bits == 1 else None
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return 4 * count_rows(shape) + ceil_div(prod(shape) * self.num_bits, 8)
@@ -73,23 +68,39 @@ class LowBitCodec(RowCodec):
         dither = Dither(num_rows, (block, num_channels), seed, rows.device)
         values = torch.empty(block, num_channels, dtype=torch.float32, device=rows.device)
         by_row = low, self.num_steps * _MARGIN / length
-        blocks = split_blocks(rows, by_row, [packed], self.num_bits)
+        blocks = split_blocks(rows, by_row, packed, self.num_bits)
         for index, (part, start, scale, out) in enumerate(blocks):
             steps = values[: part.size(0)]
             torch.sub(part.to(torch.float32), start, out=steps)
             dither.add_to(steps.mul_(scale), index * block)
             floors = steps.view(torch.int32)  # in the same place: less to keep in the cache
             floors.copy_(steps)  # drops what is behind the point; nothing is negative
-            pack(floors.view(-1), self.num_bits, out)
+            if self.num_bits == 1:
+                pack_bits(floors.view(-1), out)
+            else:
+                out.copy_(floors.view(-1))
         return payload
 
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        is_direct = out.dtype == torch.float32 and out.is_contiguous()
+        values = (
+            out if is_direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        )
+        self._decode_rows(payload, values.view(count_rows(out.shape), -1), out.dtype)
+        if not is_direct:
+            out.copy_(values)
+
     def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
+        """Overwrite `rows`, `[num_rows, num_channels]`, float32, of a tensor that had `dtype`."""
         ends, packed = _split(payload, rows.size(0), dtype)
         low, length = _span(ends)
         table = None if self._table is None else self._table.to(rows.device)
         by_row = low, length / self.num_steps
-        for part, start, step, source in split_blocks(rows, by_row, [packed], self.num_bits):
-            unpack(source, table, part.view(-1))
+        for part, start, step, source in split_blocks(rows, by_row, packed, self.num_bits):
+            if table is None:
+                part.view(-1).copy_(source)
+            else:
+                unpack_bits(source, table, part.view(-1))
             part.mul_(step).add_(start)
 
 

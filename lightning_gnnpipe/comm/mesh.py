@@ -4,8 +4,7 @@
 
 A rank holds some layers (its stage) of some nodes (its shard), for the batches of its replica.
 Along the pipe axis activations of chunks travel, along the graph axis rows of neighbouring nodes,
-along the data axis gradients. The `World` is there from the start; the `Mesh` is made once the
-layout of a replica is known, which may need a look at the model and the graph.
+along the data axis gradients.
 """
 
 from __future__ import annotations

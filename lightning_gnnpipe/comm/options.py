@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gnnpipe.comm.codec import EXACT, codec_names
-from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.types import CodecOption
 
 
@@ -18,30 +17,20 @@ class MessageOptions:
         cut_codec: Of activations, and their gradients, between stages.
         is_async: Shards use the rows and gradients that others had a step ago, while those of this
             step travel.
-        momentum: Share of the old in asynchronous rows and gradients: `m old + (1 - m) new`.
     """
 
     halo_codec: CodecOption = "fp32"
     cut_codec: CodecOption = "fp32"
     is_async: bool = False
-    momentum: float = 0.0
 
     def check(self) -> None:
         """Check what is an option of the strategy.
 
         Raises:
-            ConfigError: There is no such codec, or no such share.
+            ConfigError: There is no such codec.
         """
         codec_names(self.halo_codec, "'halo_codec'")
         codec_names(self.cut_codec, "'cut_codec'")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(
-                explain(
-                    expected="'halo_momentum' to be from 0 to below 1",
-                    found=str(self.momentum),
-                    remedy="0 uses what arrived last as it is; PipeGCN's is 0.95.",
-                )
-            )
 
     @property
     def is_exact(self) -> bool:

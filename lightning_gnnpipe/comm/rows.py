@@ -1,4 +1,4 @@
-"""What codecs of few bits share: rows of float32, taken block by block.
+"""Rows of float32, taken block by block.
 
 All that a block needs stays in a core's cache, which is what makes such a codec fast on a CPU.
 """
@@ -10,27 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm.payload import Codec
-
 BLOCK_CPU = 2**16  # values at a time: with all that they need, they stay in a cache of 1 MiB
 _BLOCK_GPU = 2**24
-
-
-class RowCodec(Codec):
-    """Decodes into rows of float32, whatever the tensor is."""
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        is_direct = out.dtype == torch.float32 and out.is_contiguous()
-        values = (
-            out if is_direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        )
-        self._decode_rows(payload, values.view(count_rows(out.shape), -1), out.dtype)
-        if not is_direct:
-            out.copy_(values)
-
-    def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-        """Overwrite `rows`, `[num_rows, num_channels]`, of a tensor that had type `dtype`."""
-        raise NotImplementedError
 
 
 def count_rows(shape: Sequence[int]) -> int:
@@ -50,7 +31,7 @@ def rows_per_block(rows: Tensor) -> int:
 
 
 def split_blocks(
-    rows: Tensor, by_row: Sequence[Tensor], packed: Sequence[Tensor], num_bits: int
+    rows: Tensor, by_row: Sequence[Tensor], packed: Tensor, num_bits: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield `rows`, `by_row` and `packed` in blocks of rows.
 
@@ -63,5 +44,4 @@ def split_blocks(
     block = rows_per_block(rows)
     num_bytes = ceil_div(block * rows.size(1) * num_bits, 8)
     parts = [torch.split(tensor, block) for tensor in (rows, *by_row)]
-    parts += [torch.split(tensor, num_bytes) for tensor in packed]
-    return zip(*parts, strict=True)
+    return zip(*parts, torch.split(packed, num_bytes), strict=True)

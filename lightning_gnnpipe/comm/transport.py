@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.comm.collectives import Collectives, bring
-from lightning_gnnpipe.comm.mesh import Members, Mesh, World, make_mesh
+from lightning_gnnpipe.comm.mesh import Members, World, make_mesh
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.parcel import Parcel
 from lightning_gnnpipe.comm.payload import Codec
@@ -51,54 +51,35 @@ class Transport(Collectives):
 
     Args:
         world: All ranks.
+        layout: Stages, and shards of each, that the ranks of a replica are dealt out to.
         meter: Counts what travels.
 
     Attributes:
+        mesh: This rank's place among replicas, stages and shards.
         everyone: What all ranks do together, those of other replicas included.
         replicas: What the ranks of this stage and shard do together, one of each replica.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
 
-    def __init__(self, world: World, meter: Meter) -> None:
+    def __init__(self, world: World, layout: tuple[int, int], meter: Meter) -> None:
         super().__init__(world, meter)
         self.everyone = Collectives(world, meter)
-        self.replicas = Collectives(world, meter, Members((world.rank,)))
+        with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
+            self.mesh = make_mesh(world, *layout)
+        self.members = self.mesh.own_replica
+        self.replicas = Collectives(world, meter, self.mesh.replicas)
         self.waited_s = 0.0
-        self._mesh: Mesh | None = None
-        self._meshes: dict[tuple[int, int], Mesh] = {}  # torch has no cheap way to end a group
         self._sends: list[tuple[Label, Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
         self._seed = self._run = 0
+        self.begin_run()
 
-    @property
-    def mesh(self) -> Mesh:
-        """This rank's place among replicas, stages and shards, once it has one."""
-        assert self._mesh is not None, "the layout has not been settled"
-        return self._mesh
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether ranks have been dealt out to stages and shards."""
-        return self._mesh is not None
-
-    def settle(self, layout: tuple[int, int] | None) -> None:
-        """Deal the ranks of each replica out to so many stages of so many shards; collective.
-
-        None leaves the layout open until the next call, where there is one replica. Messages of
-        before, which a run that ended by an error may have left on their way, are not received any
-        more.
-        """
-        assert layout is not None or self.world.num_replicas == 1
-        if layout is not None and layout not in self._meshes:
-            with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
-                self._meshes[layout] = make_mesh(self.world, *layout)
-        self._mesh = None if layout is None else self._meshes[layout]
+    def begin_run(self) -> None:
+        """Receive no message any more that a run before, ended by an error, has left on its way."""
         self._sends.clear()
         self._receives.clear()
         if self.world.is_distributed:
             self._run = next(_runs) % _MAX_RUNS
-        if self._mesh is not None:
-            self.members, self.replicas.members = self._mesh.own_replica, self._mesh.replicas
 
     def begin_step(self, seed: int) -> None:
         """Draw the random numbers of codecs from `seed` on; each message takes the next one."""

@@ -10,7 +10,7 @@ from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.measured import LayoutOptions
 from lightning_gnnpipe.engine.model import PipelinedModel
-from lightning_gnnpipe.engine.options import EngineOptions, LayoutSearch
+from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
@@ -35,7 +35,6 @@ __all__ = [
     "ForecastOptions",
     "LayoutForecast",
     "LayoutOptions",
-    "LayoutSearch",
     "PipelineEngine",
     "PipelinePlan",
     "PipelineStats",

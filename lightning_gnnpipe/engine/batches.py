@@ -77,8 +77,7 @@ class BatchPasses:
     @property
     def needs_loss(self) -> bool:
         """Whether this rank needs the loss before all outputs are there."""
-        is_settled = self._transport.is_settled
-        return self._schedules.alternates and (not is_settled or self._transport.mesh.is_last)
+        return self._schedules.alternates and self._transport.mesh.is_last
 
     def check(self) -> None:
         """Refuse what cannot be done with batches of graphs.
@@ -87,8 +86,7 @@ class BatchPasses:
             UnsupportedError: If the graph is to be split over shards.
             ConfigError: If the chunk of each node is given.
         """
-        if self._transport.is_settled:  # otherwise there will be stages only
-            check_graph_batches(self._transport.mesh.num_shards)
+        check_graph_batches(self._transport.mesh.num_shards)
         if not isinstance(self._options.chunks.partition, str):
             raise ConfigError(
                 explain(

@@ -46,14 +46,12 @@ class EngineChecks:
         """Refuse layers that are not right on chunks, or options for one graph alone."""
         if has_graphs in self._checked:
             return
-        transport = self._transport
-        is_settled = transport.is_settled
-        num_shards = transport.mesh.num_shards if is_settled else transport.world.size
+        mesh = self._transport.mesh
         if has_graphs:
             self._batches.check()
         else:
-            check_replicas(transport.world.num_replicas)
-            check_support(self._model.module, self._options.chunks.expected, num_shards)
+            check_replicas(mesh.num_replicas)
+            check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:

@@ -23,7 +23,6 @@ from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.checks import EngineChecks
-from lightning_gnnpipe.engine.choice import LayoutChoice
 from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
@@ -73,7 +72,6 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
-        self.choice = LayoutChoice(transport, self.model, self.graphs, options)
         self.progress, self.rates = Progress(), LearningRates()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
@@ -135,10 +133,6 @@ class PipelineEngine:
             self._state.settle()
             self.progress.loss = 0.0
         self._checks.support(has_graphs)
-        if not self.transport.is_settled and has_graphs:
-            self.transport.settle((self.transport.world.size, 1))
-        elif not self.transport.is_settled:
-            self.choice.settle(call, inputs, number)
         if not is_training:
             return self._infer(call, inputs)
         return (self._train_on_graphs if has_graphs else self._train)(call, inputs)
@@ -210,12 +204,7 @@ class PipelineEngine:
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
         self.rates.peaks = saved.state.peak_rates
-        self.prefer(saved.state)
-
-    def prefer(self, state: RunState) -> None:
-        """Deal ranks and layers out as in an earlier run, where that is possible."""
-        self.model.prefer(state.stage_layers)
-        self.choice.prefer((len(state.stage_layers), state.num_shards))
+        self.model.prefer(saved.state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
         check_schedule(self.options.schedule)
@@ -237,7 +226,7 @@ class PipelineEngine:
         )
         parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
         graph.trained_with = TrainedCall.of(call, self.model.module)
-        order = self._passes.order(parts, self.progress.step_index, is_exact=is_exact)
+        order = self._passes.order(parts, self.progress.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         graph.inputs.load(call, inputs)

@@ -19,9 +19,11 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.layouts import compare_layouts, possible_layouts
 from lightning_gnnpipe.engine.measured import LayoutOptions, Measured
 from lightning_gnnpipe.engine.names import LayerNames
+from lightning_gnnpipe.engine.norms import stages_of_norms
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan, choose_layout, with_advice
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.splitting import Balance
+from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.graph import (
     check_graph,
     edge_cut_frac,
@@ -38,6 +40,7 @@ from lightning_gnnpipe.stages import (
     check_counts,
     check_num_stages,
     cut_module,
+    find_users,
     is_listed,
 )
 from lightning_gnnpipe.types import CrossChunkEdges, Partition
@@ -85,7 +88,8 @@ def forecast(
     Raises:
         GraphError: If the graph is malformed.
         UnsupportedError: If the module cannot be pipelined.
-        ConfigError: If there are more stages than layers, or more chunks than nodes.
+        ConfigError: If there are more stages than layers, or more chunks than nodes, or if so many
+            devices cannot be dealt out.
     """
     num_shards = 1 if options.layout is None else options.layout[1]
     is_cut = options.num_chunks * num_shards > 1
@@ -182,12 +186,35 @@ def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -
 
 
 def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, int]]:
-    """Return the layouts to compare: those that training would take, and the one asked for."""
+    """Return the layouts to compare: those that training would take, and the one asked for.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    num_layers, num_nodes = len(measured.layers.segments), measured.chunks.num_nodes
     possible = possible_layouts(
         measured.module,
         num_devices=options.num_devices,
-        num_layers=len(measured.layers.segments),
-        num_nodes=measured.chunks.num_nodes,
+        num_layers=num_layers,
+        num_nodes=num_nodes,
     )
+    possible = [one for one in possible if _has_own_norms(measured, one)] or possible
     asked = options.layout
-    return possible if asked is None or asked in possible else [*possible, asked]
+    if asked is not None:
+        return possible if asked in possible else [*possible, asked]
+    if not possible:
+        raise ConfigError(
+            explain(
+                expected=f"a way to deal {options.num_devices} devices out, at least one layer to "
+                "each stage and one node to each shard",
+                found=f"{num_layers} layers that can be cut apart and {num_nodes} nodes",
+                remedy="Train on fewer devices, or use a deeper model.",
+            )
+        )
+    return possible
+
+
+def _has_own_norms(measured: Measured, layout: tuple[int, int]) -> bool:
+    """Whether each norm with running statistics would be called by one stage."""
+    users = find_users(measured.cut(*layout), measured.module)
+    return not stages_of_norms(find_layers(measured.module).norms, users)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,7 +115,7 @@ class GraphCache:
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
     ) -> None:
         self.histories = histories.seen_from(transport.world.device)
-        self.partitioner = Partitioner(options)
+        self._partitioner = Partitioner(options)
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
@@ -136,7 +135,6 @@ class GraphCache:
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(fingerprint, inputs))
-        self.partitioner.forget()
         if graph.is_complete:
             self._graphs.pop((fingerprint, False), None)
         if self._trained is not graph:
@@ -158,13 +156,11 @@ class GraphCache:
 
     def is_cut(self, inputs: Inputs) -> bool:
         """Whether the graph is, or may be, trained on in more than one chunk, or shard."""
-        transport = self._transport
-        shards = transport.mesh.num_shards if transport.is_settled else transport.world.size
-        return self.partitioner.num_chunks(inputs) * shards > 1
+        return self._partitioner.num_chunks(inputs) * self._transport.mesh.num_shards > 1
 
     def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
         """Return a plan with chunks of the size of training, even if METIS has not run."""
-        num_chunks = self.partitioner.num_chunks(inputs)
+        num_chunks = self._partitioner.num_chunks(inputs)
         if graph.plan.num_chunks == num_chunks and graph.plan.shard is None:
             return graph.plan
         edge_index = inputs.edge_index.cpu()
@@ -195,20 +191,18 @@ class GraphCache:
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, inputs.num_nodes)
         assignment = torch.zeros(inputs.num_nodes, dtype=torch.int64)
-        split = partial(self.partitioner.split, edge_index, assignment)
-        return self._planned(inputs, edge_index, assignment, split, fingerprint)
+        return self._planned(inputs, edge_index, assignment, fingerprint)
 
     def _cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        edge_index, found = inputs.edge_index.cpu(), self.partitioner
+        edge_index, found = inputs.edge_index.cpu(), self._partitioner
         check_graph(edge_index, inputs.num_nodes)
-        assignment = self._transport.run_on_first(lambda: found.chunks(fingerprint, inputs))
-        split = partial(found.shards, fingerprint, inputs)
+        assignment = self._transport.run_on_first(lambda: found.chunks(inputs))
         kept = found.kept_edges(edge_index, assignment)
         if kept is not None:
             self._warn_of_loss(edge_index.size(1), kept.numel())
             several = inputs.edge_sizes if len(inputs.edge_sizes) > 1 else ()
             fingerprint = graph_fingerprint(edge_index[:, kept], inputs.num_nodes, several)
-        return self._planned(inputs, edge_index, assignment, split, fingerprint, kept)
+        return self._planned(inputs, edge_index, assignment, fingerprint, kept)
 
     def _warn_of_loss(self, num_edges: int, num_kept: int) -> None:
         if not self._has_warned_of_loss and self._transport.world.is_root:
@@ -228,16 +222,17 @@ class GraphCache:
         inputs: Inputs,
         edge_index: Tensor,
         assignment: Tensor,
-        split: Callable[[int], Tensor],
         fingerprint: int,
         kept: Tensor | None = None,
     ) -> PlannedGraph:
-        """Return the plan of the graph, or of this rank's shard; `split` returns the shards."""
+        """Return the plan of the graph, or of this rank's shard."""
         mesh = self._transport.mesh
         if mesh.num_shards == 1:
             plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
         else:
-            shards = self._transport.run_on_first(lambda: split(mesh.num_shards))
+            shards = self._transport.run_on_first(
+                lambda: self._partitioner.shards(edge_index, assignment, mesh.num_shards)
+            )
             plan = shard_plan(
                 edge_index,
                 assignment,

@@ -5,19 +5,17 @@ the user's batch -> the graph, known or planned anew -> chunks, histories -> a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from lightning_gnnpipe.comm import MessageOptions, Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.blocks import Blocks, block_cuts
 from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.lookahead import PredictedWeights, late_steps
+from lightning_gnnpipe.engine.lookahead import PredictedWeights
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
@@ -53,7 +51,6 @@ class GraphPasses:
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
-        self._known_late: tuple[Layers | None, Mapping[str, float]] = None, {}
 
     def mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
         """Return the stages for these arguments."""
@@ -129,35 +126,18 @@ class GraphPasses:
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=get_codecs(messages.cut_codec),
-            weights=self._weights(mode.layers, graph) if is_pipelined else None,
-            blocks=self._blocks(mode, graph) if is_pipelined else None,
+            weights=self._weights(graph) if is_pipelined else None,
         )
 
-    def _blocks(self, mode: Mode, graph: PlannedGraph) -> Blocks | None:
-        """Return the blocks in which a pipelined step goes back, if it does."""
-        num_blocks = self._options.histories.num_blocks
-        if not num_blocks:
-            return None
-        cuts = block_cuts(len(mode.layers.segments), num_blocks)
-        return Blocks(cuts, mode.layers, graph.store.late)
-
-    def _weights(self, layers: Layers, graph: PlannedGraph) -> PredictedWeights | None:
+    def _weights(self, graph: PlannedGraph) -> PredictedWeights | None:
         """Return the weights that a pipelined step is computed with, if they are others."""
-        method, module = self._options.histories.method, self._model.module
-        weights = graph.store.late.weights
-        if not method.lookahead:
+        lookahead, weights = self._options.histories.method.lookahead, graph.store.last_weights
+        if not lookahead:
             weights.clear()  # of a run with another method, that this one goes on from
             return None
-        num_blocks = method.gradients.num_blocks
-        if not num_blocks:
-            if not graph.plan.joins_chunks:  # no gradient is late
-                return None
-            return PredictedWeights(module, None, method.lookahead, weights)
-        known, late = self._known_late
-        if known is not layers:
-            late = late_steps(layers, num_blocks, module)
-            self._known_late = layers, late
-        return PredictedWeights(module, late, method.lookahead, weights)
+        if not graph.plan.joins_chunks:  # no gradient is late
+            return None
+        return PredictedWeights(self._model.module, lookahead, weights)
 
     def validation_renews(self, graph: PlannedGraph) -> bool:
         """Whether the next validation will write the rows of training, as far as is known."""
@@ -184,21 +164,16 @@ class GraphPasses:
         makes_passes = graph.store.options.method.reads.makes_passes
         return self._options.messages.is_async and not makes_passes
 
-    def order(self, parts: StepParts, step: int, *, is_exact: bool) -> tuple[int, ...]:
+    def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""
         return chunk_order(
             parts.plan.num_chunks,
             epoch=step,
             seed=self._options.seed,
             order=self._options.chunk_order,
-            leading=() if is_exact else self._controls.leading_chunks,
         )
 
     def messages(self, is_exact: bool) -> MessageOptions:
         """Return how messages of a pass are sent."""
         messages = self._options.messages
-        if is_exact:
-            return replace(messages, halo_codec="fp32", cut_codec="fp32")
-        if self._controls.halo_codec is not None:
-            return replace(messages, halo_codec=self._controls.halo_codec)
-        return messages
+        return replace(messages, halo_codec="fp32", cut_codec="fp32") if is_exact else messages

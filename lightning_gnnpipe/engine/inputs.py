@@ -109,12 +109,6 @@ class PlannedInputs:
         first, end = self.edge_bounds(chunk, value.edge_set)
         return end - first
 
-    def bounds(self, chunk: Chunk, value: Value) -> tuple[int, int]:
-        """Return the first row of `chunk`, and that behind the last, in all rows of `value`."""
-        if value.kind is not Kind.EDGE:
-            return chunk.start, chunk.end
-        return self.edge_bounds(chunk, value.edge_set)
-
     def num_places(self, value: Value) -> int:
         """Return the rows that an output has, over all shards."""
         return self._plan.globe.num_nodes

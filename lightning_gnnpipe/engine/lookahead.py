@@ -12,36 +12,14 @@ backward sees w_e; hooks that run in them see what the step is computed with.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import mean
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.engine.blocks import block_cuts
 from lightning_gnnpipe.history import LastWeights
-from lightning_gnnpipe.stages import Layers, find_users, split_layers
-
-
-def late_steps(layers: Layers, num_blocks: int, module: nn.Module) -> dict[str, float]:
-    """Return how many steps late blocks make the gradients of parameters, by name, where they do.
-
-    Args:
-        layers: The layers.
-        num_blocks: In which they go back.
-        module: The module that the parameters are of.
-    """
-    cuts = block_cuts(len(layers.segments), num_blocks)
-    users = find_users(split_layers(layers, (1,) * len(layers.segments)), module)
-    late = {
-        name: mean(len(cuts) - bisect_right(cuts, layer) for layer in users[name])
-        for name, _ in module.named_parameters()
-        if name in users
-    }
-    return {name: steps for name, steps in late.items() if steps}
 
 
 def forecast(steps: Sequence[Tensor], before: Sequence[Tensor], num_steps: int) -> Tensor:
@@ -76,24 +54,16 @@ class PredictedWeights:
 
     Args:
         module: The pipelined module. Parameters that are frozen or on other ranks stay as they are.
-        late: How many steps late the gradients of parameters are, by name; 0 if not named. None:
-            all are one step late.
-        lookahead: How many steps are foreseen for each of these.
+        lookahead: How many steps are foreseen.
         last: The weights of the step before; are replaced by those of this one.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        late: Mapping[str, float] | None,
-        lookahead: int,
-        last: LastWeights,
-    ) -> None:
+    def __init__(self, module: nn.Module, lookahead: int, last: LastWeights) -> None:
         self._last = last
         self._watched = {
             name: parameter
             for name, parameter in module.named_parameters()
-            if (late is None or name in late) and parameter.requires_grad and parameter.numel()
+            if parameter.requires_grad and parameter.numel()
         }
         now = {
             name: parameter.detach().clone()
@@ -111,8 +81,7 @@ class PredictedWeights:
             before = [last.steps[name].to(steps[name].device) for name in known]
             distances = forecast([steps[name] for name in known], before, lookahead)
             for name, distance in zip(known, distances.unbind(), strict=True):
-                times = distance if late is None else distance * late[name]
-                ahead = now[name] + (times * steps[name]).to(now[name].dtype)
+                ahead = now[name] + (distance * steps[name]).to(now[name].dtype)
                 self._ahead.append((module.get_parameter(name), ahead))
         last.values, last.steps = now, steps
 

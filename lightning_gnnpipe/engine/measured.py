@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Link, MessageOptions
-from lightning_gnnpipe.engine.blocks import whole_blocks
 from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
@@ -114,11 +113,8 @@ class Measured:
         layers, options = self.layers, self.options
         num_layers, balance = len(layers.segments), options.balance
         repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
-        blocks = whole_blocks(num_layers, options.histories.num_blocks, num_stages)
         if not isinstance(balance, str) and len(balance) == num_stages:
             counts = check_counts(balance, num_layers, num_stages)
-        elif blocks is not None:
-            counts = blocks
         elif balance == "uniform":
             counts = solve_balance([1.0] * num_layers, num_stages)
         else:

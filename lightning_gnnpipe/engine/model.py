@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.blocks import warn_of_shared, whole_blocks
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
@@ -276,12 +275,6 @@ class PipelinedModel:
         check_num_virtual(num_layers, num_ranks, self.num_virtual)
         if not isinstance(self._splitting.balance, str):
             return check_counts(self._splitting.balance, num_layers, num_stages)
-        num_blocks = 0 if inputs.graphs is not None else self._splitting.num_blocks
-        blocks = whole_blocks(num_layers, num_blocks, num_stages)
-        if blocks is not None:
-            return blocks
-        if num_blocks and self._transport.world.is_root:
-            warn_of_shared(num_blocks, num_stages)
         counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
         fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
         if self._splitting.balance == "measured" and fits:

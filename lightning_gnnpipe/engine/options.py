@@ -14,22 +14,6 @@ _EXACT = MessageOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutSearch:
-    """What is known beforehand where the layout is chosen by measuring.
-
-    Attributes:
-        link_gbit_per_s: Speed of the link of each rank, each way; None to measure it.
-        memory_gib: Memory of a rank that the layout should fit into; None for any.
-    """
-
-    link_gbit_per_s: float | None = None
-    memory_gib: float | None = None
-
-
-_NOTHING = LayoutSearch()
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Fixed for a run.
 
@@ -42,7 +26,6 @@ class EngineOptions:
         is_fitting: Whether this is a run that trains.
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
-        search: How the layout is chosen, if it is left open.
         defers_batch_norm: Whether BatchNorm may normalise each micro-batch of graphs by itself.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
         schedule: In which order batches of graphs go forward and back.
@@ -57,7 +40,6 @@ class EngineOptions:
     is_fitting: bool
     self_check: bool = True
     messages: MessageOptions = _EXACT
-    search: LayoutSearch = _NOTHING
     defers_batch_norm: bool = False
     repeat_encoder: RepeatOption = "auto"
     schedule: ScheduleName = "fill_drain"
@@ -66,5 +48,4 @@ class EngineOptions:
     @property
     def splitting(self) -> Splitting:
         """How layers are dealt out to stages."""
-        chosen = self.balance, self.repeat_encoder, self.num_virtual
-        return Splitting(*chosen, self.histories.num_blocks)
+        return Splitting(self.balance, self.repeat_encoder, self.num_virtual)

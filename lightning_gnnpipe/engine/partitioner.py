@@ -1,12 +1,7 @@
-"""Which chunk, and which shard, each node of a graph belongs to; found on one rank, for all.
-
-The partition is wanted twice where the layout is chosen: to compare layouts, and to train. So what
-was found for the last graph is kept until it is forgotten.
-"""
+"""Which chunk, and which shard, each node of a graph belongs to; found on one rank, for all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,37 +53,25 @@ class Partitioner:
 
     def __init__(self, options: ChunkOptions) -> None:
         self._options = options
-        self._graph: int | None = None
-        self._found: dict[int, Tensor] = {}  # by the number of shards; 0 for chunks
 
-    def chunks(self, graph: int, inputs: Inputs) -> Tensor:
-        """Return `[num_nodes]` the chunk of each node.
-
-        Args:
-            graph: Fingerprint of the graph.
-            inputs: The graph.
-        """
-
-        def find() -> Tensor:
-            return partition_nodes(
-                inputs.edge_index.cpu(),
-                inputs.num_nodes,
-                num_chunks=self.num_chunks(inputs),
-                method=self._options.partition,
-                seed=self._options.seed,
-            )
-
-        return self._once(graph, 0, find)
-
-    def shards(self, graph: int, inputs: Inputs, num_shards: int) -> Tensor:
-        """Return `[num_nodes]` the shard of each node, every chunk split over all shards."""
-        chunks = self.chunks(graph, inputs)
-        return self._once(
-            graph, num_shards, lambda: self.split(inputs.edge_index.cpu(), chunks, num_shards)
+    def chunks(self, inputs: Inputs) -> Tensor:
+        """Return `[num_nodes]` the chunk of each node."""
+        return partition_nodes(
+            inputs.edge_index.cpu(),
+            inputs.num_nodes,
+            num_chunks=self.num_chunks(inputs),
+            method=self._options.partition,
+            seed=self._options.seed,
         )
 
-    def split(self, edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
-        """Return `[num_nodes]` the shard of each node, given its chunk."""
+    def shards(self, edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
+        """Return `[num_nodes]` the shard of each node, every chunk split over all shards.
+
+        Args:
+            edge_index: `[2, num_edges]`.
+            assignment: `[num_nodes]` the chunk of each node.
+            num_shards: Shards, G.
+        """
         return split_chunks(edge_index, assignment, num_shards, seed=self._options.seed)
 
     def kept_edges(self, edge_index: Tensor, assignment: Tensor) -> Tensor | None:
@@ -102,11 +85,6 @@ class Partitioner:
             return None
         kept = edges_within(edge_index, assignment)
         return None if kept.numel() == edge_index.size(1) else kept
-
-    def forget(self) -> None:
-        """Free what was kept."""
-        self._graph = None
-        self._found.clear()
 
     def num_chunks(self, inputs: Inputs) -> int:
         """Return K: as asked for, as the partition says, or as many as is usual.
@@ -131,11 +109,3 @@ class Partitioner:
                 )
             )
         return options.num_chunks
-
-    def _once(self, graph: int, num_shards: int, find: Callable[[], Tensor]) -> Tensor:
-        if self._graph != graph:
-            self.forget()
-            self._graph = graph
-        if num_shards not in self._found:
-            self._found[num_shards] = find()
-        return self._found[num_shards]

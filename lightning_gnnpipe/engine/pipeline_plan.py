@@ -57,6 +57,11 @@ class LayoutForecast:
     memory_bytes: int
     fits: bool
 
+    @property
+    def options(self) -> str:
+        """What to write for it, of the options of `GNNPipeStrategy`."""
+        return f"num_stages={self.num_stages}, graph_parallel={self.num_shards}"
+
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
@@ -154,8 +159,7 @@ def _advise_layout(plan: PipelinePlan) -> list[str]:
     ):
         return []
     why = "would be faster" if is_slow else "would fit"
-    options = f"num_stages={best.num_stages}, graph_parallel={best.num_shards}"
     return [
         f"Another layout {why}, {best.step_s:.3f} s a step: "
-        f"GNNPipeStrategy({options}, num_chunks={len(plan.chunk_rows)})."
+        f"GNNPipeStrategy({best.options}, num_chunks={len(plan.chunk_rows)})."
     ]

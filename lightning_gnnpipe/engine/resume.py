@@ -16,9 +16,13 @@ from torch import Tensor
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
-from lightning_gnnpipe.engine.resume_late import load_late, save_late
 from lightning_gnnpipe.engine.run_state import SavedRun
-from lightning_gnnpipe.history import Adapted, HistoryStore, SavedGradients, SavedHistory
+from lightning_gnnpipe.history import (
+    HistoryStore,
+    LastWeights,
+    SavedGradients,
+    SavedHistory,
+)
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
@@ -36,20 +40,12 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
             "rows": saved.rows,
             "kept": saved.kept,
             "output_grads": gradients.outputs,
-            "last_output_grads": gradients.last_outputs,
         }
         if not _is_by_chunk(key):  # ghosts are others' own
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
-        halos = {
-            "halo_grads": dict(gradients.halos),
-            "last_halo_grads": dict(gradients.last_halos),
-        }
-        adapted = None if gradients.adapted is None else tuple(gradients.adapted)
-        scales = {"scale": gradients.scale, "output_scale": gradients.output_scale}
-        histories.append(
-            {"key": _plain(key), **tables, **steps, **halos, **scales, "adapted": adapted}
-        )
+        halos = {"halo_grads": dict(gradients.halos), "scale": gradients.scale}
+        histories.append({"key": _plain(key), **tables, **steps, **halos})
     moments = [{"key": _plain(key), **store.moments.save(key)} for key in store.moments]
     ends = [chunk.end for chunk in graph.plan.chunks]
     return {
@@ -57,7 +53,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "ends": ends,
         "histories": histories,
         "moments": moments,
-        "late": save_late(store.late),
+        "last_weights": _save_weights(store.last_weights),
         "loss_scale": store.loss_scale,
         "reads": _rule(store),
         "gradients": _gradients(store),
@@ -133,11 +129,7 @@ def load_ranks(
                 sums, total = one["sums"], one["total"].to(device)
                 is_known = is_same_cut and sums is not None
                 store.moments.load(key, sums.to(device) if is_known else None, total)
-    # Of other chunks no block takes any: the first step goes back through one after the other.
-    alike = [r["late"] for r in ranks if r["ends"] == ends and torch.equal(r["perm"], perm)]
-    by_blocks = store.options.method.gradients.num_blocks > 0
-    carried = alike if by_blocks else [rank["late"] for rank in ranks]
-    load_late(store.late, carried, alike, segments, device)
+    store.last_weights = _load_weights([rank["last_weights"] for rank in ranks])
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     is_kept = _takes_kept(ranks, store)
@@ -145,21 +137,15 @@ def load_ranks(
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
-        rows, kept, outputs, last = (
+        rows, kept, outputs = (
             _moved([one[name] for _, one in parts], places, device)
-            for name in ("rows", "kept", "output_grads", "last_output_grads")
+            for name in ("rows", "kept", "output_grads")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
         kept = kept if is_kept else None
-        halos, last_halos = (
-            _halo_grads(key, name, ranks, perm, ends, device)
-            for name in ("halo_grads", "last_halo_grads")
-        )
-        one = parts[0][1]  # alike on all
-        scales = one["scale"], one["output_scale"]
-        adapted = None if one["adapted"] is None else Adapted(*one["adapted"])
-        gradients = SavedGradients(outputs, halos, last, last_halos, *scales, adapted)
+        halos = _halo_grads(key, ranks, perm, ends, device)
+        gradients = SavedGradients(outputs, halos, parts[0][1]["scale"])  # alike on all
         target = store.by_chunk if by_chunk else store
         target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
     return True
@@ -193,7 +179,6 @@ def _takes_kept(ranks: Sequence[Mapping[str, Any]], store: HistoryStore) -> bool
 
 def _halo_grads(
     key: CallKey,
-    name: str,
     ranks: Sequence[Mapping[str, Any]],
     perm: Tensor,
     ends: Sequence[int],
@@ -206,8 +191,25 @@ def _halo_grads(
         if rank["ends"] == ends and torch.equal(rank["perm"], perm)
         for one in rank["histories"]
         if CallKey(*one["key"]) == key
-        for chunk, (positions, grad) in one[name].items()
+        for chunk, (positions, grad) in one["halo_grads"].items()
     }
+
+
+def _save_weights(last: LastWeights) -> dict[str, Any]:
+    """Return the weights of the step before in plain types; nothing is copied."""
+    return {"values": last.values, "steps": last.steps, "written": sorted(last.written)}
+
+
+def _load_weights(ranks: Sequence[Mapping[str, Any]]) -> LastWeights:
+    """Return those of all ranks.
+
+    Those of other ranks are of no use, and gone with the first step: they stay where they are.
+    """
+    values, steps = (
+        {name: value for rank in ranks for name, value in rank[of].items()}
+        for of in ("values", "steps")
+    )
+    return LastWeights(values, steps, {name for rank in ranks for name in rank["written"]})
 
 
 def _is_by_chunk(key: Hashable) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_gnnpipe.errors import CheckpointError, explain
 
-_VERSION = 12
+_VERSION = 13
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,7 @@ class SharedStore:
         self._flying: dict[_Slot, Exchange] = {}
         self._last: dict[_Slot, list[Tensor]] = {}  # what came in the step before
         self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
-        # Gradients of ghosts in the chunk: several, if a layer goes back in parts.
-        self._near: dict[tuple[CallKey, int], list[tuple[Tensor, Tensor]]] = {}
+        self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
         self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
         self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
 
@@ -160,8 +159,7 @@ class SharedStore:
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         near = self._near_halo(chunk)
-        parts = self._near.setdefault((key, _number(chunk)), [])
-        parts.append((chunk.halo[near], grad[near]))
+        self._near[key] = chunk.halo[near], grad[near]
         if self._histories is not None and not chunk.is_whole:
             self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
@@ -175,7 +173,8 @@ class SharedStore:
             owed = owed.to(like.dtype)
         else:
             owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
-        for positions, grad in self._near.pop((key, _number(chunk)), ()):
+        if key in self._near:
+            positions, grad = self._near.pop(key)
             owed.index_add_(0, torch.searchsorted(ghosts, positions), grad.to(owed.dtype))
         received = self.give_back(key, chunk, owed)
         return received if own is None else own.to(received.dtype) + received
@@ -265,16 +264,12 @@ class SharedStore:
         self._flying[slot] = exchange
         if arrived is None:
             return old
-        share = self._messages.momentum
-        if old and share:
-            both = zip(arrived, old, strict=True)
-            arrived = [torch.lerp(n, o, share) if n.is_floating_point() else n for n, o in both]
         self._remember(slot, arrived)
         return arrived
 
     def _remember(self, slot: _Slot, received: list[Tensor]) -> None:
-        """Keep what the next step needs: rows stay in the history, unless they are averaged."""
-        if self._messages.is_async and (self._messages.momentum or slot[0] == "halo_grad"):
+        """Keep what the next step needs; rows stay in the history."""
+        if self._messages.is_async and slot[0] == "halo_grad":
             self._last[slot] = received
 
 

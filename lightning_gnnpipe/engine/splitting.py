@@ -19,10 +19,8 @@ class Splitting:
         balance: By measured costs, alike, or how many each stage gets.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
         num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
-        num_blocks: Blocks of layers of which a stage should have whole ones; 0 for none.
     """
 
     balance: Balance
     repeat_encoder: RepeatOption
     num_virtual: int
-    num_blocks: int

@@ -126,19 +126,10 @@ class Step:
     def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
         """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
         for action in actions:
-            _METHODS[action.op](self, self.parts.stages[action.stage], self._piece(action))
+            stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
+            _METHODS[action.op](self, stage, chunk)
             for send in arrived.get(action, ()):
                 self.parts.transport.release(_label(send))
-
-    def _piece(self, action: Action) -> Piece:
-        """Return what an action is done to."""
-        return self.parts.plan.chunks[action.chunk]
-
-    def _run_segments(self, stage: Stage, values: dict[str, Any], chunk: Piece) -> None:
-        """Compute all of a stage; `values` then has what it sends."""
-        parts = self.parts
-        run = run_recomputed if parts.recompute and parts.is_training else run_segments
-        run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
 
     def _share(self, output: Tensor) -> None:
         """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
@@ -164,7 +155,8 @@ class Step:
         with self.recorder.record(f"{stage.index}F{chunk.index}"):
             leaves = parts.inputs.slice(chunk, stage.leaves)
             values = {**leaves, **dict(zip(stage.received, received, strict=True))}
-            self._run_segments(stage, values, chunk)
+            run = run_recomputed if parts.recompute and parts.is_training else run_segments
+            run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
             sent = [values[name] for name in stage.sent]
             if not parts.is_training:
                 received = []
@@ -221,9 +213,6 @@ class Step:
             for tensor in state.received
             if tensor.requires_grad
         ]
-        self._send_grads(stage, chunk, grads)
-
-    def _send_grads(self, stage: Stage, chunk: Piece, grads: Sequence[Tensor]) -> None:
         self._send(stage.index - 1, Label("backward", chunk.index, stage.index), grads)
 
     def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gnnpipe.comm import Codecs, Transport
-from lightning_gnnpipe.engine.blocks import Blocks
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
 from lightning_gnnpipe.engine.lookahead import PredictedWeights
@@ -34,7 +33,6 @@ class StepParts:
         recompute: Whether backward computes activations again instead of keeping them.
         codecs: Of what stages send each other.
         weights: What it computes with in place of the module's; None for these.
-        blocks: In which layers go back one by one over all chunks; None where chunks do.
     """
 
     stages: Mapping[int, Stage]
@@ -49,4 +47,3 @@ class StepParts:
     recompute: bool
     codecs: Codecs
     weights: PredictedWeights | None = None
-    blocks: Blocks | None = None

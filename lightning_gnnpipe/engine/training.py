@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.controls import Controls, OnChunk
-from lightning_gnnpipe.engine.block_step import BlockStep
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.model import PipelinedModel
@@ -24,7 +23,7 @@ from lightning_gnnpipe.engine.trace import RankRecord, TraceEvent
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.history import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.passing import CallKey, intercept
-from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain
+from lightning_gnnpipe.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,7 @@ class TrainingPass:
         self._parts, self._store, self._model = parts, store, model
         self._place = parts.transport.mesh.stage
         self._schedule = schedule
-        self._by_blocks = parts.blocks is not None
-        self._step = BlockStep(parts) if self._by_blocks else Step(parts)
+        self._step = Step(parts)
         weights = parts.weights
         self._weights: Callable[[], AbstractContextManager[None]] = (
             nullcontext if weights is None else weights.used
@@ -108,7 +106,7 @@ class TrainingPass:
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
         self._begin_backward()
-        actions = self._backward_schedule.backward(self._place)
+        actions = self._schedule.backward(self._place)
         with ExitStack() as stack:
             stack.enter_context(self._weights())
             if self._parts.recompute:
@@ -118,8 +116,7 @@ class TrainingPass:
             sums = self._model.begin_backward()
 
             def on_last() -> None:
-                # Otherwise its backward reaches a parameter several times.
-                if not self._parts.recompute and not self._by_blocks:
+                if not self._parts.recompute:  # its backward reaches a parameter several times
                     for end in sums.watch():
                         stack.callback(end)
 
@@ -127,7 +124,6 @@ class TrainingPass:
         sums.finish()
         if self._store is not None:
             self._store.end_step(is_exact=self.is_exact)
-            self._store.adapt(self._sum_over_shards)
         return self._leaf_grads(slots)
 
     def gradients(self) -> list[Tensor]:
@@ -140,13 +136,6 @@ class TrainingPass:
         grads = (one.grad for one in self._model.module.parameters() if one.numel())
         return [grad for grad in grads if grad is not None]
 
-    @property
-    def _backward_schedule(self) -> Schedule:
-        """The schedule of the backward phase: with blocks, all chunks go back at once."""
-        if not self._by_blocks:
-            return self._schedule
-        return add_transfers(fill_drain(self._schedule.num_stages, (0,)))
-
     def _begin_backward(self) -> None:
         if self._is_done:
             raise UnsupportedError(
@@ -157,9 +146,6 @@ class TrainingPass:
                 )
             )
         self._is_done = True
-
-    def _sum_over_shards(self, sums: Tensor) -> None:
-        self._parts.transport.sum_over_shards(sums, "control")
 
     def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
         """Return the gradients of the batch's tensors number `slots`, over all ranks."""
@@ -188,14 +174,8 @@ class TrainingPass:
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
-            num_forward = self._parts.plan.num_chunks * len(self._parts.stages)
-            total = 2 * num_forward
-
-            def on_span(num_done: int) -> None:
-                all_back = self._by_blocks and num_done > num_forward
-                on_chunk(total if all_back else num_done, total)
-
-            self._step.recorder.on_span = on_span
+            total = 2 * self._parts.plan.num_chunks * len(self._parts.stages)
+            self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
 
 
 def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:

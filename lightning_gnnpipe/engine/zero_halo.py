@@ -76,8 +76,8 @@ class ZeroHalo:
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
-        num_halos = self._options.method.gradients.num_halos
-        self.halo_bytes[key] = grad[:1].nbytes * self._num_halo * num_halos
+        is_kept = self._options.method.gradients.keeps_halos
+        self.halo_bytes[key] = grad[:1].nbytes * self._num_halo * is_kept
 
     def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...

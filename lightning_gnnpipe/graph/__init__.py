@@ -19,7 +19,6 @@ from lightning_gnnpipe.graph.plan import (
     ChunkPlan,
     plan_from_assignment,
     shard_plan,
-    trivial_plan,
 )
 from lightning_gnnpipe.graph.split import split_chunks
 from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
@@ -46,5 +45,4 @@ __all__ = [
     "shard_plan",
     "split_chunks",
     "tensor_fingerprint",
-    "trivial_plan",
 ]

@@ -219,11 +219,6 @@ def shard_plan(
     return plan_of_shard(make_shard(globe, index, num_shards))
 
 
-def trivial_plan(edge_index: Tensor, num_nodes: int) -> ChunkPlan:
-    """Return the plan of one chunk, nodes in the user's order."""
-    return plan_from_assignment(edge_index, num_nodes, torch.zeros(num_nodes, dtype=torch.int64))
-
-
 def plan_from_assignment(
     edge_index: Tensor, num_nodes: int, assignment: Tensor, *, kept: Tensor | None = None
 ) -> ChunkPlan:

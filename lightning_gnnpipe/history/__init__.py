@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.history.adaptive import AdaptiveGradients
-from lightning_gnnpipe.history.blocks import BlockGradients, LateGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
@@ -15,39 +13,26 @@ from lightning_gnnpipe.history.moments import (
     sums_by_chunk,
 )
 from lightning_gnnpipe.history.options import HistoryOptions
-from lightning_gnnpipe.history.reads import (
-    ExtrapolatedRows,
-    LastRows,
-    ReadRule,
-    RenewedRows,
-    SmoothedRows,
-    SnapshotRows,
-)
-from lightning_gnnpipe.history.saved import Adapted, SavedGradients, SavedHistory
+from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
+from lightning_gnnpipe.history.saved import SavedGradients, SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 from lightning_gnnpipe.history.weights import LastWeights
 
 __all__ = [
     "METHODS",
-    "Adapted",
-    "AdaptiveGradients",
-    "BlockGradients",
     "DelayedGradients",
     "DroppedGradients",
-    "ExtrapolatedRows",
     "GradientRule",
     "HistoryOptions",
     "HistoryStore",
     "LastRows",
     "LastWeights",
-    "LateGradients",
     "MomentStore",
     "ReadRule",
     "RenewedRows",
     "RowMoments",
     "SavedGradients",
     "SavedHistory",
-    "SmoothedRows",
     "SnapshotRows",
     "Staleness",
     "StalenessMethod",

@@ -23,75 +23,47 @@ class DelayedGradients(GradientRule):
 
     With a_e the gradient that a reader in another chunk has for a row in step e:
 
-        v_e = momentum v_(e-1) + (1 - momentum) a_e        v_e = a_e in the first step
-        dH += scale a_e              if the reader comes later in the order of step e
-        dH += decay (v_(e-1) + lead (v_(e-1) - v_(e-2)))   if it comes earlier, and has read the
-                                                           row stale; v_(-1) = v_0
+        dH += scale a_e        if the reader comes later in the order of step e
+        dH += decay a_(e-1)    if it comes earlier, and has read the row stale
 
     What comes over m stale edges is m steps old. Where most edges are between chunks that is long
-    enough for training to swing, as a control loop with a dead time does; `lead` is what stops
-    it: it takes the phase back that a step of delay costs. So does, at the price of a bias for
-    longer paths, less of what is late: with `scale` = 2 - `decay` every edge between chunks counts
-    once on average over random orders.
+    enough for training to swing, as a control loop with a dead time does. Less of what is late
+    stops it, at the price of a bias for longer paths: with `scale` = 2 - `decay` every edge between
+    chunks counts once on average over random orders. So do weights carried forward: see the
+    `lookahead` of `StalenessMethod`.
 
     An exact step needs no such gradients and drops those that wait. They are kept for each chunk's
     halo; those of linear layers in the buffer of their outputs' gradients, which there is anyway.
-    Smoothing and carrying forward take one more table. Statistics of norms stay constants.
+    Statistics of norms stay constants.
 
     With `fades`, `decay` and `scale` are those of the largest learning rate so far; at a share r of
     it they are 1 + r (decay - 1) and 1 + r (scale - 1), with r rounded to quarters. What waits is
     given as the step that found it has damped it. Late gradients do harm as far as weights have
     moved meanwhile, and damping is a bias: as the rate falls to nothing, so do both.
 
-    Source: the stale gradients of PipeGCN (arXiv 2203.10428) and their smoothing, between chunks
-    instead of partitions; also the backward compensation of LMC (arXiv 2302.00924) with beta = 0,
-    that is by historical values alone. A beta above 0 needs every layer computed on the halo too.
-    `lead` is ours: linear extrapolation. So is `fades`.
+    Source: the stale gradients of PipeGCN (arXiv 2203.10428), between chunks instead of partitions;
+    also the backward compensation of LMC (arXiv 2302.00924) with beta = 0, that is by historical
+    values alone. A beta above 0 needs every layer computed on the halo too. `fades` is ours.
 
     Args:
         decay: Factor on what waited, from 0 to 1. What comes over m stale edges is damped by
             decay^m.
-        momentum: Share of the old in what waits, from 0 to below 1 (PipeGCN: 0.95).
         scale: Factor on what is in time, above 0.
-        lead: How far, in steps, what waited is carried forward; from 0 to 1 / (1 - momentum), which
-            makes up for the whole delay, and amplifies noise: without momentum up to three times,
-            which diverges where most edges are between chunks.
-        fades: Whether `decay` and `scale` go to 1 as the learning rate falls, without `momentum`.
-            Of several rates the one counts that has fallen least; while one rises it is the
-            largest so far.
+        fades: Whether `decay` and `scale` go to 1 as the learning rate falls. Of several rates the
+            one counts that has fallen least; while one rises it is the largest so far.
 
     Raises:
         ConfigError: If one of them is out of its range.
     """
 
     decay: float = 1.0
-    momentum: float = 0.0
     scale: float = 1.0
-    lead: float = 0.0
     fades: bool = False
 
     def __post_init__(self) -> None:
         for name, is_right, bounds, remedy in (
             ("decay", 0 <= self.decay <= 1, "from 0 to 1", "1 leaves what waited as it is."),
-            (
-                "momentum",
-                0 <= self.momentum < 1,
-                "from 0 to below 1",
-                "0 uses the gradient of the last step alone; PipeGCN's is 0.95.",
-            ),
             ("scale", self.scale > 0, "above 0", "1 leaves what is in time as it is."),
-            (
-                "lead",
-                0 <= self.lead * (1 - self.momentum) <= 1,
-                "from 0 to 1 / (1 - momentum)",
-                "0 carries nothing forward.",
-            ),
-            (
-                "momentum",
-                self.momentum == 0 or not self.fades,
-                "0 if damping fades",
-                "A mean over steps has gradients of all rates in it.",
-            ),
             (
                 "decay",
                 self.decay > 0 or not self.fades,
@@ -121,17 +93,12 @@ class DelayedGradients(GradientRule):
         decay, scale = (1 + share * (one - 1) for one in (self.decay, self.scale))
         return replace(self, decay=decay, scale=scale)
 
-    @property
-    def is_filtered(self) -> bool:
-        """Whether what waits is made of more than the gradients of the last step."""
-        return self.momentum > 0 or self.lead > 0
-
     def num_tables(self, *, recomputes: bool) -> int:
-        return 1 + self.is_filtered + recomputes
+        return 1 + recomputes
 
     @property
-    def num_halos(self) -> int:
-        return 1 + (self.lead > 0)
+    def keeps_halos(self) -> bool:
+        return True
 
     def make_buffer(self) -> GradientBuffer:
         return WaitingBuffer(self)

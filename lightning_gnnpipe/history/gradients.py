@@ -118,14 +118,9 @@ class GradientRule(ABC):
         return 1
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in which layers go back one by one, over all chunks; 0: chunks do."""
-        return 0
-
-    @property
-    def num_halos(self) -> int:
-        """How many gradients of each chunk's halo its buffer keeps from one step to the next."""
-        return 0
+    def keeps_halos(self) -> bool:
+        """Whether its buffer keeps the gradients of each chunk's halo until the next step."""
+        return False
 
     @abstractmethod
     def make_buffer(self) -> GradientBuffer:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history.blocks import BlockGradients
 from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
 from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
@@ -24,22 +23,20 @@ class StalenessMethod:
 
     in place of each parameter w_e of the pipelined module, which optimizers, validation and
     checkpoints see. A late gradient is then one for about the weights that it changes. That takes
-    the phase back that lateness costs, and other than the `lead` of gradients makes no noise, since
-    weights move smoothly; where they do not, because the optimizer has no momentum, or since they
-    swing, r is small and they stay where they are. So it is for the first two steps after an exact
-    one, or a loss that was not finite; where gradients are accumulated over passes of one graph;
-    for parameters that the module writes to while it computes; and if no edge joins two chunks.
+    the phase back that lateness costs, and makes no noise, since weights move smoothly; where they
+    do not, because the optimizer has no momentum, or since they swing, r is small and they stay
+    where they are. So it is for the first two steps after an exact one, or a loss that was not
+    finite; where gradients are accumulated over passes of one graph; for parameters that the module
+    writes to while it computes; and if no edge joins two chunks.
     Source: the predicted weights of SpecTrain (Chen et al., arXiv 1809.02839) for pipelines of
     batches, which carry weights on along the optimizer's momentum; to foresee steps from those that
     were made is ours.
 
     Args:
-        gradients: What becomes of the gradients of stale rows: `DroppedGradients`,
-            `DelayedGradients`, `AdaptiveGradients` or `BlockGradients`.
-        reads: What a read of a stale row returns: `LastRows`, `SnapshotRows`, `ExtrapolatedRows`,
-            `SmoothedRows` or `RenewedRows`.
-        lookahead: d, the steps that are foreseen, from 0 to 8; with `BlockGradients` for each step
-            that a weight's gradient is late.
+        gradients: What becomes of the gradients of stale rows: `DroppedGradients` or
+            `DelayedGradients`.
+        reads: What a read of a stale row returns: `LastRows`, `SnapshotRows` or `RenewedRows`.
+        lookahead: d, the steps that are foreseen, from 0 to 8.
 
     Raises:
         ConfigError: If they are something else.
@@ -83,13 +80,8 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
             RenewedRows(None, noise=0.7),
             lookahead=4,
         ),
-        "predicted": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5, lead=0.5), RenewedRows(None, noise=0.7)
-        ),
-        "blocks": StalenessMethod(BlockGradients(), RenewedRows(None, noise=0.7), lookahead=2),
         "delayed": StalenessMethod(DelayedGradients()),
         "constant": StalenessMethod(),
-        "scaled": StalenessMethod(DroppedGradients(scale=2.0)),
         "gnnpipe": StalenessMethod(DroppedGradients(scale=2.0), SnapshotRows()),
     }
 )

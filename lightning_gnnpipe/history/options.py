@@ -28,11 +28,6 @@ class HistoryOptions:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in which layers go back over all chunks; 0: chunks go back through all layers."""
-        return self.method.gradients.num_blocks
-
     def seen_from(self, device: torch.device) -> HistoryOptions:
         """Return the options, without a device if it is `device`, where the layers compute."""
         own = self.device

@@ -8,20 +8,19 @@ written is never read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.history.adaptive import adapt_buffers
-from lightning_gnnpipe.history.blocks import LateGradients
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.gradients import GradientBuffer
 from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.history.saved import NEVER, SavedHistory
+from lightning_gnnpipe.history.weights import LastWeights
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -62,7 +61,7 @@ class HistoryStore:
         self.rate_share = 1.0  # the learning rate in shares of the largest
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self.late = LateGradients()
+        self.last_weights = LastWeights()
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
@@ -106,7 +105,8 @@ class HistoryStore:
             factor = None if loss_scale < self.loss_scale else loss_scale / self.loss_scale
             for entry in self._entries.values():
                 entry.grads.rescale(factor)
-            self.late.rescale(factor)
+            if factor is None:
+                self.last_weights.clear()
             self.loss_scale = loss_scale
 
     def before_forward(self, *, is_exact: bool) -> None:
@@ -131,12 +131,8 @@ class HistoryStore:
         """End the backward of a training step: forget gradients, or have them wait."""
         for entry in self._entries.values():
             entry.grads.end_step(is_exact=is_exact)
-        self.late.end_step(is_exact=is_exact)
-
-    def adapt(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
-        """Let rules follow what was measured in a step; see `adapt_buffers`."""
-        buffers = (entry.grads for entry in self._entries.values())
-        adapt_buffers(buffers, self.num_chunks, sum_over_ranks)
+        if is_exact:
+            self.last_weights.clear()
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""
@@ -173,7 +169,7 @@ class HistoryStore:
         rows_now, written = entry.rows.now, entry.rows.written
         target = rows_now[chunk.start : chunk.end]
         if self.recorder is not None and all(written[c] != NEVER for c in chunks):
-            self.recorder.record_drift(key, chunk, stale=target, fresh=rows.to(target.device))
+            self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
                 entry.old = torch.empty_like(rows_now)

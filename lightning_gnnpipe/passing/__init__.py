@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.passing.context import MessageContext
-from lightning_gnnpipe.passing.cuts import Cut, Cuts
 from lightning_gnnpipe.passing.intercept import (
     Intercepted,
     find_convs,
@@ -18,8 +17,6 @@ from lightning_gnnpipe.passing.tape import Tape
 
 __all__ = [
     "CallKey",
-    "Cut",
-    "Cuts",
     "HaloStore",
     "Intercepted",
     "MessageContext",

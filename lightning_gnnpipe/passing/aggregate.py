@@ -23,7 +23,6 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
-from lightning_gnnpipe.passing.cuts import Cut, Cuts
 from lightning_gnnpipe.passing.kernels import multiply
 
 if TYPE_CHECKING:
@@ -132,25 +131,6 @@ class Aggregation:
     def _multiply_block(self, own: Tensor, *, by_source: bool) -> Tensor:
         return multiply(self.adjacency.block(self.chunk, own.dtype, by_source=by_source), own)
 
-    @property
-    def sees_others(self) -> bool:
-        """Whether rows of other chunks are among the sources."""
-        return self.store is not None and not self.is_whole
-
-    def add_output_grad(self, grad: Tensor) -> Tensor:
-        """Note the gradient of the chunk's outputs, `[num_nodes, channels]`.
-
-        Returns:
-            `[num_rows, channels]` for `collect`, once that of all chunks is noted.
-        """
-        assert self.store is not None
-        return self.store.add_output_grad(self.key, self.chunk, grad)[0]
-
-    def collect(self, table: Tensor) -> Tensor:
-        """Return the gradient of the chunk's rows from that of all chunks' outputs."""
-        columns = self.adjacency.columns(self.chunk, table.dtype)
-        return self._with_ghosts(multiply(columns, table), table, 1.0, None)
-
     def backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the chunk's rows from that of its outputs."""
         if self.store is None:
@@ -185,53 +165,23 @@ class LinearAggregate(torch.autograd.Function):
     """Aggregate a chunk's messages from the history."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation, cut: _LinearCut | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
         """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
-        ctx.aggregation, ctx.cut = aggregation, cut
+        ctx.aggregation = aggregation
         return aggregation.forward(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """Return the gradient of the chunk's rows, those of later chunks' outputs included.
-
-        None if the rows are cut off: see `Cut`.
-        """
-        if ctx.cut is not None:
-            ctx.cut.note(grad)
-            return None, None, None
-        return ctx.aggregation.backward(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the chunk's rows, those of later chunks' outputs included."""
+        return ctx.aggregation.backward(grad), None
 
 
-class _LinearCut(Cut):
-    def __init__(self, rows: Tensor, aggregation: Aggregation) -> None:
-        super().__init__(rows)
-        self._aggregation = aggregation
-        self._table: Tensor | None = None
-
-    def note(self, grad: Tensor) -> None:
-        """Take note of the gradient of the chunk's outputs, or of a part of it."""
-        self._table = self._aggregation.add_output_grad(grad)
-
-    def end(self) -> None:
-        if self._table is None:
-            self.note(torch.zeros_like(self.leaf))
-
-    def collect(self) -> Tensor:
-        assert self._table is not None
-        return self._aggregation.collect(self._table)
-
-
-def aggregate(rows: Tensor, aggregation: Aggregation, cuts: Cuts) -> Tensor:
+def aggregate(rows: Tensor, aggregation: Aggregation) -> Tensor:
     """Return the weighted sums of the sources' rows, `[num_nodes, channels]`.
 
     Args:
         rows: The chunk's, `[num_nodes, channels]`.
         aggregation: The call.
-        cuts: Says whether backward goes layer by layer.
     """
-    cut: _LinearCut | None = None
-    if aggregation.sees_others and cuts.has(rows):
-        cut = _LinearCut(rows, aggregation)
-        rows = cuts.add(aggregation.key, cut)
-    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation, cut))
+    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation))

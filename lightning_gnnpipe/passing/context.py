@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
-from lightning_gnnpipe.passing.cuts import Cuts
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
 from lightning_gnnpipe.passing.pushpull import push_pull
 from lightning_gnnpipe.passing.running import RunningChunk
@@ -41,7 +40,6 @@ class MessageContext(RunningChunk):
         super().__init__(plan)
         self.store = store
         self.functions = EdgeFunctions(plan) if functions is None else functions
-        self.cuts = Cuts()
         self.tape: Tape | None = None  # while activations may be computed again in backward
         self.dtypes: dict[CallKey, torch.dtype] = {}  # of norms' results on the whole graph
         self.is_refresh = False  # an exact pass for the histories alone
@@ -130,7 +128,7 @@ class MessageContext(RunningChunk):
         else:
             key = CallKey(scope.segment, layer, call, argument)
             first = rows.movedim(dim, 0)
-            wide = push_pull(first, self.store, key, scope.chunk, self.tape, self.cuts)
+            wide = push_pull(first, self.store, key, scope.chunk, self.tape)
             wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide

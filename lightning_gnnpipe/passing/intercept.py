@@ -165,7 +165,7 @@ def _aggregate(
     aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
     if aggregation is None:
         return None
-    return aggregate(rows, aggregation, context.cuts)
+    return aggregate(rows, aggregation)
 
 
 def _in_pieces(

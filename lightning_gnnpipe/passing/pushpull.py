@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_gnnpipe.passing.cuts import Cut, Cuts
-
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
     from lightning_gnnpipe.passing.tape import Tape
@@ -37,10 +35,9 @@ class PushPull(torch.autograd.Function):
         key: CallKey,
         chunk: ChunkView,
         tape: Tape | None,
-        is_cut: bool,
     ) -> Tensor:
         """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
-        ctx.store, ctx.key, ctx.chunk, ctx.is_cut = store, key, chunk, is_cut
+        ctx.store, ctx.key, ctx.chunk = store, key, chunk
         if tape is None or not tape.is_replay:
             store.push(key, chunk, rows, keeps_old=tape is not None)
         if chunk.num_halo == 0:
@@ -58,33 +55,19 @@ class PushPull(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """Return the gradient of the chunk's rows, those of later chunks included unless cut."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of the chunk's rows, those of later chunks included."""
         chunk: ChunkView = ctx.chunk
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
-        received = None if ctx.is_cut else ctx.store.pull_grad(ctx.key, chunk)
+        received = ctx.store.pull_grad(ctx.key, chunk)
         both = own if received is None else own + received.to(own.dtype)
-        return both, None, None, None, None, None
-
-
-class _PushPullCut(Cut):
-    def __init__(self, rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView) -> None:
-        super().__init__(rows)
-        self._store, self._key, self._chunk = store, key, chunk
-
-    def collect(self) -> Tensor | None:
-        return self._store.pull_grad(self._key, self._chunk)
+        return both, None, None, None, None
 
 
 def push_pull(
-    rows: Tensor,
-    store: HaloStore,
-    key: CallKey,
-    chunk: ChunkView,
-    tape: Tape | None,
-    cuts: Cuts,
+    rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView, tape: Tape | None
 ) -> Tensor:
     """Return the chunk's rows, `[num_nodes, *]`, and behind them its halo rows.
 
@@ -94,9 +77,5 @@ def push_pull(
         key: Names the history.
         chunk: The chunk.
         tape: Where reads are noted, if activations are not kept.
-        cuts: Says whether backward goes layer by layer.
     """
-    is_cut = cuts.has(rows)
-    if is_cut:
-        rows = cuts.add(key, _PushPullCut(rows, store, key, chunk))
-    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_cut))
+    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape))

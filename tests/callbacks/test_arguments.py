@@ -8,7 +8,6 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
-    AdaptiveStaleness,
     ChunkProgress,
     FullGraphDataModule,
     GNNPipeStrategy,
@@ -41,24 +40,6 @@ def test_timelines_take_an_epoch(value: object) -> None:
         TimelineCallback(epoch=value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "bounds"),
-    [
-        ("every_n_epochs", 0, "an integer of at least 1"),
-        ("patience", 1.5, "an integer of at least 1"),
-        ("lead_above", 0.5, "a number of at least 1"),
-        ("max_drift", -0.1, "a number of at least 0"),
-        ("max_rise", "little", "a number of at least 0"),
-        ("max_rise", float("nan"), "a number of at least 0"),
-        ("max_exact_frac", 1.1, "a number from 0 to 1"),
-        ("max_exact_frac", True, "a number from 0 to 1"),
-    ],
-)
-def test_adaptive_staleness_takes_numbers_in_range(name: str, value: object, bounds: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' to be {bounds} \\(got {value!r}\\)"):
-        AdaptiveStaleness(**{name: value})
-
-
 def trainer(strategy: object, *callbacks: L.Callback) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
@@ -86,7 +67,6 @@ def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
 @pytest.mark.parametrize(
     "callback",
     [
-        AdaptiveStaleness(),
         ChunkProgress(),
         PipelineMonitor(),
         StalenessMonitor(),
@@ -104,7 +84,7 @@ def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
 def test_callbacks_leave_the_switches_off() -> None:
     strategy = GNNPipeStrategy(num_chunks=4)
     module, datamodule = parts()
-    callbacks = (StalenessWarmup(9), StalenessMonitor(), AdaptiveStaleness(every_n_epochs=1))
+    callbacks = (StalenessWarmup(9), StalenessMonitor())
     trainer(strategy, *callbacks).fit(module, datamodule=datamodule)
     controls = strategy.controls
     assert controls == Controls()

@@ -24,8 +24,8 @@ def start(rank: int, folder: str, num_stages: int, num_shards: int, stages: list
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_stages * num_shards)
     dist.barrier()  # a rank that is left out would leave while others still connect to it
     cpu = torch.device("cpu")
-    transport, totals = Transport(World(rank, num_stages * num_shards, cpu, TIMEOUT), Meter()), []
-    transport.settle((num_stages, num_shards))
+    world, totals = World(rank, num_stages * num_shards, cpu, TIMEOUT), []
+    transport = Transport(world, (num_stages, num_shards), Meter())
     for number, some in enumerate((stages, [stages[0], stages[-1]])):
         own = torch.tensor([0.1 * 3**rank, 1.0], dtype=torch.float64)
         if transport.mesh.stage in some:
@@ -64,8 +64,7 @@ def test_ranks_of_some_stages_get_the_same_bits(
 def wait_alone(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    transport = Transport(World(rank, 2, torch.device("cpu"), TIMEOUT), Meter())
-    transport.settle((2, 1))
+    transport = Transport(World(rank, 2, torch.device("cpu"), TIMEOUT), (2, 1), Meter())
     if rank == 0:
         with pytest.raises(PeerError, match="wait for tied_grad data"):
             sum_along_pipe(transport, torch.ones(1), [0, 1], "tied_grad", 0)

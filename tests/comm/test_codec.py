@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 
 from lightning_gnnpipe.comm import MessageOptions, get_codec, get_codecs
-from lightning_gnnpipe.comm import drive as drive_module
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.types import CodecOption
 from tests.helpers.codecs import FLOATS, LOW_BITS, NAMES, random, steps_of, through
@@ -24,13 +23,13 @@ from tests.helpers.codecs import FLOATS, LOW_BITS, NAMES, random, steps_of, thro
         ("fp32", (10, 256), torch.float32, 10 * 1024),
         ("fp32", (10, 256), torch.float64, 10 * 2048),
         ("bf16", (10, 256), torch.float32, 10 * 512),
-        ("fp16", (10, 256), torch.bfloat16, 10 * 512),
+        ("bf16", (10, 256), torch.bfloat16, 10 * 512),
         ("int8", (10, 256), torch.float32, 10 * (4 + 256)),
-        ("int4", (10, 256), torch.float64, 10 * (4 + 128)),
-        ("int2", (10, 256), torch.bfloat16, 10 * (4 + 64)),
+        ("int8", (10, 256), torch.float64, 10 * (4 + 256)),
+        ("int1", (10, 256), torch.bfloat16, 10 * (4 + 32)),
         ("int1", (10, 256), torch.float32, 10 * (4 + 32)),
         ("int1", (3, 5), torch.float32, 3 * 4 + 2),  # 15 bits, without gaps between rows
-        ("int2", (3, 2, 3), torch.float32, 3 * 4 + 5),  # channels are all that is not a row
+        ("int1", (3, 2, 3), torch.float32, 3 * 4 + 3),  # channels are all that is not a row
         ("int8", (10, 1), torch.float32, 10 * 4),  # as it is: coded, it would have 5 bytes a row
         ("int8", (10, 1), torch.float64, 10 * 5),
         ("int1", (10, 2), torch.bfloat16, 10 * 4),
@@ -39,14 +38,6 @@ from tests.helpers.codecs import FLOATS, LOW_BITS, NAMES, random, steps_of, thro
         ("int1", (0, 256), torch.float32, 0),
         ("int1", (10, 0), torch.float32, 0),
         ("int1", (), torch.float32, 4),
-        ("drive", (10, 256), torch.float32, 8 + 10 * (4 + 32)),
-        ("drive", (70, 256), torch.float32, 8 + 70 * (4 + 32) + 2 * (4 + 4 + 128)),
-        ("drive", (33, 9), torch.float32, 8 + 33 * 4 + 38 + 6 + 8 + (4 + 5)),  # filled up to 8
-        ("drive", (3, 4, 75), torch.float32, 8 + 6 * 4 + 113),  # 300 channels: two parts
-        ("drive", (3, 257), torch.float32, 8 + 6 * 4 + 97),  # 129, the last one filled up
-        ("drive", (3, 5), torch.float32, 8 + 3 * 4 + 2),
-        ("drive", (1, 3), torch.float32, 12),  # as it is: coded, it would have 13 bytes
-        ("drive", (0, 256), torch.float32, 0),
     ],
 )
 def test_p5_the_size_of_a_payload_is_known_from_the_shape(
@@ -59,9 +50,8 @@ def test_p5_the_size_of_a_payload_is_known_from_the_shape(
     assert codec.encode(tensor, 0).numel() == expected
 
 
-@pytest.mark.parametrize(("name", "factor"), [("int1", 28), ("drive", 25)])
-def test_one_bit_is_many_times_shorter_than_float32(name: str, factor: int) -> None:
-    assert factor * get_codec(name).payload_bytes((100, 256), torch.float32) <= 100 * 1024
+def test_one_bit_is_many_times_shorter_than_float32() -> None:
+    assert 28 * get_codec("int1").payload_bytes((100, 256), torch.float32) <= 100 * 1024
 
 
 @given(
@@ -83,14 +73,6 @@ def test_any_shape_and_dtype_arrives(
     elif tensor.numel():
         rows = tensor.reshape(shape[0] if shape else 1, -1)
         error = (found.double() - tensor.double()).abs().view(rows.shape)
-        if name == "drive":
-            product = found.double().view(rows.shape) * rows
-            lengths = rows.double().square().sum(1)
-            eps = max(1e-5, torch.finfo(dtype).eps * rows.size(1) ** 0.5)
-            is_few = (product.sum(1) - lengths).abs() <= eps * lengths
-            is_four = (error <= steps_of(rows, 4) + rows.double().abs() / 128).all(1)
-            assert bool((is_few | is_four).all())
-            return
         assert bool((error <= steps_of(rows, 1) + rows.double().abs() / 128).all())
 
 
@@ -122,19 +104,13 @@ def test_tensors_with_gaps_and_gradients_are_taken(name: str) -> None:
     assert torch.equal(out, gaps_out)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("bf16", 2.0**-9), ("fp16", 2.0**-12)])
-def test_16_bit_floats_are_rounded_to_the_nearest(name: str, bound: float) -> None:
+def test_16_bit_floats_are_rounded_to_the_nearest() -> None:
     tensor = random(100, 64)
-    error = (through(get_codec(name), tensor) - tensor).abs()
-    assert bool((error <= 2 * bound * tensor.abs() + 2.0**-25).all())
+    error = (through(get_codec("bf16"), tensor) - tensor).abs()
+    assert bool((error <= 2.0**-8 * tensor.abs()).all())
     short = random(100, 64, dtype=torch.bfloat16)
-    assert torch.equal(through(get_codec(name), short), short)
-
-
-def test_fp16_overflows_to_infinity_and_bf16_does_not() -> None:
-    tensor = torch.tensor([[70000.0, 1.0]])
-    assert through(get_codec("fp16"), tensor).tolist() == [[math.inf, 1.0]]
-    assert through(get_codec("bf16"), tensor)[0, 0].isfinite()
+    assert torch.equal(through(get_codec("bf16"), short), short)
+    assert through(get_codec("bf16"), torch.tensor([[70000.0, 1.0]]))[0, 0].isfinite()
 
 
 # --- random numbers ---
@@ -165,7 +141,6 @@ def test_the_users_random_numbers_are_left_alone(name: str) -> None:
 def test_the_defaults_of_new_tensors_do_not_matter(name: str, dtype: torch.dtype) -> None:
     rows = random(40, 15)
     payload, found = get_codec(name).encode(rows, 2**20), through(get_codec(name), rows, 2**20)
-    drive_module._draw_rotation.cache_clear()
     try:
         torch.set_default_dtype(dtype)
         torch.set_default_device("meta")
@@ -198,9 +173,9 @@ def test_a_gpu_sends_what_a_cpu_can_read(name: str) -> None:
 
 
 def test_rows_and_gradients_have_a_codec_each() -> None:
-    codecs = get_codecs(("int1", "drive"))
+    codecs = get_codecs(("int1", "int8"))
     assert [codecs.of(kind).name for kind in ("halo", "forward")] == ["int1"] * 2
-    assert [codecs.of(kind).name for kind in ("halo_grad", "backward")] == ["drive"] * 2
+    assert [codecs.of(kind).name for kind in ("halo_grad", "backward")] == ["int8"] * 2
     same = get_codecs("bf16")
     assert same.rows.name == same.grads.name == "bf16"
 

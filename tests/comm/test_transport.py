@@ -31,8 +31,7 @@ def start(rank: int, folder: str, work: Callable[[Transport, Path], None]) -> No
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     timeout = timedelta(seconds=2)
     set_group_timeout(timeout)
-    transport = Transport(World(rank, 2, torch.device("cpu"), timeout), Meter())
-    transport.settle((2, 1))
+    transport = Transport(World(rank, 2, torch.device("cpu"), timeout), (2, 1), Meter())
     try:
         work(transport, Path(folder))
     finally:
@@ -71,14 +70,13 @@ def leave_behind(transport: Transport, folder: Path) -> None:
     label = Label("forward", 0)
     if transport.mesh.is_first:
         transport.send(1, label, [torch.zeros(3)])
-    again = Transport(transport.world, Meter())
-    again.settle((2, 1))
-    if again.mesh.is_first:
-        again.send(1, label, [torch.ones(3)])
-        again.flush()
+    transport.begin_run()
+    if transport.mesh.is_first:
+        transport.send(1, label, [torch.ones(3)])
+        transport.flush()
         return
-    again.post_receive(0, label, [torch.empty(3)])
-    assert again.wait_receive(label)[0].tolist() == [1.0, 1.0, 1.0]
+    transport.post_receive(0, label, [torch.empty(3)])
+    assert transport.wait_receive(label)[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_a_failed_run_has_sent_is_not_for_the_next(tmp_path: Path) -> None:
@@ -143,9 +141,9 @@ def test_p7_a_collective_ends_with_the_timeout(tmp_path: Path) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    transport = Transport(World(0, 1, torch.device("cpu"), timedelta(seconds=1)), Meter())
-    assert not transport.is_settled and not transport.world.is_distributed
-    transport.settle((1, 1))
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
+    transport = Transport(world, (1, 1), Meter())
+    assert not transport.world.is_distributed
     assert transport.mesh.is_first and transport.mesh.is_last
     assert transport.all_gather_ints([3]) == [[3]]
     assert transport.broadcast_object("x") == "x"

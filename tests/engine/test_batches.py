@@ -33,8 +33,8 @@ from tests.helpers.batches import (
 
 
 def make_engine(module: nn.Module, num_chunks: int | str = 3, **options: Any) -> PipelineEngine:
-    transport = Transport(World(0, 1, torch.device("cpu"), timedelta(seconds=60)), Meter())
-    transport.settle((1, 1))
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=60))
+    transport = Transport(world, (1, 1), Meter())
     partition = options.pop("partition", "metis")
     settings = {"chunk_order": "shuffled", "balance": "uniform", "seed": 0, "is_fitting": True}
     engine = PipelineEngine(

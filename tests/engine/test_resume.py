@@ -15,14 +15,11 @@ from lightning_gnnpipe.engine.run_state import RunState
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.history import (
-    Adapted,
-    AdaptiveGradients,
     DelayedGradients,
     HistoryOptions,
     SnapshotRows,
     StalenessMethod,
 )
-from lightning_gnnpipe.history.adaptive import EVERY_N_STEPS
 from lightning_gnnpipe.passing import CallKey
 
 # A ring of six nodes.
@@ -37,7 +34,7 @@ H, STATISTIC, OTHER = (
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    transport = Transport(world, Meter())
+    transport = Transport(world, (1, 1), Meter())
     return PlannedGraph(plan, options or HistoryOptions(), transport, 0, is_complete=True)
 
 
@@ -91,25 +88,6 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     assert halo.flatten().tolist() == second.plan.perm[chunk.halo].tolist()
 
 
-@pytest.mark.parametrize("assignment", [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]])
-def test_the_rule_for_gradients_stays_that_of_the_layer(assignment: list[int]) -> None:
-    """On other chunks as well."""
-    options = HistoryOptions(StalenessMethod(AdaptiveGradients()))
-    first, second = planned([0, 0, 0, 1, 1, 1], options), planned(assignment, options)
-    push(first, H, torch.zeros(6, 1))
-    for step in range(EVERY_N_STEPS + 2):
-        for chunk in first.plan.chunks:
-            rows = torch.full((chunk.num_nodes, 1), (-1.0) ** step)
-            first.store.add_output_grad(H, chunk, rows)
-        first.store.end_step(is_exact=False)
-        first.store.adapt(lambda sums: None)
-    load_ranks(second, [save_rank(first)], {0})
-    found, expected = second.store.save(H).gradients, first.store.save(H).gradients
-    assert found is not None and expected is not None
-    assert found.adapted == expected.adapted == Adapted(pytest.approx(-1), True, 2)
-    assert second.store.scale_of(H) == found.scale == found.output_scale == 1.25
-
-
 def test_a_stage_takes_its_own_layers_alone() -> None:
     first = planned([0, 0, 0, 1, 1, 1])
     for key in (H, OTHER):
@@ -131,5 +109,5 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
     state = RunState(1, 2, 3, (4, 5), 1, 6, (), False, {(0, 0): 0.1}).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 12"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 13"):
         RunState.of(state)

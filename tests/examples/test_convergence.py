@@ -106,7 +106,7 @@ def test_cells_without_curves_have_a_line_and_no_picture(
 ) -> None:
     for seed in (0, 1):
         note_one(study, tmp_path, method="exact", seed=seed)
-        note_one(study, tmp_path, method="predicted", seed=seed)
+        note_one(study, tmp_path, method="lookahead", seed=seed)
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
 
     def lines() -> list[list[str]]:
@@ -127,12 +127,12 @@ def test_cells_without_curves_have_a_line_and_no_picture(
 
 
 def test_a_line_says_what_is_not_usual(study: dict[str, ModuleType], tmp_path: Path) -> None:
-    note_one(study, tmp_path, method="predicted", adaptive=1, order="fixed")
-    note_one(study, tmp_path, method="predicted", anneal=100)
+    note_one(study, tmp_path, method="lookahead", adaptive=1, order="fixed")
+    note_one(study, tmp_path, method="lookahead", anneal=100)
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
     study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
     text = (tmp_path / "tables.md").read_text()
-    assert "| predicted | order fixed, adaptive |" in text
+    assert "| lookahead | order fixed, adaptive |" in text
     assert "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs, the last 100 annealed\n" in text
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,9 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
     name=st.sampled_from(sorted(NETS)),
     optimizer=st.sampled_from(["sgd", "momentum"]),
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
-    order=st.sampled_from(["shuffled", "mirrored", "fixed"]),
+    order=st.sampled_from(["shuffled", "fixed"]),
     scale=st.sampled_from([0.0, 1.0, 2.0]),
-    delay=st.sampled_from([None, (1.0, 0.0), (0.5, 0.9), (1.0, 0.0, 0.5), (0.9, 0.5, 1.0)]),
+    delay=st.sampled_from([None, 1.0, 0.5]),
     refresh=refreshes,
     recompute=st.booleans(),
     validate=st.booleans(),
@@ -83,7 +82,7 @@ def test_any_run_equals_the_oracle(
     num_stages: int,
     order: OrderName,
     scale: float,
-    delay: Sequence[float] | None,
+    delay: float | None,
     refresh: Refresh,
     recompute: bool,
     validate: bool,
@@ -103,7 +102,7 @@ def test_any_run_equals_the_oracle(
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale,
-        delay=Delay(*delay) if delay else None,
+        delay=Delay(delay) if delay else None,
     )
     with tempfile.TemporaryDirectory() as folder:
         fit = run_fit(

@@ -11,7 +11,6 @@ from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
     plan_from_assignment,
-    trivial_plan,
 )
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
@@ -101,12 +100,6 @@ def test_whole_keeps_the_positions_and_is_one_object() -> None:
     assert torch.equal(plan.whole.edge_perm, plan.edge_perm)
 
 
-def test_trivial_plan_keeps_the_users_order() -> None:
-    plan = trivial_plan(DRAWN_EDGES, 5)
-    assert plan.perm.tolist() == [0, 1, 2, 3, 4]
-    assert plan.num_chunks == 1 and plan.whole is plan
-
-
 def test_plan_moves_with_all_its_tensors() -> None:
     plan = plan_from_assignment(DRAWN_EDGES, 5, DRAWN_ASSIGNMENT).to("meta")
     tensors = [plan.perm, plan.edge_perm, plan.chunk_of_position()]
@@ -169,5 +162,5 @@ def test_between_chunks_each_reads_all_others() -> None:
     assert [chunk.halo.tolist() for chunk in plan.chunks] == [[1, 2], [0, 2], [0, 1]]
     assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 1), (1, 2), (2, 3)]
     assert plan.whole.chunks[0].num_halo == 0
-    one = trivial_plan(DRAWN_EDGES, 5).between_chunks
+    one = plan_from_assignment(DRAWN_EDGES, 5, torch.zeros(5, dtype=torch.int64)).between_chunks
     assert (one.num_nodes, one.num_chunks) == (1, 1)

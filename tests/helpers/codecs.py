@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Codec
 
-LOW_BITS = [1, 2, 4, 8]
-NAMES = ["fp32", "bf16", "fp16", *(f"int{bits}" for bits in LOW_BITS), "drive"]
+LOW_BITS = [1, 8]
+NAMES = ["fp32", "bf16", *(f"int{bits}" for bits in LOW_BITS)]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 

@@ -30,8 +30,8 @@ def one_process_engine(
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     timeout = timedelta(seconds=60)
-    transport = Transport(World(rank, num_shards, torch.device("cpu"), timeout), Meter())
-    transport.settle((1, num_shards))
+    world = World(rank, num_shards, torch.device("cpu"), timeout)
+    transport = Transport(world, (1, num_shards), Meter())
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0, cross_edges=cross_edges),
         histories=HistoryOptions(method, recompute, history_dtype, history_device),

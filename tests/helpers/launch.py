@@ -52,7 +52,6 @@ def run_fit(
     num_stages: int,
     num_chunks: int,
     num_shards: int = 1,
-    num_devices: int | None = None,
     partition: Tensor | None = None,
     callbacks: Sequence[L.Callback] = (),
     max_epochs: int,
@@ -65,7 +64,6 @@ def run_fit(
     """Train under ``GNNPipeStrategy`` on the CPU; more than one rank are forked processes.
 
     Args:
-        num_devices: Leave it to the strategy how many of them are stages, and how many shards.
         partition: Chunk of each node; None leaves the choice to the strategy.
         batches_per_epoch: How often an epoch yields the graph, for accumulating gradients.
     """
@@ -78,10 +76,10 @@ def run_fit(
     options = dict(strategy_kwargs or {})
     if partition is not None:
         options["partition"] = partition
-    num_ranks = num_devices or num_stages * num_shards
+    num_ranks = num_stages * num_shards
     strategy = GNNPipeStrategy(
-        num_stages="auto" if num_devices else num_stages,
-        graph_parallel="auto" if num_devices else num_shards,
+        num_stages=num_stages,
+        graph_parallel=num_shards,
         num_chunks=num_chunks,
         start_method="fork",
         **options,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
 
@@ -12,12 +10,11 @@ class Lookahead:
 
     Args:
         net: The net.
-        late: How many steps late the gradient of each parameter is.
-        num_steps: How many steps are foreseen for each.
+        num_steps: How many steps are foreseen.
     """
 
-    def __init__(self, net: nn.Module, late: Mapping[str, float], num_steps: int) -> None:
-        self.net, self.late, self.num_steps = net, late, num_steps
+    def __init__(self, net: nn.Module, num_steps: int) -> None:
+        self.net, self.num_steps = net, num_steps
         self.weights: list[dict[str, Tensor]] = []  # of the steps in chunks since an exact one
         self.jumps: list[float] = []
 
@@ -27,11 +24,11 @@ class Lookahead:
         if len(self.weights) < 3:
             return
         older, old, now = self.weights[-3:]
-        for name, late in self.late.items():
+        for name in now:
             step, before = now[name] - old[name], old[name] - older[name]
             squares = [float((x * x).sum()) for x in (step, before)]
             share = max(0.0, float((step * before).sum()) / max(*squares, 1e-300))
-            jump = late * sum(share**i for i in range(1, self.num_steps + 1))
+            jump = sum(share**i for i in range(1, self.num_steps + 1))
             self.jumps.append(jump)
             self.net.get_parameter(name).data = now[name] + jump * step
 

@@ -58,7 +58,7 @@ class StaleOracle:
         *,
         cross_chunk_grad_scale: float = 1.0,
         delay: Delay | None = None,
-        foresight: Foresight | None = None,
+        foresight: KnownNoise | None = None,
     ) -> None:
         self.net = net
         self.partition = partition
@@ -113,43 +113,7 @@ class StaleOracle:
         return outputs
 
 
-class Foresight:
-    """Stale rows guessed from all values that they had since rows were last renewed.
-
-    Args:
-        strength: Of a line through the last two; None for the mean with `momentum`.
-        momentum: Share of the old in a moving average.
-    """
-
-    def __init__(self, strength: float | None = None, momentum: float = 0.0) -> None:
-        self.strength = strength
-        self.momentum = momentum
-        self.written: dict[Key, list[Tensor]] = {}
-        self.is_renewal = False
-
-    def renew(self) -> None:
-        """Begin a pass that renews rows, without a step."""
-        self.is_renewal = True
-        self.written.clear()
-
-    def note(self, key: Key, rows: Tensor) -> None:
-        """Take note of the rows of a pass."""
-        self.written.setdefault(key, []).append(rows)
-
-    def guess(self, key: Key) -> Tensor:
-        """Return what a stale read returns."""
-        values = self.written[key]
-        if self.strength is not None:
-            last, before = values[-1], values[-2:][0]
-            return last + self.strength * (last - before)
-        share, mean = 1.0, torch.zeros_like(values[0])
-        for value in reversed(values[1:]):
-            mean = mean + share * (1 - self.momentum) * value
-            share *= self.momentum
-        return mean + share * values[0]
-
-
-class KnownNoise(Foresight):
+class KnownNoise:
     """Renewed rows and a share of what training made of the last ones that were renewed.
 
     Args:
@@ -157,18 +121,22 @@ class KnownNoise(Foresight):
     """
 
     def __init__(self, share: float) -> None:
-        super().__init__()
         self.share = share
+        self.written: dict[Key, list[Tensor]] = {}
         self.was_renewed: dict[Key, list[bool]] = {}
+        self.is_renewal = False
 
     def renew(self) -> None:
+        """Begin a pass that renews rows, without a step."""
         self.is_renewal = True
 
     def note(self, key: Key, rows: Tensor) -> None:
-        super().note(key, rows)
+        """Take note of the rows of a pass."""
+        self.written.setdefault(key, []).append(rows)
         self.was_renewed.setdefault(key, []).append(self.is_renewal)
 
     def guess(self, key: Key) -> Tensor:
+        """Return what a stale read returns."""
         values, renewed = self.written[key], self.was_renewed[key]
         if not renewed[-1]:
             return values[-1]
@@ -186,20 +154,15 @@ class Delay:
 
     Args:
         decay: Factor on the gradients of the last step.
-        momentum: Share of those before in them.
-        lead: How far they are carried forward, along their difference to those before.
     """
 
-    def __init__(self, decay: float, momentum: float = 0.0, lead: float = 0.0) -> None:
+    def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.momentum = momentum
-        self.lead = lead
         self.forget()
 
     def forget(self) -> None:
         """Go on as if there had been no step before."""
         self.waiting: dict[tuple[Key, int], Tensor] = {}
-        self.before: dict[tuple[Key, int], Tensor] = {}
         self.coming: dict[tuple[Key, int], Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
 
@@ -208,8 +171,7 @@ class Delay:
         seen = rows + torch.zeros_like(rows).requires_grad_()
 
         def note(grad: Tensor) -> None:
-            old = self.waiting.get((key, reader), grad)
-            self.coming[key, reader] = self.momentum * old + (1 - self.momentum) * grad
+            self.coming[key, reader] = grad
 
         seen.register_hook(note)
         return seen
@@ -217,14 +179,11 @@ class Delay:
     def give(self, key: Key, reader: int, rows: Tensor) -> None:
         """Let ``rows``, not zero in one chunk, have the gradient that ``reader`` had."""
         if (key, reader) in self.waiting:
-            last = self.waiting[key, reader]
-            slope = last - self.before.get((key, reader), last)
-            ahead = last + self.lead * slope
-            self.loss = self.loss + self.decay * (ahead * rows).sum()
+            self.loss = self.loss + self.decay * (self.waiting[key, reader] * rows).sum()
 
     def end_step(self) -> None:
         """Take what has been noted as that of the last step."""
-        self.before, self.waiting, self.coming = self.waiting, self.coming, {}
+        self.waiting, self.coming = self.coming, {}
         self.loss = torch.zeros((), dtype=torch.float64)
 
 

@@ -25,7 +25,7 @@ from torch_geometric.data import Data
 from tests.helpers.lookahead import Lookahead
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
-from tests.helpers.reference import Delay, Foresight, StaleOracle
+from tests.helpers.reference import Delay, KnownNoise, StaleOracle
 
 Orders = Callable[[int], Sequence[int]]
 
@@ -61,7 +61,7 @@ def train_with_oracle(
     num_epochs: int,
     cross_chunk_grad_scale: float | Callable[[int], float] = 1.0,
     delay: Delay | None = None,
-    foresight: Foresight | None = None,
+    foresight: KnownNoise | None = None,
     lookahead: int = 0,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
@@ -72,7 +72,7 @@ def train_with_oracle(
         lookahead: How many steps are foreseen for weights in epochs that are not exact.
     """
     oracle = StaleOracle(module.net, partition, delay=delay, foresight=foresight)
-    ahead = Lookahead(module.net, {name: 1 for name, _ in module.net.named_parameters()}, lookahead)
+    ahead = Lookahead(module.net, lookahead)
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []

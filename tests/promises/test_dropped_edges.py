@@ -177,7 +177,7 @@ class _NotesKind(L.Callback):
         self.was_exact.append(trainer.strategy.collect_stats().is_exact)
 
 
-@pytest.mark.parametrize("staleness", ["predicted", "delayed"])
+@pytest.mark.parametrize("staleness", ["constant", "delayed"])
 def test_where_only_norms_are_stale_methods_are_alike(
     staleness: StalenessName, tmp_path: Path
 ) -> None:

@@ -62,25 +62,6 @@ def test_losses_do_not_depend_on_the_number_of_stages(
             torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "num_blocks"),
-    [("gcnii", (2, 3, 4), 2), ("gat_jk", (2, 3), 3), ("edge", (3,), 2), ("batch_norm", (2, 3), 2)],
-)
-def test_blocks_are_the_same_for_any_number_of_stages(
-    name: str, stages: tuple[int, ...], num_blocks: int, tmp_path: Path
-) -> None:
-    from lightning_gnnpipe import BlockGradients, RenewedRows, StalenessMethod
-
-    method = StalenessMethod(BlockGradients(num_blocks), RenewedRows(None, noise=0.5), 2)
-    options: dict[str, Any] = {"strategy_kwargs": {"staleness": method}}
-    one = fit(name, 1, tmp_path, **options)
-    for num_stages in stages:
-        many = fit(name, num_stages, tmp_path, **options)
-        assert_steps_equal(many.steps, one.steps)
-        for key, value in one.state_dict.items():
-            torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
-
-
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     first, again = fit("gcnii", 1, tmp_path), fit("gcnii", 1, tmp_path)
     assert torch.equal(first.losses, again.losses)

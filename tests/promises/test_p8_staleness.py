@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
+    RenewedRows,
     SnapshotRows,
     StalenessMethod,
     StalenessMonitor,
@@ -24,17 +25,6 @@ from lightning_gnnpipe.schedule import stale_frac, stale_reads
 
 N, K, SEED = 40, 5, 11
 ASSIGNMENT = torch.arange(N) * K // N
-
-
-class Leads(L.Callback):
-    """Has chunks go first, others in each epoch."""
-
-    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.strategy.controls.leading_chunks = leading(trainer.current_epoch)
-
-
-def leading(epoch: int) -> tuple[int, ...]:
-    return ((), (4,), (2, 0), (1,), (3, 4, 0), ())[epoch]
 
 
 class StaleRecorder(L.Callback):
@@ -108,21 +98,6 @@ def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) ->
     assert len(seen) > 2, "the order of the chunks was not shuffled"
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_p8_stale_reads_equal_the_simulators_with_leading_chunks(
-    num_stages: int, tmp_path: Path
-) -> None:
-    """In epoch 0, which is exact, nothing is stale; a chunk that goes first is stale to nobody."""
-    sources = plan().sources
-    for epoch, step in enumerate(run(tmp_path, num_stages, Leads())):
-        first = leading(epoch)
-        drawn = chunk_order(K, epoch=epoch, seed=SEED, order="shuffled")
-        order = [*first, *(chunk for chunk in drawn if chunk not in first)]
-        expected = [] if epoch == 0 else sorted(map(tuple, stale_reads(order, sources)))
-        assert [step["pairs"].get(layer, []) for layer in range(3)] == [expected] * 3
-        assert not any(source == order[0] for _, source in expected)
-
-
 def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
     """Renewed after epochs 0 (exact), 2 and 5: ages 1, 2, 1, 2, 3."""
     steps = run(tmp_path, 1, staleness=StalenessMethod(reads=SnapshotRows(3)))
@@ -139,7 +114,7 @@ def test_rows_of_validation_have_not_drifted(tmp_path: Path) -> None:
     """Without dropout they are what the next step writes again, by weights that are not carried."""
     by_default = [step["logged"]["history/drift"] for step in run(tmp_path, 1)[1:]]
     assert by_default[:2] == pytest.approx([0] * 2, abs=1e-6) and min(by_default[2:]) > 1e-3
-    steps = run(tmp_path, 1, staleness="predicted")
+    steps = run(tmp_path, 1, staleness=StalenessMethod(reads=RenewedRows(None)))
     assert [step["logged"]["history/drift"] for step in steps[1:]] == pytest.approx(
         [0] * 5, abs=1e-6
     )

@@ -274,7 +274,7 @@ class Skips(NodeClassifier):
         assert self.was_exact[3:] == [True, False, False, False, False, False]
 
 
-IN_ONE = [{}, {"staleness": "predicted"}, {"staleness": "delayed"}, {"staleness": "constant"}]
+IN_ONE = [{}, {"staleness": "delayed"}, {"staleness": "constant"}]
 IN_TWO = [{"num_stages": 2}, {"graph_parallel": 2}, {"graph_parallel": 2, "async_halo": True}]
 
 
@@ -304,7 +304,7 @@ def test_a_step_that_is_not_finite_costs_one_step(
     trainer.fit(module, datamodule=FullGraphDataModule(graph()))  # it counts, on each rank
 
 
-@pytest.mark.parametrize("staleness", ["lookahead", "predicted", "delayed"])
+@pytest.mark.parametrize("staleness", ["lookahead", "delayed"])
 def test_gradients_of_a_loss_that_is_not_finite_do_not_wait(staleness: Any) -> None:
     trainer = L.Trainer(
         accelerator="cpu",

@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from common import print_table
 from graphs import load_graph
 
-NAMES: list[CodecName] = ["bf16", "int8", "int4", "int2", "int1", "drive"]
+NAMES: list[CodecName] = ["bf16", "int8", "int1"]
 NUM_DRAWS = 5
 WIDTH, DROPOUT, LR = 64, 0.6, 0.01
 CONV_DECAY, LINEAR_DECAY = 0.01, 5e-4

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from common import print_table
 
 SHAPES = [(50_000, 128), (50_000, 256)]
-NAMES = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "int1", "drive"]
+NAMES = ["fp32", "bf16", "int8", "int1"]
 HEADER = [
     "codec",
     "bits a value",

@@ -14,7 +14,6 @@ DATASETS = ("Cora", "CiteSeer", "PubMed")
 METHODS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "dropped": {"cross_chunk_edges": "drop"},
-    "predicted": {"staleness": "predicted"},
     "constant": {"staleness": "constant"},
     "delayed": {"staleness": "delayed"},
     "dropout-free": {"staleness": StalenessMethod(reads=RenewedRows())},

@@ -32,6 +32,7 @@ from quiet import silence_lightning
 
 from lightning_gnnpipe import (
     DelayedGradients,
+    DroppedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
     StalenessMethod,
@@ -41,11 +42,10 @@ from lightning_gnnpipe.types import StalenessName
 
 METHODS: dict[str, StalenessMethod | StalenessName] = {
     "constant": "constant",
-    "scaled": "scaled",
+    "scaled": StalenessMethod(DroppedGradients(scale=2.0)),
     "delayed": "delayed",
-    "lead 0.5": StalenessMethod(DelayedGradients(lead=0.5)),
-    "decay 0.75, lead 0.3": StalenessMethod(DelayedGradients(0.75, scale=1.25, lead=0.3)),
-    "predicted": "predicted",
+    "decay 0.75": StalenessMethod(DelayedGradients(0.75, scale=1.25)),
+    "decay 0.5": StalenessMethod(DelayedGradients(0.5, scale=1.5)),
 }
 GROUP = 8  # convolutions a row
 

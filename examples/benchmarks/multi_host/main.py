@@ -34,7 +34,6 @@ MODES: dict[str, dict[str, Any]] = {
     "alone K": {},
     BASE: {"graph_parallel": 2, "chunks": 1},
     "graph int1": {"graph_parallel": 2, "chunks": 1, "halo_codec": "int1"},
-    "graph one bit": {"graph_parallel": 2, "chunks": 1, "halo_codec": "int1,drive"},
     "graph async": {"graph_parallel": 2, "chunks": 1, "async_halo": True},
     "graph async int1": {
         "graph_parallel": 2,

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/staleness_cost/main.py
 
-One thread a process. Steps alone, then epochs with their validation, the rows of which
-"predicted" and "lookahead" take for stale reads.
+One thread a process. Steps alone, then epochs with their validation, the rows of which "lookahead"
+takes for stale reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, print_table
 
-METHODS = ("constant", "scaled", "delayed", "predicted", "lookahead", "blocks")
+METHODS = ("constant", "delayed", "lookahead")
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Exchange, Link, Meter, Transport, World, link, measure_link
+from lightning_gnnpipe.comm import Exchange, Link, Meter, Transport, World
+from tests.helpers.scripts import modules_of
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "prediction"
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[ModuleType]:
+    """The module of the benchmarks."""
+    with modules_of(FOLDER, ("link",)) as found:
+        yield found["link"]
 
 
 class Clock:
@@ -31,7 +42,8 @@ class Formula(Transport):
     """Exchanges that take what a link's formula says, and send nothing."""
 
     def __init__(self, clock: Clock, cost: Link) -> None:
-        super().__init__(World(0, 2, torch.device("cpu"), timedelta(seconds=1)), Meter())
+        world = World(0, 2, torch.device("cpu"), timedelta(seconds=1))
+        super().__init__(world, (2, 1), Meter())
         self.clock, self.cost = clock, cost
 
     def barrier(self) -> None: ...
@@ -48,39 +60,42 @@ class Formula(Transport):
 @pytest.mark.parametrize("message_s", [1e-5, 2e-3, 0.04])
 @pytest.mark.parametrize("gbit_per_s", [0.01, 0.1, 1.0, 10.0, 100.0])
 def test_a_link_that_keeps_to_the_formula_is_found(
-    gbit_per_s: float, message_s: float, monkeypatch: pytest.MonkeyPatch
+    link: ModuleType, gbit_per_s: float, message_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, expected = Clock(), Link.of(gbit_per_s, message_s)
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(link, "_compute", lambda device: None)
-    found = measure_link(Formula(clock, expected))
+    found = link.measure_link(Formula(clock, expected))
     assert found.gbit_per_s == pytest.approx(gbit_per_s, rel=0.02)
     assert found.message_s == pytest.approx(message_s, rel=0.02, abs=2e-6)
     assert clock.now_s < 2
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_a_link_that_does_not_gets_a_speed(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_does_not_gets_a_speed(
+    link: ModuleType, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No time at all, or as long for all sizes."""
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(link, "_compute", lambda device: None)
-    found = measure_link(Formula(clock, Link(float("inf"), seconds)))
+    found = link.measure_link(Formula(clock, Link(float("inf"), seconds)))
     assert 0 < found.bytes_per_s < float("inf") and 0 <= found.message_s <= 1.01
 
 
-def measure_on(rank: int, folder: str) -> None:
+def measure_on(rank: int, link: ModuleType, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    transport = Transport(World(rank, 2, torch.device("cpu"), timedelta(seconds=30)), Meter())
-    found = measure_link(transport)
+    world = World(rank, 2, torch.device("cpu"), timedelta(seconds=30))
+    transport = Transport(world, (2, 1), Meter())
+    found = link.measure_link(transport)
     torch.save((found.bytes_per_s, found.message_s), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def test_both_ranks_measure_the_same(tmp_path: Path) -> None:
-    mp.start_processes(measure_on, (str(tmp_path),), nprocs=2, start_method="fork")
+def test_both_ranks_measure_the_same(link: ModuleType, tmp_path: Path) -> None:
+    mp.start_processes(measure_on, (link, str(tmp_path)), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     assert first == second
     assert first[0] > 0 and 0 <= first[1] < 1

@@ -1,0 +1,47 @@
+"""What to write instead of names that are gone, by name: values of options, and classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_DEFAULT = "Leave 'staleness' out: its default, 'lookahead', takes its place."
+_SHUFFLED = "Write 'shuffled', the default."
+_BF16 = "Write 'bf16', which is as short and does not overflow."
+_INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
+_INT1 = "Write 'int1', which has as few bits."
+
+VALUES: Mapping[str, str] = MappingProxyType(
+    {
+        "predicted": "Leave 'staleness' out, or write StalenessMethod(DelayedGradients(0.5, "
+        "scale=1.5, fades=True), RenewedRows(None, noise=0.7)) for an optimizer without momentum.",
+        "blocks": _DEFAULT,
+        "scaled": "Write StalenessMethod(DroppedGradients(scale=2.0)).",
+        "mirrored": _SHUFFLED,
+        "fp16": _BF16,
+        "int4": _INT8,
+        "int2": _INT8,
+        "drive": _INT1,
+    }
+)
+
+CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "AdaptiveGradients": _DEFAULT,
+        "AdaptiveHalo": "Use BoundedStaleness, or a 'halo_codec' of more bits.",
+        "AdaptiveStaleness": "Use StalenessWarmup for exact epochs, and StalenessMonitor to see "
+        "drift.",
+        "BlockGradients": _DEFAULT,
+        "ExtrapolatedRows": "Use RenewedRows or LastRows.",
+        "SmoothedRows": "Use RenewedRows or LastRows.",
+    }
+)
+
+
+def advice_on(value: object) -> str | None:
+    """Return what to write instead of an option's value, or of a pair; None if it never was one."""
+    names = value if isinstance(value, (tuple, list)) else [value]
+    found = dict.fromkeys(
+        VALUES[name] for name in names if isinstance(name, str) and name in VALUES
+    )
+    return " ".join(found) or None
