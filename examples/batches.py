@@ -92,7 +92,6 @@ def build_strategy(options: argparse.Namespace) -> Strategy | str:
     return GNNPipeStrategy(
         data_parallel=options.data_parallel,
         num_chunks=options.micro_batches or "auto",
-        batch_norm="deferred" if options.norm == "batch" else None,
     )
 
 

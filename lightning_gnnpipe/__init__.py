@@ -7,6 +7,7 @@ from typing import NoReturn
 from lightning_gnnpipe.callbacks import (
     BoundedStaleness,
     ChunkProgress,
+    EmbeddingRefresh,
     PipelineMonitor,
     StalenessMonitor,
     StalenessWarmup,
@@ -32,6 +33,7 @@ __all__ = [
     "ChunkProgress",
     "DelayedGradients",
     "DroppedGradients",
+    "EmbeddingRefresh",
     "FullGraphDataModule",
     "GNNPipeStrategy",
     "LastRows",

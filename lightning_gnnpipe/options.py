@@ -60,7 +60,6 @@ class StrategyOptions:
     halo_codec: CodecOption = "fp32"
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
-    batch_norm: Literal["deferred"] | None = None
     repeat_encoder: RepeatOption = "auto"
     cross_chunk_edges: CrossChunkEdges = "keep"
     schedule: ScheduleName = "fill_drain"
@@ -103,8 +102,6 @@ class StrategyOptions:
         self.messages.check()
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_axes(self.data_parallel, self.graph_parallel, self.schedule, self.num_virtual)
-        if self.batch_norm is not None:
-            _check_choice("batch_norm", self.batch_norm, ("deferred",))
         if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
             _refuse(
                 "'repeat_encoder' to be True, False or 'auto'",
@@ -142,7 +139,6 @@ class StrategyOptions:
             is_fitting,
             self.self_check,
             self.messages,
-            self.batch_norm == "deferred",
             self.repeat_encoder,
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,

@@ -83,9 +83,6 @@ class GNNPipeStrategy(PipeLoops):
         cut_codec: The same for what stages send each other.
         async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
             (PipeGCN, Sylvie-A).
-        batch_norm: In batches of many graphs. None: BatchNorm is refused with more than one
-            micro-batch. "deferred": each micro-batch is normalised by its own statistics, and the
-            running ones are updated once a step, from those of all (torchgpipe).
         repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, as
             GCNII's X_0, rather than to receive it and send its gradient back; its weights'
             gradients are summed over stages. True: wherever that is possible. "auto": where it
@@ -139,7 +136,6 @@ class GNNPipeStrategy(PipeLoops):
         halo_codec: CodecOption = "fp32",
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
-        batch_norm: Literal["deferred"] | None = None,
         repeat_encoder: RepeatOption = "auto",
         schedule: ScheduleName = "fill_drain",
         num_virtual: int = 2,
@@ -177,7 +173,6 @@ class GNNPipeStrategy(PipeLoops):
             halo_codec,
             cut_codec,
             async_halo,
-            batch_norm,
             repeat_encoder,
             cross_chunk_edges,
             schedule,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
@@ -35,6 +37,8 @@ class BoundedStaleness(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pipe_strategy(self, trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        controls = pipe_strategy(self, trainer).controls
-        controls.is_synchronous = (trainer.current_epoch + 1) % self.sync_every_n_epochs == 0
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch + 1) % self.sync_every_n_epochs == 0:
+            pipe_strategy(self, trainer).controls.is_synchronous = True

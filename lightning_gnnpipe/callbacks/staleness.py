@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
@@ -35,9 +37,11 @@ class StalenessMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pipe_strategy(self, trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        controls = pipe_strategy(self, trainer).controls
-        controls.records_staleness = self._is_due(trainer)
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_due(trainer):
+            pipe_strategy(self, trainer).controls.records_staleness = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_due(trainer) or not has_trained(self, trainer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
@@ -33,6 +35,8 @@ class StalenessWarmup(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pipe_strategy(self, trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        controls = pipe_strategy(self, trainer).controls
-        controls.is_exact = trainer.current_epoch < self.num_epochs
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.current_epoch < self.num_epochs:
+            pipe_strategy(self, trainer).controls.is_exact = True

@@ -7,6 +7,8 @@ Every batch is another one, so nothing of it is kept, and nothing is looked up b
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Codecs, Transport
@@ -26,8 +28,15 @@ from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
-from lightning_gnnpipe.passing import NativeContext, check_graph_batches, check_norms
+from lightning_gnnpipe.passing import (
+    NativeContext,
+    check_graph_batches,
+    check_norms,
+    uses_batch_statistics,
+)
 from lightning_gnnpipe.stages import Call, Inputs, Layers
+
+log = logging.getLogger(__name__)
 
 
 def check_replicas(num_replicas: int) -> None:
@@ -67,6 +76,7 @@ class BatchPasses:
         self._seeds = seeds
         self._schedules = BatchSchedules(options.schedule)
         self.early_loss = EarlyLoss()
+        self._has_told_of_norms = False
 
     def identify(self, inputs: Inputs) -> int:
         """Return a number that is the same on ranks with the same sizes of graphs."""
@@ -106,9 +116,22 @@ class BatchPasses:
         in_parts = options.chunks.expected > 1
         if in_parts:
             without_batch = norms_without_batch(layers)
-            check_norms(module, without_batch, defers=options.defers_batch_norm)
+            check_norms(module, without_batch)
+            self._tell_of_batch_norms()
         if options.self_check:
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
+
+    def _tell_of_batch_norms(self) -> None:
+        norms = self._model.intercepted.batch_norms
+        used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
+        if used and not self._has_told_of_norms and self._transport.world.is_root:
+            log.warning(
+                "BatchNorm ('%s') in a batch of graphs: from the statistics of all its graphs to "
+                "those of each micro-batch, as on the replicas of DDP. Running statistics are "
+                "updated once a step, from all graphs.",
+                used[0],
+            )
+        self._has_told_of_norms = self._has_told_of_norms or bool(used)
 
     def plan(self, inputs: Inputs) -> BatchPlan:
         """Return the micro-batches, as many as are asked for, or as there are graphs."""

@@ -26,7 +26,6 @@ class EngineOptions:
         is_fitting: Whether this is a run that trains.
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
-        defers_batch_norm: Whether BatchNorm may normalise each micro-batch of graphs by itself.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
         schedule: In which order batches of graphs go forward and back.
         num_virtual: Stages of each rank, if there are several ranks.
@@ -40,7 +39,6 @@ class EngineOptions:
     is_fitting: bool
     self_check: bool = True
     messages: MessageOptions = _EXACT
-    defers_batch_norm: bool = False
     repeat_encoder: RepeatOption = "auto"
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 1

@@ -142,6 +142,10 @@ class SharedStore:
         assert self._histories is not None
         return self._histories.read(key, chunk)
 
+    def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
+        """Return which sources are read stale, and how far the rows of this shard have moved."""
+        return None if self._histories is None else self._histories.drift(key, chunk)
+
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         if self._histories is not None and not self._keeps_table(chunk):
@@ -163,11 +167,15 @@ class SharedStore:
         if self._histories is not None and not chunk.is_whole:
             self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
-    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None:
+    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
         """Return what other chunks, and other ranks, have added for the chunk's rows, scaled."""
         histories, ghosts = self._histories, self.ghosts(chunk)
-        own = None if histories is None else histories.pull_grad(key, chunk)
-        owed = None if histories is None else histories.ghost_grad(key, chunk, ghosts)
+        own = None if histories is None else histories.pull_grad(key, chunk, is_linear=is_linear)
+        owed = (
+            None
+            if histories is None
+            else histories.ghost_grad(key, chunk, ghosts, is_linear=is_linear)
+        )
         like = self._like[key]
         if owed is not None:
             owed = owed.to(like.dtype)

@@ -66,6 +66,7 @@ class ZeroHalo:
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
         return self.tables[key]
 
+    def drift(self, key: CallKey, chunk: ChunkView) -> None: ...
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
         out.zero_()
         return ()
@@ -79,7 +80,7 @@ class ZeroHalo:
         is_kept = self._options.method.gradients.keeps_halos
         self.halo_bytes[key] = grad[:1].nbytes * self._num_halo * is_kept
 
-    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None: ...
+    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
     def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
         return self.tables[key][chunk.start : chunk.end]

@@ -49,6 +49,7 @@ class StalenessMethod:
     gradients: GradientRule = field(default_factory=DroppedGradients)
     reads: ReadRule = field(default_factory=LastRows)
     lookahead: int = 0
+    follows_drift: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("gradients", GradientRule), ("reads", ReadRule)):

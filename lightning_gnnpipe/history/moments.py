@@ -1,24 +1,22 @@
 """Statistics of norms over all rows, while only some chunks have run in this step.
 
 A norm over all nodes needs the mean and the variance of all rows. In a pipelined step the rows F of
-chunks that have run are known as they are now; all rows are known as they were in the last step.
-From the one to the other the rows of F have moved, a channel at a time, by
+the chunks that have run are known as they are now; all rows are known as they were in the last
+step. The rows of F have moved, channel by channel, and the others are taken to have moved alike:
 
-    s^2 = var F now / var F then,     mean F then  ->  mean F now
+    s^2  = var F now / var F then
+    var  = s^2 var of all then
+    mean = mean F now + s (mean of all then - mean F then)
 
-and the others are taken to have moved as they have:
+For the last chunk these are the variance and the mean of all rows as they are. The gradient flows
+through the rows of F, those of earlier chunks included. So normalised rows do not depend on a shift
+of all rows, or their scale, and neither has a gradient, as in exact training.
 
-    var = s^2 var of all then         mean = mean F now + s (mean of all then - mean F then)
+The variance of few rows is a poor guide. So `FLOOR` rows that have the variance of all rows then
+are added to F in both variances, fewer as more chunks have run, and none in the end.
 
-For the last chunk that is the mean and the variance of all rows as they are. In between a chunk is
-normalised by present rows, and put where it was among all of them a step ago. Gradients flow
-through the rows of F, those of earlier chunks included.
-
-Few rows do not tell how others have moved. So F is joined by rows that have not moved, with the
-mean and the variance of all rows then: `FLOOR` of them at first, none when all chunks have run.
-
-What is kept are sums, which chunks and shards add to: of a channel the number of rows, and the sums
-of x - c and of (x - c)^2, with c the mean of all rows in the last step.
+What is kept are sums, which chunks and shards add to: of each channel the number of rows, and the
+sums of x - c and of (x - c)^2, with c the mean of all rows in the last step.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 FLOOR = 32.0
-_TINY = 1e-12  # variance of a channel that is the same in all rows
+_TINY = 1e-12  # added to variances: a channel may be the same in all rows
 
 
 def row_sums(rows: Tensor, center: Tensor) -> Tensor:
@@ -156,11 +154,11 @@ class RowMoments:
             sums: What `add` has returned for it.
         """
         assert self.total is not None
-        then, all_rows = self._pooled_then[chunk], self.total[0]
-        var_then = self.total[2] / all_rows.clamp(min=1)
-        added = FLOOR * (1 - then[0] / all_rows.clamp(min=1))
-        mean, var = _joined(sums, added, var_then)
-        old_mean, old_var = _joined(then, added, var_then)
+        then, all_rows = self._pooled_then[chunk], self.total[0].clamp(min=1)
+        var_then = self.total[2] / all_rows
+        added = FLOOR * (1 - then[0] / all_rows)
+        mean, var = _mean_and_var_with(added, var_then, sums)
+        old_mean, old_var = _mean_and_var_with(added, var_then, then)
         ratio = (var + _TINY) / (old_var + _TINY)
         return (
             self.center + mean - ratio.sqrt() * old_mean,
@@ -168,11 +166,12 @@ class RowMoments:
         )
 
 
-def _joined(sums: Tensor, added: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of rows around the center, with `added` ones of variance `var`."""
-    count = sums[0] + added
+def _mean_and_var_with(added: Tensor, added_var: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of rows around the center, and their variance with `added` rows more."""
+    count = sums[0].clamp(min=1)
     mean = sums[1] / count
-    return mean, (sums[2] + added * var) / count - mean.square()
+    spread = sums[2] - count * mean.square()
+    return mean, (spread + added * added_var) / (count + added)
 
 
 def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:

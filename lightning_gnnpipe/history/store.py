@@ -8,7 +8,7 @@ written is never read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.history.drift import StalenessRecorder
 from lightning_gnnpipe.history.gradients import GradientBuffer
+from lightning_gnnpipe.history.mean_drift import MeanDrift
 from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
@@ -32,6 +33,7 @@ class _Entry:
     grads: GradientBuffer
     old: Tensor | None = None  # the rows before this step's, where they are read again
     is_filled: bool = False  # whether every chunk's rows were written
+    drift: MeanDrift | None = None  # where stale rows are moved
 
 
 _DEFAULTS = HistoryOptions()
@@ -44,6 +46,7 @@ class HistoryStore:
         num_rows: Rows of each history: nodes, and ghosts of other shards behind them.
         num_chunks: Chunks of the plan, K.
         options: How they are kept.
+        ends: Where the rows of each chunk end; None if rows are not moved.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class HistoryStore:
         num_rows: int,
         num_chunks: int,
         options: HistoryOptions = _DEFAULTS,
+        ends: Sequence[int] | None = None,
     ) -> None:
         self.options = options
         self.shards = None  # rows of other ranks are pushed by who has them
         self.num_rows = num_rows
         self.num_chunks = num_chunks
+        self._ends = ends
         self.step = 0
         self.loss_scale = 1.0  # of the gradients that wait
         self.rate_share = 1.0  # the learning rate in shares of the largest
@@ -79,7 +84,7 @@ class HistoryStore:
     def by_chunk(self) -> HistoryStore:
         """The store, for this step, of histories with one row a chunk instead of one a node."""
         other = copy.copy(self)  # of the same entries
-        other.num_rows = self.num_chunks
+        other.num_rows, other._ends = self.num_chunks, None
         return other
 
     def __len__(self) -> int:
@@ -94,6 +99,8 @@ class HistoryStore:
         self.moments.begin_step()
         for entry in self._entries.values():
             entry.grads.follow_rate(self.rate_share)
+            if entry.drift is not None:
+                entry.drift.begin_step()
 
     def rescale(self, loss_scale: float) -> None:
         """Make what waits that of another loss scale, or drop it.
@@ -152,6 +159,8 @@ class HistoryStore:
         rows.now.copy_(saved.rows)
         rows.written = [saved.step] * self.num_chunks
         entry.is_filled = saved.step != NEVER
+        if entry.drift is not None:
+            entry.drift.replace(rows.now)
         if saved.kept is not None:
             rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
             is_written = saved.kept_step != NEVER
@@ -175,6 +184,10 @@ class HistoryStore:
                 entry.old = torch.empty_like(rows_now)
             entry.old[chunk.start : chunk.end] = target
         target.copy_(rows)
+        if entry.drift is not None and chunk.is_whole:
+            entry.drift.replace(rows_now)
+        elif entry.drift is not None:
+            entry.drift.move(chunk.index, target)
         for c in chunks:
             written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in written
@@ -201,11 +214,26 @@ class HistoryStore:
             self.recorder.record_reads(key, chunk, ages)
         return entry.rows.now
 
+    def drift(self, key: Hashable, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
+        """Return by how much stale rows of the chunk's sources are to be moved.
+
+        Returns:
+            Which of its `halo_chunks` have not run in this step, and their drift, `[*]`. None if
+            there are none, or rows are not moved.
+        """
+        entry = self._entries[key]
+        if entry.drift is None or chunk.is_whole:
+            return None
+        stale = tuple(c for c in chunk.halo_chunks if entry.rows.written[c] < self.step)
+        return (stale, entry.drift.seen_by(chunk.index)) if stale else None
+
     def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         _select(self.read(key, chunk), self._halo(chunk), out)
         written = self._entries[key].rows.written
-        return {c for c in chunk.halo_chunks if written[c] < self.step}
+        stale = {c for c in chunk.halo_chunks if written[c] < self.step}
+        self._move(key, chunk, out, stale)
+        return stale
 
     def pull_again(
         self, key: Hashable, chunk: ChunkView, out: Tensor, stale: Collection[int]
@@ -218,17 +246,31 @@ class HistoryStore:
             rows = entry.old if source in stale else entry.rows.now
             assert rows is not None
             _select(rows, positions, target)
+        self._move(key, chunk, out, stale)
+
+    def _move(self, key: Hashable, chunk: ChunkView, halo: Tensor, stale: Collection[int]) -> None:
+        """Move the rows of chunks `stale` in the halo, `[num_halo, *]`, by the mean drift."""
+        drift = self._entries[key].drift
+        if drift is None or not stale:
+            return
+        moved = drift.seen_by(chunk.index).to(halo)
+        parts = torch.split(halo, list(chunk.halo_counts))
+        for source, part in zip(chunk.halo_chunks, parts, strict=True):
+            if source in stale:
+                part += moved
 
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         entry = self._entries[key]
         entry.grads.add(chunk, self._halo(chunk), grad, entry.rows.now)
 
-    def ghost_grad(self, key: Hashable, chunk: ChunkView, positions: Tensor) -> Tensor | None:
+    def ghost_grad(
+        self, key: Hashable, chunk: ChunkView, positions: Tensor, *, is_linear: bool
+    ) -> Tensor | None:
         """Return what others have for rows of other shards in the chunk; None if nothing."""
         return None if chunk.is_whole else self._taken(key, positions)
 
-    def pull_grad(self, key: Hashable, chunk: ChunkView) -> Tensor | None:
+    def pull_grad(self, key: Hashable, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
         """Return what other chunks have for the chunk's rows, scaled; None if nothing."""
         if chunk.is_whole:
             return None
@@ -280,6 +322,8 @@ class HistoryStore:
             grads = self.options.method.gradients.make_buffer()
             grads.follow_rate(self.rate_share)
             entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
+            if self._ends is not None and rows.is_floating_point():
+                entry.drift = MeanDrift(self._ends)
         return entry
 
 

@@ -58,6 +58,7 @@ class Pattern:
         self.starts_by_source = self._starts(by_source)
         self.owner = owner.to(self._dtype)[self.targets_by_source]
         self.num_owners = int(owner.max()) + 1
+        self.chunk_of_row = owner
         self.is_cross = owner[by_source] != self.owner
 
     def _starts(self, sorted_positions: Tensor) -> Tensor:
@@ -90,6 +91,7 @@ class Adjacency:
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._entries: dict[_Key, Tensor] = {}
+        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `kernels.row_sums`
         self._masked: tuple[object, SparseRows] | None = None
         self._scales: list[float] = []  # other than 1, the last ones
 
@@ -101,6 +103,14 @@ class Adjacency:
             values = self._in_order(dtype, by_source=False, scale=1.0)
             self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
         return self._parts[key]
+
+    def rows_of(self, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return `[num_nodes, 1]`: 1 for the rows of `chunks`, 0 for others."""
+        owner = self._pattern.chunk_of_row
+        flags = torch.zeros(self._pattern.num_owners, 1, dtype=dtype, device=owner.device)
+        # A shard may have no row of the last chunks.
+        flags[[chunk for chunk in chunks if chunk < flags.size(0)]] = 1.0
+        return flags[owner]
 
     def block(self, chunk: ChunkView, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return the rows, or the columns, of a chunk that no edge joins to others.

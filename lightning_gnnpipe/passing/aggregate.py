@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
-from lightning_gnnpipe.passing.kernels import multiply
+from lightning_gnnpipe.passing.kernels import multiply, row_sums
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
@@ -121,6 +121,11 @@ class Aggregation:
         if is_replay:
             return self.store.kept_output(self.key, self.chunk).to(rows.dtype)
         output = self._sum(self.store.read(self.key, self.chunk)).to(rows.dtype)
+        drift = self.store.drift(self.key, self.chunk)
+        if drift is not None:
+            stale, moved = drift
+            shares = row_sums(self.adjacency, self.chunk, stale, output.dtype)
+            output.addr_(shares, moved.to(output))
         if self.tape is not None:
             self.store.keep_output(self.key, self.chunk, output)
         return output

@@ -100,11 +100,20 @@ class MessageContext(RunningChunk):
         full_key = CallKey(scope.segment, *key)
         return Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
 
-    def widen(self, layer: str, call: int, argument: str, rows: Tensor, dim: int = 0) -> Tensor:
+    def widen(
+        self,
+        layer: str,
+        call: int,
+        argument: str,
+        rows: Tensor,
+        dim: int = 0,
+        *,
+        is_linear: bool = False,
+    ) -> Tensor:
         """Return `rows` with the halo's behind the chunk's in dimension `dim`.
 
         A tensor that is widened twice in one segment (attention weights, then messages) is widened
-        once.
+        once. With `is_linear` the layer makes a weighted sum of them.
 
         Raises:
             UnsupportedError: If `rows` does not have one row a node of the chunk.
@@ -128,7 +137,7 @@ class MessageContext(RunningChunk):
         else:
             key = CallKey(scope.segment, layer, call, argument)
             first = rows.movedim(dim, 0)
-            wide = push_pull(first, self.store, key, scope.chunk, self.tape)
+            wide = push_pull(first, self.store, key, scope.chunk, self.tape, is_linear=is_linear)
             wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide

@@ -111,6 +111,7 @@ def _wrap(
     original = getattr(conv, method)
     is_propagate = method == "propagate"
     rule = linear_rule(conv) if is_propagate else None
+    is_linear = rule is not None
     read = arguments_of_propagate(conv) if is_propagate else arguments_of_edge_updater(conv)
     sources = _source_arguments(read)
     kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
@@ -131,7 +132,8 @@ def _wrap(
         chunk = context.chunk
         wide = dict(kwargs)
         for argument in sources & kwargs.keys():
-            wide[argument] = _widen(context, (name, call, argument), kwargs[argument], conv)
+            key = (name, call, argument)
+            wide[argument] = _widen(context, key, kwargs[argument], conv, is_linear=is_linear)
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
         context.is_passing = True
         try:
@@ -194,15 +196,22 @@ def _source_arguments(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _widen(
-    context: MessageContext, key: tuple[str, int, str], value: Any, conv: MessagePassing
+    context: MessageContext,
+    key: tuple[str, int, str],
+    value: Any,
+    conv: MessagePassing,
+    *,
+    is_linear: bool,
 ) -> Any:
     """Widen the source side of an argument: a tensor, or a (source, target) pair."""
     if isinstance(value, tuple | list):
         source, target = value
-        return (None if source is None else context.widen(*key, source, conv.node_dim), target)
+        if source is None:
+            return (None, target)
+        return (context.widen(*key, source, conv.node_dim, is_linear=is_linear), target)
     if not isinstance(value, Tensor):
         return value
-    wide = context.widen(*key, value, conv.node_dim)
+    wide = context.widen(*key, value, conv.node_dim, is_linear=is_linear)
     read = {*arguments_of_propagate(conv), *arguments_of_edge_updater(conv)}
     is_read_by_target = f"{key[2]}_i" in read
     return (wide, value) if is_read_by_target else wide

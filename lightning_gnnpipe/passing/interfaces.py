@@ -98,6 +98,9 @@ class HaloStore(Protocol):
     ) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
 
+    def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
+        """Return the chunk's sources that are read stale, and how far their rows have moved."""
+
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
         """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
 
@@ -109,7 +112,7 @@ class HaloStore(Protocol):
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
 
-    def pull_grad(self, key: CallKey, chunk: ChunkView) -> Tensor | None:
+    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
         """Return what other chunks have added for the chunk's rows, or None if nobody has."""
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:

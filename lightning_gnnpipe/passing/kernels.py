@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.passing.adjacency import SparseRows
+from lightning_gnnpipe.passing.adjacency import Adjacency, SparseRows
+from lightning_gnnpipe.types import ChunkView
 
 Kernel = Callable[[SparseRows, Tensor], Tensor]
 
@@ -28,6 +29,27 @@ def multiply(rows: SparseRows, table: Tensor) -> Tensor:
         return _choose(rows, table)(rows, table)
     with torch.autocast(table.device.type, enabled=False):
         return _choose(rows, table)(rows, table)
+
+
+def row_sums(
+    adjacency: Adjacency, chunk: ChunkView, sources: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return `[num_nodes_of_chunk]`: the sum of a row's entries in the columns of some chunks.
+
+    The last sums of each chunk are kept, for all layers with the same edges and weights.
+
+    Args:
+        adjacency: The edges and their weights.
+        chunk: The chunk whose rows they are.
+        sources: The chunks whose columns count.
+        dtype: Of the sums.
+    """
+    known = adjacency.sums.get((chunk.index, dtype))
+    if known is None or known[0] != sources:
+        counts = adjacency.rows_of(sources, dtype)
+        known = sources, multiply(adjacency.rows(chunk, dtype), counts).squeeze(1)
+        adjacency.sums[chunk.index, dtype] = known
+    return known[1]
 
 
 def _choose(rows: SparseRows, table: Tensor) -> Kernel:

@@ -35,9 +35,10 @@ class PushPull(torch.autograd.Function):
         key: CallKey,
         chunk: ChunkView,
         tape: Tape | None,
+        is_linear: bool,
     ) -> Tensor:
         """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
-        ctx.store, ctx.key, ctx.chunk = store, key, chunk
+        ctx.store, ctx.key, ctx.chunk, ctx.is_linear = store, key, chunk, is_linear
         if tape is None or not tape.is_replay:
             store.push(key, chunk, rows, keeps_old=tape is not None)
         if chunk.num_halo == 0:
@@ -55,19 +56,25 @@ class PushPull(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """Return the gradient of the chunk's rows, those of later chunks included."""
         chunk: ChunkView = ctx.chunk
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
-        received = ctx.store.pull_grad(ctx.key, chunk)
+        received = ctx.store.pull_grad(ctx.key, chunk, is_linear=ctx.is_linear)
         both = own if received is None else own + received.to(own.dtype)
-        return both, None, None, None, None
+        return both, None, None, None, None, None
 
 
 def push_pull(
-    rows: Tensor, store: HaloStore, key: CallKey, chunk: ChunkView, tape: Tape | None
+    rows: Tensor,
+    store: HaloStore,
+    key: CallKey,
+    chunk: ChunkView,
+    tape: Tape | None,
+    *,
+    is_linear: bool,
 ) -> Tensor:
     """Return the chunk's rows, `[num_nodes, *]`, and behind them its halo rows.
 
@@ -77,5 +84,6 @@ def push_pull(
         key: Names the history.
         chunk: The chunk.
         tape: Where reads are noted, if activations are not kept.
+        is_linear: Whether what is made of the rows is a weighted sum of them.
     """
-    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape))
+    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_linear))

@@ -79,7 +79,7 @@ def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tenso
     parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
     shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
     key = context.next_key(layer)
-    wide = push_pull(shares, store.by_chunk, key, node, context.tape)
+    wide = push_pull(shares, store.by_chunk, key, node, context.tape, is_linear=True)
     return wide.sum(0).to(rows.dtype)
 
 

@@ -22,7 +22,6 @@ from lightning_gnnpipe._compat_torch import (
 )
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
-from lightning_gnnpipe.passing.native import uses_batch_statistics
 from lightning_gnnpipe.passing.statistics import has_statistics
 
 # Modules that look at all rows at once. PyG's norms take part in the names that errors show.
@@ -45,11 +44,6 @@ _REMEDY_NORM = (
 
 
 _REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm), or num_chunks=1."
-_REMEDY_BATCH = (
-    'Use GNNPipeStrategy(batch_norm="deferred"), which normalises each micro-batch by its own '
-    "statistics and updates the running ones once, a norm with a batch vector "
-    "(torch_geometric.nn.GraphNorm), torch.nn.LayerNorm, or num_chunks=1."
-)
 
 
 def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
@@ -83,31 +77,26 @@ def check_graph_batches(num_shards: int) -> None:
         )
 
 
-def check_norms(module: nn.Module, without_batch: Collection[str], *, defers: bool) -> None:
-    """Refuse norms that would take the statistics of a micro-batch for those of the mini-batch.
+def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
+    """Refuse norms that micro-batches of graphs would change, but for BatchNorm.
 
     Args:
         module: The pipelined module, in the mode that it runs in.
         without_batch: Names of the norms that are called without a batch vector.
-        defers: Whether BatchNorm is meant to normalise each micro-batch by itself.
 
     Raises:
         UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
     """
-    problems = list(_refused_norms(module, without_batch, defers))
+    problems = list(_refused_norms(module, without_batch))
     if problems:
         raise UnsupportedError("\n".join(problems))
 
 
-def _refused_norms(
-    module: nn.Module, without_batch: Collection[str], defers: bool
-) -> Iterator[str]:
+def _refused_norms(module: nn.Module, without_batch: Collection[str]) -> Iterator[str]:
     for name, layer in module.named_modules():
-        is_batch_norm = isinstance(layer, BATCH_NORM) and uses_batch_statistics(layer)
-        is_hetero = isinstance(layer, gnn.HeteroBatchNorm) and layer.training
-        if is_hetero or (is_batch_norm and not defers):
-            remedy = _REMEDY_HETERO if is_hetero else _REMEDY_BATCH
-            yield _refuse(name, layer, "its statistics are taken over all graphs", remedy)
+        if isinstance(layer, gnn.HeteroBatchNorm) and layer.training:
+            reason = "its statistics are taken over all graphs"
+            yield _refuse(name, layer, reason, _REMEDY_HETERO)
         elif isinstance(layer, gnn.InstanceNorm) and layer.training and layer.track_running_stats:
             remedy = "Use track_running_stats=False, or num_chunks=1."
             yield _refuse(

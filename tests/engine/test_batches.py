@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
@@ -105,8 +104,6 @@ class Normed(nn.Module):
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
-        (nn.BatchNorm1d(WIDTH), "'norm', a BatchNorm1d: its statistics are taken over all graphs"),
-        (gnn.BatchNorm(WIDTH), "'norm.module', a BatchNorm1d: its statistics"),
         (gnn.GraphNorm(WIDTH), "'norm', a GraphNorm: it is called without a batch vector"),
         (gnn.PairNorm(), "'norm', a PairNorm: it is called without a batch vector"),
         (gnn.LayerNorm(WIDTH), "'norm', a LayerNorm: it is called without a batch vector"),
@@ -131,6 +128,15 @@ def test_running_statistics_of_instance_norm_are_refused() -> None:
         net(data.x, data.edge_index, data.batch)
 
 
+def test_batch_norm_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    net, data = Normed(gnn.BatchNorm(WIDTH)), draw_batch(SIZES)
+    make_engine(net)
+    for _ in range(2):
+        net(data.x, data.edge_index, data.batch).sum().backward()
+    told = [one for one in caplog.records if "those of each micro-batch" in one.getMessage()]
+    assert len(told) == 1 and "BatchNorm ('norm.module')" in told[0].getMessage()
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_deferred_batch_norm_has_the_running_statistics_of_the_whole(momentum: Any) -> None:
     """Of the first layer, whose inputs do not depend on how rows are normalised."""
@@ -138,7 +144,7 @@ def test_deferred_batch_norm_has_the_running_statistics_of_the_whole(momentum: A
     net = Normed(nn.BatchNorm1d(WIDTH, momentum=momentum)).double()
     plain = Normed(nn.BatchNorm1d(WIDTH, momentum=momentum)).double()
     plain.load_state_dict(net.state_dict())
-    make_engine(net, num_chunks=4, defers_batch_norm=True)
+    make_engine(net, num_chunks=4)
     for seed in range(3):
         data = draw_batch(SIZES, seed)
         out = net(data.x, data.edge_index, data.batch)
@@ -157,7 +163,7 @@ def test_deferred_batch_norm_has_the_running_statistics_of_the_whole(momentum: A
 
 def test_deferred_batch_norm_normalises_each_micro_batch() -> None:
     net = Normed(nn.BatchNorm1d(WIDTH)).double()
-    make_engine(net, num_chunks=2, defers_batch_norm=True)
+    make_engine(net, num_chunks=2)
     data = draw_batch((5, 5))
     out = net(data.x, data.edge_index, data.batch)
     plain = Normed(nn.BatchNorm1d(WIDTH)).double()
@@ -171,7 +177,7 @@ def test_deferred_batch_norm_normalises_each_micro_batch() -> None:
 
 def test_one_row_for_a_deferred_batch_norm_is_refused() -> None:
     net = Normed(nn.BatchNorm1d(WIDTH))
-    make_engine(net, num_chunks=4, defers_batch_norm=True)
+    make_engine(net, num_chunks=4)
     data = draw_batch((5, 5, 5, 5))
     net(data.x, data.edge_index, data.batch).sum().backward()
     data = draw_batch((5, 1))
@@ -220,8 +226,6 @@ def test_options_for_one_graph_are_refused() -> None:
         net(data)
     with pytest.raises(UnsupportedError, match="one large graph where graph_parallel"):
         check_graph_batches(2)
-    with pytest.raises(ConfigError, match="'batch_norm' to be one of deferred"):
-        GNNPipeStrategy(batch_norm="exact")
 
 
 @pytest.mark.parametrize(

@@ -167,18 +167,16 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
     out = torch.zeros_like(now)
     for place in range(int(turn.max()) + 1):
         has_run, is_own = turn <= place, turn == place
-        unmoved = 32 * (1 - float(has_run.double().mean()))
+        added = 32 * (1 - float(has_run.double().mean()))  # rows of the variance of all then
 
-        def joined(rows: Tensor, unmoved: float = unmoved) -> tuple[Tensor, Tensor]:
-            count = len(rows) + unmoved
-            center = (rows.sum(0) + unmoved * mean) / count
-            square = (rows - center).square().sum(0) + unmoved * (var + (mean - center).square())
-            return center, square / count
+        def variance(rows: Tensor, added: float = added) -> Tensor:
+            spread = (rows - rows.mean(0)).square().sum(0)
+            return (spread + added * var) / (len(rows) + added) + 1e-12  # a channel may be constant
 
-        (mean_now, var_now), (mean_then, var_then) = joined(now[has_run]), joined(then[has_run])
-        scale = ((var_now + 1e-12) / (var_then + 1e-12)).sqrt()  # for channels that are constant
-        moved = mean_now + scale * (mean - mean_then), scale.square() * (var + 1e-12) - 1e-12
-        out = torch.where(is_own.unsqueeze(1), normalised(norm, now, *moved), out)
+        scale = (variance(now[has_run]) / variance(then[has_run])).sqrt()
+        moved = now[has_run].mean(0) + scale * (mean - then[has_run].mean(0))
+        spread = scale.square() * (var + 1e-12) - 1e-12
+        out = torch.where(is_own.unsqueeze(1), normalised(norm, now, moved, spread), out)
     return out
 
 

@@ -100,7 +100,7 @@ def test_deferred_batch_norm_is_that_of_fill_drain(tmp_path: Path) -> None:
         module = Staged()
         torch.manual_seed(0)
         module.net = Normed().double()
-        options = {"batch_norm": "deferred", "recompute": recompute}
+        options = {"recompute": recompute}
         batches = batches_of_all_sizes()[3:]
         arguments = {"batches": batches, "num_chunks": 3, "strategy_kwargs": options}
         return fit(name, num_stages, tmp_path, module=module, **arguments)[0]
@@ -183,7 +183,7 @@ class WholeNormed(L.LightningModule):
 def test_a_whole_module_with_norms_and_streams_of_its_own(tmp_path: Path) -> None:
     def run(schedule: str, num_stages: int) -> FitResult:
         batches = [draw_batch((4, 7, 1, 9, 5, 6), seed) for seed in range(3)]
-        options = {"batch_norm": "deferred", "schedule": schedule}
+        options = {"schedule": schedule}
         return fit_batches(
             WholeNormed(),
             batches,

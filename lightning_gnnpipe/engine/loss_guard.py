@@ -1,0 +1,65 @@
+"""A watch over the training loss: after a jump in a pipelined step the next step is exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import isfinite
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 50  # steps that a loss is compared with
+_LEAST = 5  # of them, before a loss is judged
+_FACTOR = 3.0  # how many times their range a loss has to be above them
+_PAUSE = 20  # steps from one exact step to the next, at least
+
+
+class LossGuard:
+    """Sees whether a pipelined step has thrown training back.
+
+    A loss jumps if it is above the largest of the last 50 by three times their range, and by three
+    times its own size. At most one step in 20 is made exact by it, which bounds its cost.
+
+    Attributes:
+        losses: The last ones, without those that have jumped.
+        num_steps: Steps since the last jump.
+    """
+
+    def __init__(self, losses: Sequence[float] = (), num_steps: int = _PAUSE) -> None:
+        self.losses, self.num_steps = tuple(losses), num_steps
+        self._has_warned = False
+
+    def sees_jump(self, loss: float, *, was_exact: bool) -> bool:
+        """Take note of a step's loss; return whether the next step is to be exact.
+
+        Args:
+            loss: Of the step. One that is not finite is not judged: histories are dropped then.
+            was_exact: Whether the weights of the step were made by an exact one.
+        """
+        self.num_steps += 1
+        if not isfinite(loss):
+            return False
+        if self._is_above(loss) and not was_exact and self.num_steps > _PAUSE:
+            self.num_steps = 0
+            self._warn(loss)
+            return True
+        self.losses = (*self.losses, loss)[-_WINDOW:]
+        return False
+
+    def _is_above(self, loss: float) -> bool:
+        if len(self.losses) < _LEAST:
+            return False
+        high, low = max(self.losses), min(self.losses)
+        return loss > high + _FACTOR * max(high - low, abs(high))
+
+    def _warn(self, loss: float) -> None:
+        if not self._has_warned:
+            log.warning(
+                "The training loss jumped to %.4g in a pipelined step (at most %.4g before): from "
+                "pipelined steps to one exact step. If it jumps again, lower the learning rate, use "
+                "fewer chunks, train more of the first epochs exactly (StalenessWarmup) or refresh the histories "
+                "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
+                loss,
+                max(self.losses),
+            )
+        self._has_warned = True

@@ -1,0 +1,59 @@
+"""How far the rows of a history have moved since the last step, on average.
+
+    drift = sum over the rows of chunks that have run of (row now - row then)
+            / (the number of these rows + FLOOR)
+
+A row that is read stale is taken to have moved so far. The drift is a constant to autograd, as the
+row is. It takes away what lags in all rows alike: most of what one optimizer step changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOOR = 32.0  # rows that are taken not to have moved: few rows tell little of the others
+
+
+class MeanDrift:
+    """The mean drift of the rows of one history within a step.
+
+    Args:
+        ends: Where the rows of each chunk end.
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
+        self._sums: dict[int, Tensor] = {}  # of the rows of each chunk
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget how far rows have moved in the last step."""
+        self._moved: Tensor | None = None
+        self._count = 0
+        self._seen: dict[int, Tensor] = {}  # the drift when each chunk ran
+
+    def replace(self, rows: Tensor) -> None:
+        """Take note that all rows, `[num_rows, *]`, are others now."""
+        starts = [0, *self._ends[:-1]]
+        bounds = enumerate(zip(starts, self._ends, strict=True))
+        self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
+
+    def move(self, chunk: int, rows: Tensor) -> None:
+        """Take note of the rows of a chunk that has run, `[num_nodes_of_chunk, *]`."""
+        now, then = _sum(rows), self._sums[chunk]
+        self._sums[chunk] = now
+        change = now - then
+        self._moved = change if self._moved is None else self._moved + change
+        self._count += rows.size(0)
+        self._seen[chunk] = self._moved / (self._count + FLOOR)
+
+    def seen_by(self, chunk: int) -> Tensor:
+        """Return the drift that the chunk has seen when it ran, `[*]`."""
+        return self._seen[chunk]
+
+
+def _sum(rows: Tensor) -> Tensor:
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
