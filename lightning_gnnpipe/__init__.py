@@ -13,14 +13,6 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
-from lightning_gnnpipe.history import (
-    DelayedGradients,
-    DroppedGradients,
-    LastRows,
-    RenewedRows,
-    SnapshotRows,
-    StalenessMethod,
-)
 from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
@@ -30,15 +22,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BoundedStaleness",
     "ChunkProgress",
-    "DelayedGradients",
-    "DroppedGradients",
     "FullGraphDataModule",
     "GNNPipeStrategy",
-    "LastRows",
     "PipelineMonitor",
-    "RenewedRows",
-    "SnapshotRows",
-    "StalenessMethod",
     "StalenessMonitor",
     "StalenessWarmup",
     "TimelineCallback",

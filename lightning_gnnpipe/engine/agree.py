@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,9 +37,7 @@ class Progress:
         batch_fingerprint: Of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
-        loss_scale: Returns the factor on the next loss before it goes backward.
-        learning_rates: Returns those of the next step for groups with pipelined parameters that are
-            trained, by optimizer and group.
+        loss_scale: Returns the factor on the loss before it goes backward.
         validates_next: Returns whether validation will run before the next step, with its weights.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
@@ -52,7 +50,6 @@ class Progress:
     graph_of_node: Tensor | None = None
     loss: float = 0.0
     loss_scale: Callable[[], float] = _unscaled
-    learning_rates: Callable[[], Mapping[tuple[int, int], float]] = dict
     validates_next: Callable[[], bool] = _never
     averages_weights: bool = False
     signals: int = 0

@@ -34,7 +34,6 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import save_rank, take_histories
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
@@ -72,7 +71,7 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
-        self.progress, self.rates = Progress(), LearningRates()
+        self.progress = Progress()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -183,8 +182,7 @@ class PipelineEngine:
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
             owes = self.progress.validates_next() and self._passes.validation_renews(graph)
-        peaks = self.rates.peaks
-        state = RunState(self.options.seed, *counts, *layout, *histories, owes, peaks)
+        state = RunState(self.options.seed, *counts, *layout, *histories, owes)
         return state.without_histories() if self._is_lost else state
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
@@ -203,7 +201,6 @@ class PipelineEngine:
         self._saved = saved
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
-        self.rates.peaks = saved.state.peak_rates
         self.model.prefer(saved.state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs) -> Any:
@@ -213,11 +210,9 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
         is_free = self._passes.is_free(graph)
-        graph.store.rate_share = self.rates.share(self.progress.learning_rates())
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
         is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
-        graph.store.rescale(self.progress.loss_scale())
         is_due = graph.is_refresh_due(self.num_training_passes, self.controls.refreshes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
@@ -253,7 +248,8 @@ class PipelineEngine:
         def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
             self._state.begin_backward(grads)
             leaf_grads = running.backward(grads, slots)
-            self._state.end_backward(running.gradients())
+            is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
+            self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
             return leaf_grads
 
@@ -279,7 +275,6 @@ class PipelineEngine:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
         if renews:
-            graph.store.rescale(self.progress.loss_scale())
             graph.renew()
             self._state.settle()
         return mode.layers.rebuild_output(outputs)

@@ -20,7 +20,6 @@ from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.history.saved import NEVER, SavedHistory
-from lightning_gnnpipe.history.weights import LastWeights
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -57,11 +56,8 @@ class HistoryStore:
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self.step = 0
-        self.loss_scale = 1.0  # of the gradients that wait
-        self.rate_share = 1.0  # the learning rate in shares of the largest
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self.last_weights = LastWeights()
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
@@ -89,50 +85,35 @@ class HistoryStore:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
-        """Say that training pass number `step` begins, at the present `rate_share`."""
+        """Say that training pass number `step` begins."""
         self.step = step
         self.moments.begin_step()
-        for entry in self._entries.values():
-            entry.grads.follow_rate(self.rate_share)
-
-    def rescale(self, loss_scale: float) -> None:
-        """Make what waits that of another loss scale, or drop it.
-
-        Args:
-            loss_scale: Of the next step; a lower one says that the last gradients have overflowed.
-        """
-        if loss_scale != self.loss_scale:
-            factor = None if loss_scale < self.loss_scale else loss_scale / self.loss_scale
-            for entry in self._entries.values():
-                entry.grads.rescale(factor)
-            if factor is None:
-                self.last_weights.clear()
-            self.loss_scale = loss_scale
 
     def before_forward(self, *, is_exact: bool) -> None:
         """Put into the rows what stale reads of this step return."""
         for entry in self._entries.values():
-            if entry.is_filled:
-                self.options.method.reads.before(entry.rows, is_exact=is_exact)
+            if entry.is_filled and not is_exact:
+                entry.rows.take_kept()
 
     def after_forward(self, *, is_exact: bool) -> None:
         """Keep what stale reads of later steps need."""
-        for entry in self._entries.values():
-            self.options.method.reads.after(entry.rows, is_exact=is_exact, step=self.step)
+        num_steps = self.options.method.snapshot_steps
+        if num_steps is not None and (is_exact or (self.step + 1) % num_steps == 0):
+            for entry in self._entries.values():
+                entry.rows.keep()
         self._pushed.clear()
 
     def on_renewed(self) -> None:
         """Take note that an exact pass has recomputed all rows, without a training step."""
-        for key in self._pushed:
-            self.options.method.reads.on_renewed(self._entries[key].rows)
+        if self.options.method.snapshot_steps is not None:
+            for key in self._pushed:
+                self._entries[key].rows.keep()
         self._pushed.clear()
 
-    def end_step(self, *, is_exact: bool) -> None:
-        """End the backward of a training step: forget gradients, or have them wait."""
+    def end_step(self) -> None:
+        """End the backward of a training step: forget gradients."""
         for entry in self._entries.values():
-            entry.grads.end_step(is_exact=is_exact)
-        if is_exact:
-            self.last_weights.clear()
+            entry.grads.end_step()
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""
@@ -143,7 +124,7 @@ class HistoryStore:
         entry = self._entries[key]
         rows = entry.rows
         steps = min(rows.written), min(rows.kept_written, default=NEVER)
-        return SavedHistory(rows.now, steps[0], rows.kept, steps[1], entry.grads.save())
+        return SavedHistory(rows.now, steps[0], rows.kept, steps[1])
 
     def load(self, key: Hashable, saved: SavedHistory) -> None:
         """Go on with a history that was saved; its rows are in this plan's order."""
@@ -154,10 +135,7 @@ class HistoryStore:
         entry.is_filled = saved.step != NEVER
         if saved.kept is not None:
             rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
-            is_written = saved.kept_step != NEVER
-            rows.kept_written = [saved.kept_step] * self.num_chunks if is_written else []
-        if saved.gradients is not None:
-            entry.grads.load(saved.gradients)
+            rows.kept_written = [saved.kept_step] * self.num_chunks
 
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
@@ -222,7 +200,7 @@ class HistoryStore:
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         entry = self._entries[key]
-        entry.grads.add(chunk, self._halo(chunk), grad, entry.rows.now)
+        entry.grads.add(self._halo(chunk), grad, entry.rows.now)
 
     def ghost_grad(self, key: Hashable, chunk: ChunkView, positions: Tensor) -> Tensor | None:
         """Return what others have for rows of other shards in the chunk; None if nothing."""
@@ -258,8 +236,7 @@ class HistoryStore:
         return entry.grads.add_output(chunk, grad, dtype, entry.rows.now)
 
     def _taken(self, key: Hashable, rows: slice | Tensor) -> Tensor | None:
-        entry = self._entries[key]
-        return entry.grads.take(rows, entry.rows.now)
+        return self._entries[key].grads.take(rows)
 
     def _halo(self, chunk: ChunkView) -> Tensor:
         """Return the positions of the chunk's halo, where the histories are."""
@@ -277,8 +254,7 @@ class HistoryStore:
         if entry is None:
             shape = (self.num_rows, *rows.shape[1:])
             table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
-            grads = self.options.method.gradients.make_buffer()
-            grads.follow_rate(self.rate_share)
+            grads = GradientBuffer(self.options.method.grad_scale)
             entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
         return entry
 

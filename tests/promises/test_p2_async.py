@@ -16,14 +16,12 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
     BoundedStaleness,
-    DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
-    RenewedRows,
-    StalenessMethod,
 )
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import check_support
+from tests.helpers.methods import Refreshes
 
 # Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
 HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7
@@ -201,10 +199,9 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
 def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     aggr: str, tmp_path: Path
 ) -> None:
-    method = StalenessMethod(DelayedGradients(), RenewedRows(every_n_steps=3))
     options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
-    expected, _ = fit(tmp_path, staleness=method, **options)
-    found, _ = fit(tmp_path, staleness=method, recompute=True, **options)
+    expected, _ = fit(tmp_path, Refreshes(3), **options)
+    found, _ = fit(tmp_path, Refreshes(3), recompute=True, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

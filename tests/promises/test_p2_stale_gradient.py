@@ -14,7 +14,6 @@ from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
 
 NUM_EPOCHS = 4
@@ -33,32 +32,29 @@ OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
 
 
 def callbacks(rule: str) -> list[Any]:
-    """Return the public callbacks that switch a rule on."""
+    """Return the callbacks that switch a rule on."""
+    return callbacks_of(RULES[rule])
+
+
+def callbacks_of(refresh: Refresh) -> list[Any]:
+    """Return the callbacks that switch on what `method` does not."""
     from lightning_gnnpipe import StalenessWarmup
+    from tests.helpers.methods import Refreshes
 
-    refresh = RULES[rule]
-    is_longer = refresh.num_exact_epochs > 1
-    return [StalenessWarmup(num_epochs=refresh.num_exact_epochs)] if is_longer else []
+    chosen: list[Any] = []
+    if refresh.num_exact_epochs > 1:
+        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
+    if refresh.how == "exact" and refresh.every_n_epochs:
+        chosen.append(Refreshes(refresh.every_n_epochs))
+    return chosen
 
 
-def method(refresh: Refresh, scale: float, delay: float | None = None, lookahead: int = 0) -> Any:
-    """Return the public method for a rule, a factor of gradients, and what `Delay` takes."""
-    from lightning_gnnpipe import (
-        DelayedGradients,
-        DroppedGradients,
-        LastRows,
-        RenewedRows,
-        SnapshotRows,
-        StalenessMethod,
-    )
+def method(refresh: Refresh, scale: float) -> Any:
+    """Return the method for a rule, and a factor of gradients."""
+    from lightning_gnnpipe.history import StalenessMethod
 
-    reads: Any = LastRows()
-    if refresh.every_n_epochs:
-        kind = SnapshotRows if refresh.how == "snapshot" else RenewedRows
-        reads = kind(refresh.every_n_epochs)
-    if delay is None:
-        return StalenessMethod(DroppedGradients(scale), reads, lookahead)
-    return StalenessMethod(DelayedGradients(delay, scale), reads, lookahead)
+    steps = refresh.every_n_epochs if refresh.how == "snapshot" else 0
+    return StalenessMethod(grad_scale=scale, snapshot_steps=steps or None)
 
 
 def assert_equals_oracle(
@@ -71,19 +67,16 @@ def assert_equals_oracle(
     order: OrderName = "shuffled",
     rule: str = "live",
     scale: float = 1.0,
-    delay: float | None = None,
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,
     repeat_encoder: RepeatOption = "auto",
-    lookahead: int = 0,
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
     options: dict[str, Any] = {**OPTIMIZER, "optimizer": optimizer}
     if optimizer == "adam":
         options["lr"] = 0.01
-    num_epochs = NUM_EPOCHS + 2 * bool(lookahead)  # the third in chunks is carried
     oracle = ReferenceModule(name, **options)
     expected = train_with_oracle(
         oracle,
@@ -91,10 +84,8 @@ def assert_equals_oracle(
         case.partition,
         orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
         refresh=RULES[rule],
-        num_epochs=num_epochs,
+        num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale,
-        delay=None if delay is None else Delay(delay),
-        lookahead=lookahead if case.num_chunks > 1 else 0,  # one chunk is exact
     )
     fit = run_fit(
         ReferenceModule(name, **options),
@@ -104,15 +95,15 @@ def assert_equals_oracle(
         num_chunks=case.num_chunks,
         partition=case.partition,
         callbacks=callbacks(rule),
-        max_epochs=num_epochs,
+        max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
         strategy_kwargs={
             "chunk_order": order,
-            "staleness": method(RULES[rule], scale, delay, lookahead),
             "recompute": recompute,
             "repeat_encoder": repeat_encoder,
         },
+        method=method(RULES[rule], scale),
     )
     assert_steps_equal(fit.steps, expected)
     for key, value in oracle.state_dict().items():
