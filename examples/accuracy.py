@@ -60,7 +60,7 @@ class Setting:
     num_epochs: int = 300
     num_chunks: int | None = None  # None: exact, by the plain Trainer
     num_exact_epochs: int = 10
-    staleness: StalenessName = "lookahead"
+    staleness: StalenessName = "drift"
     num_shards: int = 1
     halo_codec: CodecOption = "fp32"
     async_halo: bool = False

@@ -14,14 +14,6 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
-from lightning_gnnpipe.history import (
-    DelayedGradients,
-    DroppedGradients,
-    LastRows,
-    RenewedRows,
-    SnapshotRows,
-    StalenessMethod,
-)
 from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
@@ -31,16 +23,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BoundedStaleness",
     "ChunkProgress",
-    "DelayedGradients",
-    "DroppedGradients",
     "EmbeddingRefresh",
     "FullGraphDataModule",
     "GNNPipeStrategy",
-    "LastRows",
     "PipelineMonitor",
-    "RenewedRows",
-    "SnapshotRows",
-    "StalenessMethod",
     "StalenessMonitor",
     "StalenessWarmup",
     "TimelineCallback",

@@ -158,9 +158,6 @@ class PipeCheckpoints(PipeProcesses):
         if self._engine is not None:  # in the middle of a run, as after a search for a rate
             self._engine.model.restore()
             self._engine.graphs.drop_histories()
-            found = checkpoint.get(_KEY)
-            run = found.get("run") if isinstance(found, dict) else None
-            self._engine.rates.peaks = RunState.of(run).peak_rates if run else {}
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -145,31 +145,19 @@ class PipeLoops(PipeReplicas):
         if is_fitting and self.is_global_zero and options.is_biased:
             log.warning(
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
-                "edges between chunks count more than once in every step. Use "
-                "staleness='delayed', or another order.",
-                " or ".join(f"{scale:g}" for scale in options.method.gradients.biases),
+                "edges between chunks count more than once in every step. Use another order.",
+                f"{options.method.message_scale:g}",
             )
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         averages = any(_compat.average_of(one) is not None for one in callbacks)
         self._engine.progress.averages_weights = averages
-        self._engine.progress.learning_rates = self._learning_rates
         if not averages:
             self._engine.progress.validates_next = partial(_compat.validates_next, module.trainer)
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(callbacks)
-
-    def _learning_rates(self) -> dict[tuple[int, int], float]:
-        """Return those of groups with a pipelined parameter that is trained; some have no rate."""
-        trained = {id(one) for one in self.engine.model.module.parameters() if one.requires_grad}
-        return {
-            (number, index): float(group["lr"])
-            for number, optimizer in enumerate(self.optimizers)
-            for index, group in enumerate(optimizer.param_groups)
-            if group.get("lr") is not None and not trained.isdisjoint(map(id, group["params"]))
-        }
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)

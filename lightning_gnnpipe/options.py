@@ -45,7 +45,7 @@ class StrategyOptions:
     num_chunks: int | Literal["auto"]
     partition: Partition
     chunk_order: OrderName
-    staleness: StalenessName | StalenessMethod
+    staleness: StalenessName
     pipelined_module: str | None
     balance: BalanceOption
     recompute: bool
@@ -64,6 +64,7 @@ class StrategyOptions:
     cross_chunk_edges: CrossChunkEdges = "keep"
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 2
+    guard: bool = True
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -82,8 +83,7 @@ class StrategyOptions:
         _check_choice("cross_chunk_edges", self.cross_chunk_edges, get_args(CrossChunkEdges))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
         _check_choice("chunk_order", self.chunk_order, get_args(OrderName))
-        if not isinstance(self.staleness, StalenessMethod):
-            _check_choice("staleness", self.staleness, tuple(METHODS))
+        _check_choice("staleness", self.staleness, tuple(METHODS))
         if isinstance(self.history_dtype, str):
             _check_choice("history_dtype", self.history_dtype, get_args(DtypeName))
         elif self.history_dtype is not None and not self.history_dtype.is_floating_point:
@@ -142,6 +142,7 @@ class StrategyOptions:
             self.repeat_encoder,
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,
+            guards_loss=self.guard,
         )
 
     @property
@@ -152,13 +153,12 @@ class StrategyOptions:
     @property
     def method(self) -> StalenessMethod:
         """How staleness is met."""
-        method = self.staleness
-        return method if isinstance(method, StalenessMethod) else METHODS[method]
+        return METHODS[self.staleness]
 
     @property
     def is_biased(self) -> bool:
         """Whether some edges between chunks always count more than others."""
-        return self.chunk_order == "fixed" and bool(self.method.gradients.biases)
+        return self.chunk_order == "fixed" and self.method.message_scale != 1
 
     @property
     def histories(self) -> HistoryOptions:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_DEFAULT = "Leave 'staleness' out: its default, 'lookahead', takes its place."
+_DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
+_NAMED = "Use a name of 'staleness': 'drift', the default, 'constant' or 'gnnpipe'."
+_LAST = "Use staleness='constant'."
+_RENEWED = "Use the callback EmbeddingRefresh(every_n_epochs=n, how='exact')."
+_SNAPSHOT = (
+    "Use staleness='gnnpipe', or the callback EmbeddingRefresh(every_n_epochs=n, how='snapshot')."
+)
 _SHUFFLED = "Write 'shuffled', the default."
 _BF16 = "Write 'bf16', which is as short and does not overflow."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
@@ -13,10 +19,11 @@ _INT1 = "Write 'int1', which has as few bits."
 
 VALUES: Mapping[str, str] = MappingProxyType(
     {
-        "predicted": "Leave 'staleness' out, or write StalenessMethod(DelayedGradients(0.5, "
-        "scale=1.5, fades=True), RenewedRows(None, noise=0.7)) for an optimizer without momentum.",
+        "lookahead": _DEFAULT,
+        "delayed": _DEFAULT,
+        "predicted": _DEFAULT,
         "blocks": _DEFAULT,
-        "scaled": "Write StalenessMethod(DroppedGradients(scale=2.0)).",
+        "scaled": _DEFAULT,
         "mirrored": _SHUFFLED,
         "fp16": _BF16,
         "int4": _INT8,
@@ -32,8 +39,14 @@ CLASSES: Mapping[str, str] = MappingProxyType(
         "AdaptiveStaleness": "Use StalenessWarmup for exact epochs, and StalenessMonitor to see "
         "drift.",
         "BlockGradients": _DEFAULT,
-        "ExtrapolatedRows": "Use RenewedRows or LastRows.",
-        "SmoothedRows": "Use RenewedRows or LastRows.",
+        "DelayedGradients": _DEFAULT,
+        "DroppedGradients": "Use staleness='constant', or 'gnnpipe' for a scale of 2.",
+        "ExtrapolatedRows": _DEFAULT,
+        "LastRows": _LAST,
+        "RenewedRows": _RENEWED,
+        "SmoothedRows": _DEFAULT,
+        "SnapshotRows": _SNAPSHOT,
+        "StalenessMethod": _NAMED,
     }
 )
 

@@ -23,7 +23,7 @@ from lightning_gnnpipe.engine import (
     drop_foreign_states,
     graph_of_node,
 )
-from lightning_gnnpipe.history import Staleness, StalenessMethod
+from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
@@ -66,12 +66,16 @@ class GNNPipeStrategy(PipeLoops):
             epochs as well, as a graph that was split by hand would be: nothing is stale, and no
             histories are kept (but for norms over all nodes). Validation, test and predict read all
             edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
-        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1) or "fixed"
-            (better with `staleness="delayed"`).
-        staleness: A method, or "lookahead" (gradients of fresh rows 1.5 times, of stale ones half,
-            each once where the rate has fallen to 0; weights carried forward; stale rows those of
-            validation with 0.7 of dropout), "delayed" (gradients of stale rows an epoch late),
-            "constant" (dropped), "gnnpipe" (dropped, others twice, and snapshots).
+        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1) or "fixed".
+        staleness: How to handle rows of neighbours that have not run in this step. "drift": read
+            the last ones as constants, moved by the mean change of the rows that have run; those of
+            validation where that has just run on the same weights. In layers with attention or
+            other messages that are no weighted sum, gradients of fresh rows of other chunks count
+            twice, since stale rows get none. "constant": the last ones, as constants. "gnnpipe":
+            the paper's recipe, a snapshot renewed every 23 steps and all gradients of fresh rows of
+            other chunks twice.
+        guard: Make one step exact, and warn, after the training loss has jumped far above the last
+            50 in a pipelined step; at most one step in 20.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -130,7 +134,8 @@ class GNNPipeStrategy(PipeLoops):
         partition: Partition = "metis",
         cross_chunk_edges: CrossChunkEdges = "keep",
         chunk_order: OrderName = "shuffled",
-        staleness: StalenessName | StalenessMethod = "lookahead",
+        staleness: StalenessName = "drift",
+        guard: bool = True,
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         halo_codec: CodecOption = "fp32",
@@ -177,6 +182,7 @@ class GNNPipeStrategy(PipeLoops):
             cross_chunk_edges,
             schedule,
             num_virtual,
+            guard,
         )
         super().__init__(
             options,
@@ -273,6 +279,7 @@ class GNNPipeStrategy(PipeLoops):
             self._prepare_replay(super().training_step, args)
         output = super().training_step(*args, **kwargs)
         engine.batches.early_loss.run = None
+        self.controls.reset()  # what callbacks ask for is for one step
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output

@@ -19,7 +19,6 @@ import torch
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
-    StalenessMethod,
     StalenessWarmup,
     cli,
     models,
@@ -193,7 +192,6 @@ def test_help_shows_every_option_of_the_strategy(
     [
         GNNPipeStrategy,
         FullGraphDataModule,
-        StalenessMethod,
         StalenessWarmup,
         *(getattr(models, name) for name in models.__all__),
     ],

@@ -15,11 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
-    DelayedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
-    SnapshotRows,
-    StalenessMethod,
     StalenessMonitor,
     StalenessWarmup,
 )
@@ -27,7 +24,6 @@ from lightning_gnnpipe.models import GCNII, NodeClassifier
 
 WARM, LAST, NUM_LOOKS = 60, 200, 5
 MIB = 2**20
-METHOD = StalenessMethod(DelayedGradients(0.9, 0.5), SnapshotRows(every_n_steps=20))
 
 
 class Watch(L.Callback):
@@ -76,7 +72,7 @@ def test_two_hundred_epochs_leave_nothing_behind(
         accelerator="cpu",
         devices=num_stages,
         strategy=GNNPipeStrategy(
-            num_chunks=6, start_method="fork", recompute=recompute, staleness=METHOD
+            num_chunks=6, start_method="fork", recompute=recompute, staleness="gnnpipe"
         ),
         max_epochs=LAST,
         callbacks=[

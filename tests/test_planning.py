@@ -15,18 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
-    DelayedGradients,
-    DroppedGradients,
     FullGraphDataModule,
     GNNPipeStrategy,
-    RenewedRows,
-    SnapshotRows,
-    StalenessMethod,
 )
 from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
+from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption, StalenessName
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
 
@@ -150,8 +145,8 @@ def test_memory_follows_how_histories_are_kept() -> None:
         return sum(cost.history_bytes for cost in plan.layer_costs)
 
     plain = memory()
-    # Rows, what is kept of them, gradients that wait.
-    assert plain == 6 * 3 * NUM_NODES * WIDTH * 4
+    # Rows, and their gradients.
+    assert plain == 6 * 2 * NUM_NODES * WIDTH * 4
     assert memory(history_dtype=torch.bfloat16) == plain // 2
     assert memory(history_device="cpu") == plain
     assert memory(history_device="cpu:0") == 0
@@ -164,61 +159,21 @@ def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> No
         strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", cross_chunk_edges=edges)
         return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
 
-    histories = 6 * 3 * NUM_NODES * WIDTH * 4
-    weights = 3 * 4 * sum(p.numel() for p in module.net.parameters())  # carried forward
-    assert memory("drop") <= memory("keep") - histories - weights  # and fewer activations
+    histories = 6 * 2 * NUM_NODES * WIDTH * 4
+    assert memory("drop") <= memory("keep") - histories  # and fewer activations
 
 
 def test_memory_follows_how_staleness_is_met() -> None:
-    """Gradients of linear layers wait in place; kept outputs take a table."""
+    """A snapshot takes a table; outputs are kept where their gradients come."""
     module, data = make()
 
-    def tables(method: StalenessMethod, **options: Any) -> float:
-        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=method, **options)
+    def tables(staleness: StalenessName, **options: Any) -> float:
+        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=staleness, **options)
         costs = strategy.plan(module, data).layer_costs
         return sum(cost.history_bytes for cost in costs) / (6 * NUM_NODES * WIDTH * 4)
 
-    assert tables(StalenessMethod()) == tables(StalenessMethod(DelayedGradients())) == 2
-    assert tables(StalenessMethod(DelayedGradients()), recompute=True) == 3
-    assert tables(StalenessMethod(reads=SnapshotRows())) == 3
-    assert tables(StalenessMethod(reads=RenewedRows())) == 2
-    assert tables(StalenessMethod(reads=RenewedRows(noise=0.5))) == 3
-
-
-def test_memory_of_weights_that_are_carried_forward() -> None:
-    module, data = make()
-    weights = 4 * sum(p.numel() for p in module.net.parameters())
-
-    def memory(lookahead: int, num_chunks: int = 4, edges: CrossChunkEdges = "keep") -> int:
-        strategy = GNNPipeStrategy(
-            num_chunks=num_chunks,
-            balance="uniform",
-            staleness=StalenessMethod(lookahead=lookahead),
-            cross_chunk_edges=edges,
-        )
-        return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
-
-    assert memory(4) - memory(0) == 3 * weights
-    assert memory(4, num_chunks=1) == memory(0, num_chunks=1)
-    assert memory(4, edges="drop") == memory(0, edges="drop")
-
-
-def test_memory_of_gradients_that_wait_by_halo() -> None:
-    """What attention has for its halo waits by reader."""
-    _, data = make()
-    module = NodeClassifier(gnn.GAT(NUM_FEATURES, WIDTH, 2, NUM_CLASSES), NUM_CLASSES)
-
-    def plan(method: StalenessMethod) -> PipelinePlan:
-        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=method)
-        return strategy.plan(module, data)
-
-    dropped, waiting = (
-        plan(StalenessMethod(one())) for one in (DroppedGradients, DelayedGradients)
-    )
-    costs = zip(waiting.layer_costs, dropped.layer_costs, strict=True)
-    row_bytes = 4 * (WIDTH + 1 + NUM_CLASSES + 1)  # of rows, and of what attention makes of them
-    found = sum(late.history_bytes - none.history_bytes for late, none in costs)
-    assert found == sum(dropped.halo_rows) * row_bytes > 0
+    assert tables("drift") == tables("constant") == tables("constant", recompute=True) == 2
+    assert tables("gnnpipe") == 3
 
 
 def test_all_layouts_of_the_devices_are_compared() -> None:

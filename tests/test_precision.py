@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import pytest
@@ -236,9 +236,9 @@ class Scales(MixedPrecision):
         return nullcontext()
 
 
-@pytest.mark.parametrize("staleness", ["constant", "delayed", "lookahead"])
+@pytest.mark.parametrize("staleness", get_args(StalenessName))
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_gradients_that_wait_follow_the_loss_scale(
+def test_a_loss_scale_leaves_no_trace(
     num_stages: int, staleness: StalenessName, tmp_path: Path
 ) -> None:
     """It grows after every second step; in double precision that leaves no trace."""
@@ -253,8 +253,8 @@ def test_gradients_that_wait_follow_the_loss_scale(
         torch.testing.assert_close(runs[1]["state_dict"][key], tensor, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("staleness", ["lookahead", "delayed"])
-def test_gradients_that_have_overflowed_do_not_wait(
+@pytest.mark.parametrize("staleness", get_args(StalenessName))
+def test_gradients_that_have_overflowed_cost_one_step(
     staleness: StalenessName, tmp_path: Path
 ) -> None:
     module = seeded(overflow_at=2)

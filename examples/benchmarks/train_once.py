@@ -189,7 +189,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graph-parallel", type=int, default=1)
     add("--hosts", type=int, default=1, help="each runs one of the processes")
     add("--chunks", type=int, default=8)
-    add("--staleness", choices=get_args(StalenessName), default="lookahead")
+    add("--staleness", choices=get_args(StalenessName), default="drift")
     add("--validate", type=flag, default=False, help="after every step")
     add("--balance", choices=["measured", "uniform"], default="measured")
     add("--halo-codec", type=parse_codecs, default="fp32", help="or two: of rows, of gradients")

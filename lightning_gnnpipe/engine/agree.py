@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,9 +37,7 @@ class Progress:
         batch_fingerprint: Of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         loss: The last loss, to be compared between ranks.
-        loss_scale: Returns the factor on the next loss before it goes backward.
-        learning_rates: Returns those of the next step for groups with pipelined parameters that are
-            trained, by optimizer and group.
+        loss_scale: Returns the factor on the loss before it goes backward.
         validates_next: Returns whether validation will run before the next step, with its weights.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
@@ -52,7 +50,6 @@ class Progress:
     graph_of_node: Tensor | None = None
     loss: float = 0.0
     loss_scale: Callable[[], float] = _unscaled
-    learning_rates: Callable[[], Mapping[tuple[int, int], float]] = dict
     validates_next: Callable[[], bool] = _never
     averages_weights: bool = False
     signals: int = 0
@@ -98,14 +95,22 @@ class Agreed(NamedTuple):
     Attributes:
         signals: Those of any of them.
         is_lost: Whether the last step has left on any of them what no later one may read.
+        has_jumped: Whether the last loss has jumped on any of them.
     """
 
     signals: int
     is_lost: bool
+    has_jumped: bool
 
 
 def agree(
-    transport: Transport, progress: Progress, is_training: bool, graph: int, is_lost: bool
+    transport: Transport,
+    progress: Progress,
+    graph: int,
+    *,
+    is_training: bool,
+    is_lost: bool,
+    has_jumped: bool,
 ) -> Agreed:
     """Refuse to go on if the ranks differ. A collective call.
 
@@ -114,9 +119,10 @@ def agree(
     Args:
         transport: The ranks.
         progress: Of this rank.
-        is_training: Whether this rank runs a training step.
         graph: Fingerprint of the graph.
+        is_training: Whether this rank runs a training step.
         is_lost: Whether the last step is lost on this rank.
+        has_jumped: Whether the last loss has jumped.
 
     Raises:
         GraphError: If they have different batches, or only some are training.
@@ -124,7 +130,7 @@ def agree(
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
-    numbers.append(int(is_lost))
+    numbers += [int(is_lost), int(has_jumped)]
     ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
@@ -140,7 +146,7 @@ def agree(
     signals = 0
     for rank in ranks:
         signals |= rank[4]
-    return Agreed(signals, any(rank[5] for rank in ranks))
+    return Agreed(signals, any(rank[5] for rank in ranks), any(rank[6] for rank in ranks))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

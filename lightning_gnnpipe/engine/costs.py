@@ -233,7 +233,7 @@ def _history_bytes(context: MessageContext, segment: Segment) -> int:
     assert isinstance(store, ZeroHalo)
     if not store.is_local:
         return 0
-    kept = (store.table_bytes, store.grad_bytes, store.halo_bytes)
+    kept = (store.table_bytes, store.grad_bytes)
     return sum(n for part in kept for key, n in part.items() if key.segment == segment.index)
 
 

@@ -30,11 +30,11 @@ from lightning_gnnpipe.engine.identity import GraphIdentity
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.last_step import LastStep
+from lightning_gnnpipe.engine.loss_guard import LossGuard
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.rates import LearningRates
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import save_rank, take_histories
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
@@ -72,7 +72,7 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
-        self.progress, self.rates = Progress(), LearningRates()
+        self.progress = Progress()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -87,6 +87,7 @@ class PipelineEngine:
         self._identity = GraphIdentity()
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
+        self._guard = LossGuard()
         self._unguard: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
@@ -125,7 +126,14 @@ class PipelineEngine:
             self.stream.end()
         else:
             number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
-        agreed = agree(self.transport, self.progress, is_training, number, self._is_lost)
+        agreed = agree(
+            self.transport,
+            self.progress,
+            number,
+            is_training=is_training,
+            is_lost=self._is_lost,
+            has_jumped=is_training and not has_graphs and self._has_jumped(),
+        )
         if agreed.signals:
             self.on_signals(agreed.signals)
         if agreed.is_lost:
@@ -135,7 +143,16 @@ class PipelineEngine:
         self._checks.support(has_graphs)
         if not is_training:
             return self._infer(call, inputs)
-        return (self._train_on_graphs if has_graphs else self._train)(call, inputs)
+        if has_graphs:
+            return self._train_on_graphs(call, inputs)
+        return self._train(call, inputs, is_exact=self.controls.is_exact or agreed.has_jumped)
+
+    def _has_jumped(self) -> bool:
+        """Whether the loss of the last step has jumped, on this rank."""
+        record = self.last_step.record
+        if record is None or not self.options.guards_loss:
+            return False
+        return self._guard.sees_jump(self.progress.loss, is_exact=record.is_exact)
 
     def _graph_of_node(self) -> Tensor | None:
         """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
@@ -183,8 +200,8 @@ class PipelineEngine:
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
             owes = self.progress.validates_next() and self._passes.validation_renews(graph)
-        peaks = self.rates.peaks
-        state = RunState(self.options.seed, *counts, *layout, *histories, owes, peaks)
+        losses = self._guard.losses, self._guard.num_steps
+        state = RunState(self.options.seed, *counts, *layout, *histories, owes, *losses)
         return state.without_histories() if self._is_lost else state
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
@@ -203,21 +220,19 @@ class PipelineEngine:
         self._saved = saved
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
-        self.rates.peaks = saved.state.peak_rates
+        self._guard = LossGuard(saved.state.losses, saved.state.steps_since_jump)
         self.model.prefer(saved.state.stage_layers)
 
-    def _train(self, call: Call, inputs: Inputs) -> Any:
+    def _train(self, call: Call, inputs: Inputs, *, is_exact: bool) -> Any:
         check_schedule(self.options.schedule)
         self._state.begin()
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
         is_free = self._passes.is_free(graph)
-        graph.store.rate_share = self.rates.share(self.progress.learning_rates())
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
-        is_exact = self.controls.is_exact or (mode.reads not in graph.filled and not is_free)
-        graph.store.rescale(self.progress.loss_scale())
+        is_exact = is_exact or (mode.reads not in graph.filled and not is_free)
         is_due = graph.is_refresh_due(self.num_training_passes, self.controls.refreshes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
@@ -253,7 +268,8 @@ class PipelineEngine:
         def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
             self._state.begin_backward(grads)
             leaf_grads = running.backward(grads, slots)
-            self._state.end_backward(running.gradients())
+            is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
+            self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
             return leaf_grads
 
@@ -279,7 +295,6 @@ class PipelineEngine:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
         if renews:
-            graph.store.rescale(self.progress.loss_scale())
             graph.renew()
             self._state.settle()
         return mode.layers.rebuild_output(outputs)

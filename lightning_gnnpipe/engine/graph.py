@@ -69,13 +69,13 @@ class PlannedGraph:
             step: Its number.
             is_asked: Whether a callback wants it.
         """
-        makes_passes = self.owes_renewal or self.store.options.method.reads.makes_passes
         is_asked = is_asked and not self.is_renewed
-        return is_asked or (makes_passes and self.takes_rows(step))
+        return is_asked or (self.owes_renewal and self.takes_rows(step))
 
-    def takes_rows(self, step: int) -> bool:
-        """Whether the rows of an exact pass are to take the place of all before `step`."""
-        return self.store.options.method.reads.renews(step) and not self.is_renewed
+    def takes_rows(self, step: int, *, is_asked: bool = False) -> bool:
+        """Whether the rows of validation are to take the place of all before `step`."""
+        takes = self.store.options.method.takes_validation or is_asked
+        return takes and step > 0 and not self.is_renewed
 
     def note_step(self) -> None:
         """Take note that a training step has read the rows."""

@@ -15,7 +15,6 @@ from lightning_gnnpipe.engine.costs import measure_layers
 from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.lookahead import PredictedWeights
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
@@ -113,7 +112,6 @@ class GraphPasses:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
-        is_pipelined = is_training and is_written and not is_exact
         return StepParts(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
@@ -126,43 +124,27 @@ class GraphPasses:
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=get_codecs(messages.cut_codec),
-            weights=self._weights(graph) if is_pipelined else None,
         )
-
-    def _weights(self, graph: PlannedGraph) -> PredictedWeights | None:
-        """Return the weights that a pipelined step is computed with, if they are others."""
-        lookahead, weights = self._options.histories.method.lookahead, graph.store.last_weights
-        if not lookahead:
-            weights.clear()  # of a run with another method, that this one goes on from
-            return None
-        if not graph.plan.joins_chunks:  # no gradient is late
-            return None
-        return PredictedWeights(self._model.module, lookahead, weights)
 
     def validation_renews(self, graph: PlannedGraph) -> bool:
         """Whether the next validation will write the rows of training, as far as is known."""
         if graph.was_renewed is not None:
             return graph.was_renewed
-        return not self._model.intercepted.norms and not self._is_late(graph)
+        return not self._model.intercepted.norms and not self._options.messages.is_async
 
     def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.
 
-        Where shards do not wait for each other it would take what is on its way: only one that is
-        due does.
+        Where shards do not wait for each other it would take what is on its way: none does.
         """
         options, module = self._options, self._model.module
         is_trained = graph is self._graphs.trained
-        is_due = is_trained and graph.takes_rows(step) and not self._is_late(graph)
+        takes = graph.takes_rows(step, is_asked=self._controls.takes_validation)
+        is_due = is_trained and takes and not options.messages.is_async
         is_eval = options.is_fitting and not module.training
         if not (is_due and is_eval) or self._model.intercepted.norms:
             return False
         return graph.trained_with is not None and graph.trained_with.is_like(call, module)
-
-    def _is_late(self, graph: PlannedGraph) -> bool:
-        """Whether shards do not wait for each other, and rows are those of validation."""
-        makes_passes = graph.store.options.method.reads.makes_passes
-        return self._options.messages.is_async and not makes_passes
 
     def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""

@@ -25,7 +25,6 @@ from lightning_gnnpipe.schedule import (
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 
 _TRAINED = 4  # a weight, its gradient, two states of the optimizer
-_FORESEEN = 3  # weights of the step before, how far it went, weights carried forward
 _MANY_ROWS = 2**10  # of a message, so that what it has but once does not count
 
 
@@ -92,9 +91,7 @@ class LayoutForecaster:
 
     def stages(self) -> list[StageForecast]:
         """Return what each stage computes and keeps."""
-        found, chunks = [], self._measured.chunks
-        foresees = self._measured.options.histories.method.lookahead
-        copies = _TRAINED + (_FORESEEN if foresees and chunks.joins_chunks else 0)
+        found = []
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = self._costs(stage)
             found.append(
@@ -103,7 +100,7 @@ class LayoutForecaster:
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
                     compute_s=sum(cost.compute_s for cost in costs),
-                    memory_bytes=copies * _bytes_of(weights)
+                    memory_bytes=_TRAINED * _bytes_of(weights)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(self._node_frac() * self._activations(stage, costs)),
                 )

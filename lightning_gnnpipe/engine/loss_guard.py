@@ -27,15 +27,18 @@ class LossGuard:
 
     def __init__(self, losses: Sequence[float] = (), num_steps: int = _PAUSE) -> None:
         self.losses, self.num_steps = tuple(losses), num_steps
+        self._was_exact = True
         self._has_warned = False
 
-    def sees_jump(self, loss: float, *, was_exact: bool) -> bool:
+    def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
         """Take note of a step's loss; return whether the next step is to be exact.
 
         Args:
             loss: Of the step. One that is not finite is not judged: histories are dropped then.
-            was_exact: Whether the weights of the step were made by an exact one.
+            is_exact: Whether the step was exact. What the step after an exact one does is not the
+                pipeline's fault.
         """
+        was_exact, self._was_exact = self._was_exact, is_exact
         self.num_steps += 1
         if not isfinite(loss):
             return False
@@ -56,9 +59,10 @@ class LossGuard:
         if not self._has_warned:
             log.warning(
                 "The training loss jumped to %.4g in a pipelined step (at most %.4g before): from "
-                "pipelined steps to one exact step. If it jumps again, lower the learning rate, use "
-                "fewer chunks, train more of the first epochs exactly (StalenessWarmup) or refresh the histories "
-                "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
+                "pipelined steps to one exact step. If it jumps again, lower the learning rate, "
+                "use fewer chunks, train more of the first epochs exactly (StalenessWarmup), or "
+                "refresh the histories (EmbeddingRefresh). Shown once. "
+                "GNNPipeStrategy(guard=False) switches this off.",
                 loss,
                 max(self.losses),
             )

@@ -24,6 +24,7 @@ class EngineOptions:
         balance: How layers are dealt out.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
+        guards_loss: Whether a step is exact after the training loss has jumped.
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
@@ -42,6 +43,7 @@ class EngineOptions:
     repeat_encoder: RepeatOption = "auto"
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 1
+    guards_loss: bool = True
 
     @property
     def splitting(self) -> Splitting:

@@ -23,8 +23,7 @@ class StageForecast:
         compute_s: Seconds, forward and backward, of all its shards together; with what it computes
             again of earlier layers.
         memory_bytes: Histories, gradient buffers, activations and weights with two optimizer
-            states, and what they are carried forward by, of the shard that needs most; the batch
-            and its edges are not in it.
+            states, of the shard that needs most; the batch and its edges are not in it.
     """
 
     first_layer: int

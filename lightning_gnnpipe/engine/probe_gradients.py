@@ -182,7 +182,7 @@ class _GradientCheck:
                 total = inputs.setdefault(name, torch.zeros_like(values[name]))
                 if grad is not None:
                     self._rows(total, name, chunk).add_(grad)
-        self.trial.store.end_step(is_exact=False)
+        self.trial.store.end_step()
         return [*totals, *inputs.values()]
 
     def _part(self, name: str, chunk: Chunk, values: dict[str, Tensor]) -> Tensor:

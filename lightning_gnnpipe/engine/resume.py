@@ -17,12 +17,7 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.run_state import SavedRun
-from lightning_gnnpipe.history import (
-    HistoryStore,
-    LastWeights,
-    SavedGradients,
-    SavedHistory,
-)
+from lightning_gnnpipe.history import SavedHistory, name_method
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
@@ -35,17 +30,11 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
     histories = []
     for key in store:
         saved = store.save(key)
-        gradients = saved.gradients or SavedGradients()
-        tables = {
-            "rows": saved.rows,
-            "kept": saved.kept,
-            "output_grads": gradients.outputs,
-        }
+        tables = {"rows": saved.rows, "kept": saved.kept}
         if not _is_by_chunk(key):  # ghosts are others' own
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
-        halos = {"halo_grads": dict(gradients.halos), "scale": gradients.scale}
-        histories.append({"key": _plain(key), **tables, **steps, **halos})
+        histories.append({"key": _plain(key), **tables, **steps})
     moments = [{"key": _plain(key), **store.moments.save(key)} for key in store.moments]
     ends = [chunk.end for chunk in graph.plan.chunks]
     return {
@@ -53,10 +42,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "ends": ends,
         "histories": histories,
         "moments": moments,
-        "last_weights": _save_weights(store.last_weights),
-        "loss_scale": store.loss_scale,
-        "reads": _rule(store),
-        "gradients": _gradients(store),
+        "method": name_method(store.options.method),
         "is_renewed": graph.is_renewed,
     }
 
@@ -83,11 +69,11 @@ def take_histories(
         if load_ranks(graph, saved.stages, segments):
             graph.filled.update(state.filled)
             graph.owes_renewal = state.owes_renewal
-            before, now = saved.stages[0]["gradients"], _gradients(graph.store)
+            before, now = saved.stages[0]["method"], name_method(graph.store.options.method)
             if before != now and mesh.rank == 0:
                 log.warning(
-                    "The checkpoint was saved with %s, and this run has %s: from the one to the "
-                    "other in the middle of training.",
+                    "The checkpoint was saved with staleness='%s', and this run has '%s': from the "
+                    "one to the other in the middle of training.",
                     before,
                     now,
                 )
@@ -116,7 +102,6 @@ def load_ranks(
     keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
     if not is_same_cut and any(map(_is_by_chunk, keys)):
         return False
-    store.loss_scale = ranks[0]["loss_scale"]  # the same on all
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
         for one in rank["histories"]:
@@ -129,87 +114,20 @@ def load_ranks(
                 sums, total = one["sums"], one["total"].to(device)
                 is_known = is_same_cut and sums is not None
                 store.moments.load(key, sums.to(device) if is_known else None, total)
-    store.last_weights = _load_weights([rank["last_weights"] for rank in ranks])
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
-    is_kept = _takes_kept(ranks, store)
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
-        rows, kept, outputs = (
-            _moved([one[name] for _, one in parts], places, device)
-            for name in ("rows", "kept", "output_grads")
+        rows, kept = (
+            _moved([one[name] for _, one in parts], places, device) for name in ("rows", "kept")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
-        kept = kept if is_kept else None
-        halos = _halo_grads(key, ranks, perm, ends, device)
-        gradients = SavedGradients(outputs, halos, parts[0][1]["scale"])  # alike on all
         target = store.by_chunk if by_chunk else store
-        target.load(key, SavedHistory(rows, step, kept, kept_step, gradients))
+        target.load(key, SavedHistory(rows, step, kept, kept_step))
     return True
-
-
-def _rule(store: HistoryStore) -> str:
-    """Return the name of the rule for reads of stale rows."""
-    return type(store.options.method.reads).__name__
-
-
-def _gradients(store: HistoryStore) -> str:
-    """Return the rule for gradients of stale rows, and the steps that are foreseen."""
-    method = store.options.method
-    return f"{method.gradients} and a lookahead of {method.lookahead}"
-
-
-def _takes_kept(ranks: Sequence[Mapping[str, Any]], store: HistoryStore) -> bool:
-    """Return whether what was kept beside the rows is of use: another rule keeps something else."""
-    saved, present = ranks[0]["reads"], _rule(store)
-    if saved == present:
-        return store.options.method.reads.keeps_rows
-    if any(one["kept"] is not None for rank in ranks for one in rank["histories"]):
-        log.warning(
-            "The checkpoint was saved with %s, and this run reads stale rows by %s: from what "
-            "the former kept beside the last rows to the last rows alone.",
-            saved,
-            present,
-        )
-    return False
-
-
-def _halo_grads(
-    key: CallKey,
-    ranks: Sequence[Mapping[str, Any]],
-    perm: Tensor,
-    ends: Sequence[int],
-    device: torch.device,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the gradients that chunks have for their halos; none if chunks were others."""
-    return {
-        chunk: (positions.to(device), grad.to(device))
-        for rank in ranks
-        if rank["ends"] == ends and torch.equal(rank["perm"], perm)
-        for one in rank["histories"]
-        if CallKey(*one["key"]) == key
-        for chunk, (positions, grad) in one["halo_grads"].items()
-    }
-
-
-def _save_weights(last: LastWeights) -> dict[str, Any]:
-    """Return the weights of the step before in plain types; nothing is copied."""
-    return {"values": last.values, "steps": last.steps, "written": sorted(last.written)}
-
-
-def _load_weights(ranks: Sequence[Mapping[str, Any]]) -> LastWeights:
-    """Return those of all ranks.
-
-    Those of other ranks are of no use, and gone with the first step: they stay where they are.
-    """
-    values, steps = (
-        {name: value for rank in ranks for name, value in rank[of].items()}
-        for of in ("values", "steps")
-    )
-    return LastWeights(values, steps, {name for rank in ranks for name in rank["written"]})
 
 
 def _is_by_chunk(key: Hashable) -> bool:

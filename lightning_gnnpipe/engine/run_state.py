@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_gnnpipe.errors import CheckpointError, explain
 
-_VERSION = 13
+_VERSION = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class RunState:
         graph: Fingerprint of the graph that the histories belong to; None if there are none.
         filled: Modes whose histories are complete.
         owes_renewal: Whether validation was about to renew their rows.
-        peak_rates: The largest learning rate so far of each group of parameters: see
-            `LearningRates`.
+        losses: The last ones; see `LossGuard`.
+        steps_since_jump: Steps since one of them jumped.
         version: Of this format.
     """
 
@@ -40,7 +40,8 @@ class RunState:
     graph: int | None
     filled: tuple[Hashable, ...]
     owes_renewal: bool
-    peak_rates: Mapping[tuple[int, int], float]
+    losses: tuple[float, ...]
+    steps_since_jump: int
     version: int = _VERSION
 
     @property

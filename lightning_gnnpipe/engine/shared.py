@@ -60,6 +60,8 @@ class SharedStore:
         """
         self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
+        if self._histories is not None:  # an asynchronous step waits for nobody
+            self._histories.sum_over_shards = None if self._is_async else self.sum
         if not self._is_async:
             self.drain()
 
@@ -143,7 +145,7 @@ class SharedStore:
         return self._histories.read(key, chunk)
 
     def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return which sources are read stale, and how far the rows of this shard have moved."""
+        """Return which of the chunk's sources are read stale, and how far rows have moved."""
         return None if self._histories is None else self._histories.drift(key, chunk)
 
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:

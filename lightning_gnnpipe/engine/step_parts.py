@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from lightning_gnnpipe.comm import Codecs, Transport
 from lightning_gnnpipe.engine.chunk_run import SeedOf
 from lightning_gnnpipe.engine.inputs import PassInputs
-from lightning_gnnpipe.engine.lookahead import PredictedWeights
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.passing import MessageContext, NativeContext
 from lightning_gnnpipe.stages import Stage, Value
@@ -32,7 +31,6 @@ class StepParts:
         is_training: Whether a backward pass follows.
         recompute: Whether backward computes activations again instead of keeping them.
         codecs: Of what stages send each other.
-        weights: What it computes with in place of the module's; None for these.
     """
 
     stages: Mapping[int, Stage]
@@ -46,4 +44,3 @@ class StepParts:
     is_training: bool
     recompute: bool
     codecs: Codecs
-    weights: PredictedWeights | None = None

@@ -1,13 +1,13 @@
 """One training pass: forward now, backward when the user's loss asks for it.
 
 The histories around it, in order: refresh (if due), what stale reads return, forward (push, pull),
-what later reads need, backward (gradient buffers), what gradients wait for the next step.
+what later reads need, backward (gradient buffers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +66,6 @@ class TrainingPass:
         self._place = parts.transport.mesh.stage
         self._schedule = schedule
         self._step = Step(parts)
-        weights = parts.weights
-        self._weights: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if weights is None else weights.used
-        )
         self._is_done = False
         self.is_exact = is_exact
 
@@ -84,14 +80,13 @@ class TrainingPass:
         self._parts.transport.meter.reset()
         self._begin(controls, number)
         with (
-            self._weights(),
             intercept(self._model.intercepted, self._parts.context),
             own_random_stream(self._parts.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._place))
         if self._store is not None:
-            self._store.after_forward(is_exact=self.is_exact)
+            self._store.after_forward(takes_snapshot=self._takes_snapshot(controls, number))
         return outputs
 
     def _begin(self, controls: Controls, number: int) -> None:
@@ -101,14 +96,26 @@ class TrainingPass:
             return
         store.begin_step(number)
         store.recorder = StalenessRecorder() if controls.records_staleness else None
-        store.before_forward(is_exact=self.is_exact)
+        reads_snapshot = self._snapshot_steps is not None or controls.reads_snapshot
+        store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
+
+    @property
+    def _snapshot_steps(self) -> int | None:
+        """Steps between snapshots, where the staleness method says so."""
+        return None if self._store is None else self._store.options.method.snapshot_steps
+
+    def _takes_snapshot(self, controls: Controls, number: int) -> bool:
+        """Whether the rows of this step are kept; a callback's interval counts, if there is one."""
+        if controls.reads_snapshot:
+            return self.is_exact or controls.takes_snapshot
+        num_steps = self._snapshot_steps
+        return num_steps is not None and (self.is_exact or (number + 1) % num_steps == 0)
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
         self._begin_backward()
         actions = self._schedule.backward(self._place)
         with ExitStack() as stack:
-            stack.enter_context(self._weights())
             if self._parts.recompute:
                 self._parts.context.leaves = self._parts.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._parts.context))
@@ -123,15 +130,15 @@ class TrainingPass:
             self._step.backward(actions, grads, on_last)
         sums.finish()
         if self._store is not None:
-            self._store.end_step(is_exact=self.is_exact)
+            self._store.end_step()
         return self._leaf_grads(slots)
 
     def gradients(self) -> list[Tensor]:
         """Return those of parameters on this rank that have to be finite for later steps.
 
-        None without histories, or where a loss is scaled: then some overflow now and then.
+        None without histories.
         """
-        if self._store is None or self._store.loss_scale != 1:
+        if self._store is None:
             return []
         grads = (one.grad for one in self._model.module.parameters() if one.numel())
         return [grad for grad in grads if grad is not None]

@@ -25,13 +25,11 @@ class ZeroHalo:
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         self.moments = MomentStore(plan.num_chunks)
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
-        self._num_halo = sum(chunk.num_halo for chunk in plan.chunks)
         self._options = options
         self._zeros: dict[object, Tensor] = {}
         self.tables: dict[CallKey, Tensor] = {}
         self.table_bytes: dict[CallKey, int] = {}
         self.grad_bytes: dict[CallKey, int] = {}
-        self.halo_bytes: dict[CallKey, int] = {}  # of gradients that wait
         self.pushed_row_bytes: dict[CallKey, int] = {}
 
     @property
@@ -42,18 +40,18 @@ class ZeroHalo:
     def by_chunk(self) -> ZeroHalo:
         other = copy.copy(self)
         other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
-        other._num_halo = self._num_chunks * (self._num_chunks - 1)
         return other
 
     def scale_of(self, key: CallKey) -> float:
-        return self._options.method.gradients.scale
+        return self._options.method.linear_scale
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
         dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
         table = self.tables[key] = self._table(rows, dtype)
-        self.table_bytes[key] = table.nbytes * (1 + self._options.method.reads.keeps_rows)
+        is_kept = self._options.method.snapshot_steps is not None
+        self.table_bytes[key] = table.nbytes * (1 + is_kept)
         self.pushed_row_bytes[key] = rows[:1].nbytes
 
     def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,8 +75,6 @@ class ZeroHalo:
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
-        is_kept = self._options.method.gradients.keeps_halos
-        self.halo_bytes[key] = grad[:1].nbytes * self._num_halo * is_kept
 
     def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> None: ...
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
@@ -89,6 +85,5 @@ class ZeroHalo:
         self, key: CallKey, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         table = self._table(grad, self._options.linear_dtype(grad))
-        rule, recomputes = self._options.method.gradients, self._options.recomputes
-        self.grad_bytes[key] = table.nbytes * rule.num_tables(recomputes=recomputes)
+        self.grad_bytes[key] = table.nbytes
         return table, None

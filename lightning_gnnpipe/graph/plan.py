@@ -156,13 +156,6 @@ class ChunkPlan:
         return self.shard is None and not any(chunk.num_halo for chunk in self.chunks)
 
     @property
-    def joins_chunks(self) -> bool:
-        """Whether an edge joins two chunks, on whichever shard; the same on all of them."""
-        count = self.num_chunks
-        pieces = self.globe.chunks
-        return any(c.index % count != halo % count for c in pieces for halo in c.halo_chunks)
-
-    @property
     def halo_counts(self) -> dict[int, dict[int, int]]:
         """For each chunk the halo rows in each of the other chunks that it reads."""
         return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.history.delayed import DelayedGradients
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
-from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
-from lightning_gnnpipe.history.method import METHODS, StalenessMethod
+from lightning_gnnpipe.history.method import METHODS, StalenessMethod, name_method
 from lightning_gnnpipe.history.moments import (
     MomentStore,
     RowMoments,
@@ -13,30 +11,20 @@ from lightning_gnnpipe.history.moments import (
     sums_by_chunk,
 )
 from lightning_gnnpipe.history.options import HistoryOptions
-from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
-from lightning_gnnpipe.history.saved import SavedGradients, SavedHistory
+from lightning_gnnpipe.history.saved import SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
-from lightning_gnnpipe.history.weights import LastWeights
 
 __all__ = [
     "METHODS",
-    "DelayedGradients",
-    "DroppedGradients",
-    "GradientRule",
     "HistoryOptions",
     "HistoryStore",
-    "LastRows",
-    "LastWeights",
     "MomentStore",
-    "ReadRule",
-    "RenewedRows",
     "RowMoments",
-    "SavedGradients",
     "SavedHistory",
-    "SnapshotRows",
     "Staleness",
     "StalenessMethod",
     "StalenessRecorder",
     "mean_and_var",
+    "name_method",
     "sums_by_chunk",
 ]

@@ -9,7 +9,7 @@ row is. It takes away what lags in all rows alike: most of what one optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ class MeanDrift:
 
     def begin_step(self) -> None:
         """Forget how far rows have moved in the last step."""
-        self._moved: Tensor | None = None
-        self._count = 0
+        self._moved: Tensor | None = None  # sums of change, and the number of rows behind them
         self._seen: dict[int, Tensor] = {}  # the drift when each chunk ran
 
     def replace(self, rows: Tensor) -> None:
@@ -41,14 +40,25 @@ class MeanDrift:
         bounds = enumerate(zip(starts, self._ends, strict=True))
         self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
 
-    def move(self, chunk: int, rows: Tensor) -> None:
-        """Take note of the rows of a chunk that has run, `[num_nodes_of_chunk, *]`."""
+    def move(
+        self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """Take note of the rows of a chunk that has run.
+
+        Args:
+            chunk: The chunk.
+            rows: `[num_nodes_of_chunk, *]`.
+            sum_over_shards: Returns the sum of a tensor over the ranks that hold rows of the chunk;
+                None for the rows of this rank alone.
+        """
         now, then = _sum(rows), self._sums[chunk]
         self._sums[chunk] = now
-        change = now - then
+        change = (now - then).flatten()
+        change = torch.cat([change, change.new_tensor([rows.size(0)])])
+        if sum_over_shards is not None:
+            change = sum_over_shards(change)
         self._moved = change if self._moved is None else self._moved + change
-        self._count += rows.size(0)
-        self._seen[chunk] = self._moved / (self._count + FLOOR)
+        self._seen[chunk] = (self._moved[:-1] / (self._moved[-1] + FLOOR)).view_as(now)
 
     def seen_by(self, chunk: int) -> Tensor:
         """Return the drift that the chunk has seen when it ran, `[*]`."""

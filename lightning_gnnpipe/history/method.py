@@ -1,89 +1,46 @@
-"""How staleness is met: a rule for gradients of stale rows, and one for what reads return."""
+"""How staleness is met: what stale reads return, and what becomes of gradients between chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history.delayed import DelayedGradients
-from lightning_gnnpipe.history.gradients import DroppedGradients, GradientRule
-from lightning_gnnpipe.history.reads import LastRows, ReadRule, RenewedRows, SnapshotRows
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StalenessMethod:
-    """How staleness is met, in gradients, in reads and in weights.
+    """How staleness is met.
 
-    With a `lookahead` of d the pipelined step e is computed, forward and backward, with
+    Stale rows are constants, those of the last step unless it says otherwise.
 
-        w_e + (r + r^2 + ... + r^d) s_e,    s_e = w_e - w_(e-1),
-        r = <s_e, s_(e-1)> / max(|s_e|^2, |s_(e-1)|^2), at least 0
-
-    in place of each parameter w_e of the pipelined module, which optimizers, validation and
-    checkpoints see. A late gradient is then one for about the weights that it changes. That takes
-    the phase back that lateness costs, and makes no noise, since weights move smoothly; where they
-    do not, because the optimizer has no momentum, or since they swing, r is small and they stay
-    where they are. So it is for the first two steps after an exact one, or a loss that was not
-    finite; where gradients are accumulated over passes of one graph; for parameters that the module
-    writes to while it computes; and if no edge joins two chunks.
-    Source: the predicted weights of SpecTrain (Chen et al., arXiv 1809.02839) for pipelines of
-    batches, which carry weights on along the optimizer's momentum; to foresee steps from those that
-    were made is ours.
-
-    Args:
-        gradients: What becomes of the gradients of stale rows: `DroppedGradients` or
-            `DelayedGradients`.
-        reads: What a read of a stale row returns: `LastRows`, `SnapshotRows` or `RenewedRows`.
-        lookahead: d, the steps that are foreseen, from 0 to 8.
-
-    Raises:
-        ConfigError: If they are something else.
-
-    Example:
-        >>> from lightning_gnnpipe import DelayedGradients, StalenessMethod
-        >>> method = StalenessMethod(DelayedGradients(decay=0.5))
+    Attributes:
+        follows_drift: Whether stale rows are moved as far as the rows that have run, on average.
+        linear_scale: Factor on the gradients of fresh rows of other chunks in layers that make a
+            weighted sum of them.
+        message_scale: The same in layers with messages of another kind, such as attention.
+        takes_validation: Whether stale rows are those of validation where it has just run: of the
+            present weights, without dropout.
+        snapshot_steps: Stale rows are read from a snapshot of all rows, which is renewed at the end
+            of every so many steps, and of every exact one; None for the rows themselves.
     """
 
-    gradients: GradientRule = field(default_factory=DroppedGradients)
-    reads: ReadRule = field(default_factory=LastRows)
-    lookahead: int = 0
     follows_drift: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in (("gradients", GradientRule), ("reads", ReadRule)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise ConfigError(
-                    explain(
-                        expected=f"'{name}' of StalenessMethod to be a {kind.__name__}",
-                        found=repr(value),
-                        remedy="Use one of lightning_gnnpipe, such as DelayedGradients() for "
-                        "'gradients' and LastRows() for 'reads'.",
-                    )
-                )
-        is_count = isinstance(self.lookahead, int) and not isinstance(self.lookahead, bool)
-        if not (is_count and 0 <= self.lookahead <= 8):
-            raise ConfigError(
-                explain(
-                    expected="'lookahead' of StalenessMethod to be a whole number from 0 to 8",
-                    found=str(self.lookahead),
-                    remedy="0 computes with the weights as they are; beyond 4 little is gained.",
-                )
-            )
+    linear_scale: float = 1.0
+    message_scale: float = 1.0
+    takes_validation: bool = False
+    snapshot_steps: int | None = None
 
 
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
-        "lookahead": StalenessMethod(
-            DelayedGradients(decay=0.5, scale=1.5, fades=True),
-            RenewedRows(None, noise=0.7),
-            lookahead=4,
-        ),
-        "delayed": StalenessMethod(DelayedGradients()),
+        "drift": StalenessMethod(follows_drift=True, message_scale=2.0, takes_validation=True),
         "constant": StalenessMethod(),
-        "gnnpipe": StalenessMethod(DroppedGradients(scale=2.0), SnapshotRows()),
+        "gnnpipe": StalenessMethod(linear_scale=2.0, message_scale=2.0, snapshot_steps=23),
     }
 )
-"""The methods that have a name."""
+"""The methods by name. Source of "gnnpipe": GNNPipe (arXiv 2308.10087), techniques 2 and 3."""
+
+
+def name_method(method: StalenessMethod) -> str:
+    """Return the name of a method, or what it consists of."""
+    return next((name for name, one in METHODS.items() if one == method), repr(method))

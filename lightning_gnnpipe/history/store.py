@@ -8,7 +8,7 @@ written is never read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from lightning_gnnpipe.history.moments import MomentStore
 from lightning_gnnpipe.history.options import HistoryOptions
 from lightning_gnnpipe.history.reads import Rows
 from lightning_gnnpipe.history.saved import NEVER, SavedHistory
-from lightning_gnnpipe.history.weights import LastWeights
 from lightning_gnnpipe.types import ChunkView
 
 
@@ -34,6 +33,11 @@ class _Entry:
     old: Tensor | None = None  # the rows before this step's, where they are read again
     is_filled: bool = False  # whether every chunk's rows were written
     drift: MeanDrift | None = None  # where stale rows are moved
+
+    def note_all(self) -> None:
+        """Take note that all rows are others now."""
+        if self.drift is not None:
+            self.drift.replace(self.rows.now)
 
 
 _DEFAULTS = HistoryOptions()
@@ -61,19 +65,17 @@ class HistoryStore:
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self._ends = ends
+        self.sum_over_shards: Callable[[Tensor], Tensor] | None = None
         self.step = 0
-        self.loss_scale = 1.0  # of the gradients that wait
-        self.rate_share = 1.0  # the learning rate in shares of the largest
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self.last_weights = LastWeights()
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
 
     def scale_of(self, key: Hashable) -> float:
         """Return the factor on gradients of the history between chunks."""
-        return self._entries[key].grads.scale
+        return self._entries[key].grads.linear_scale
 
     @property
     def is_local(self) -> bool:
@@ -94,52 +96,39 @@ class HistoryStore:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
-        """Say that training pass number `step` begins, at the present `rate_share`."""
+        """Say that training pass number `step` begins."""
         self.step = step
         self.moments.begin_step()
         for entry in self._entries.values():
-            entry.grads.follow_rate(self.rate_share)
             if entry.drift is not None:
                 entry.drift.begin_step()
 
-    def rescale(self, loss_scale: float) -> None:
-        """Make what waits that of another loss scale, or drop it.
-
-        Args:
-            loss_scale: Of the next step; a lower one says that the last gradients have overflowed.
-        """
-        if loss_scale != self.loss_scale:
-            factor = None if loss_scale < self.loss_scale else loss_scale / self.loss_scale
-            for entry in self._entries.values():
-                entry.grads.rescale(factor)
-            if factor is None:
-                self.last_weights.clear()
-            self.loss_scale = loss_scale
-
-    def before_forward(self, *, is_exact: bool) -> None:
-        """Put into the rows what stale reads of this step return."""
+    def before_forward(self, *, is_exact: bool, reads_snapshot: bool) -> None:
+        """Put into the rows what stale reads of this step return; forget snapshots without use."""
         for entry in self._entries.values():
-            if entry.is_filled:
-                self.options.method.reads.before(entry.rows, is_exact=is_exact)
+            if not reads_snapshot:
+                entry.rows.kept = None
+            elif entry.is_filled and not is_exact and entry.rows.take_kept():
+                entry.note_all()
 
-    def after_forward(self, *, is_exact: bool) -> None:
+    def after_forward(self, *, takes_snapshot: bool) -> None:
         """Keep what stale reads of later steps need."""
-        for entry in self._entries.values():
-            self.options.method.reads.after(entry.rows, is_exact=is_exact, step=self.step)
+        if takes_snapshot:
+            for entry in self._entries.values():
+                entry.rows.keep()
         self._pushed.clear()
 
     def on_renewed(self) -> None:
         """Take note that an exact pass has recomputed all rows, without a training step."""
         for key in self._pushed:
-            self.options.method.reads.on_renewed(self._entries[key].rows)
+            if self._entries[key].rows.kept is not None:
+                self._entries[key].rows.keep()
         self._pushed.clear()
 
-    def end_step(self, *, is_exact: bool) -> None:
-        """End the backward of a training step: forget gradients, or have them wait."""
+    def end_step(self) -> None:
+        """End the backward of a training step: forget gradients."""
         for entry in self._entries.values():
-            entry.grads.end_step(is_exact=is_exact)
-        if is_exact:
-            self.last_weights.clear()
+            entry.grads.end_step()
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history under `key`, `[num_rows, *]`, in plan order."""
@@ -150,7 +139,7 @@ class HistoryStore:
         entry = self._entries[key]
         rows = entry.rows
         steps = min(rows.written), min(rows.kept_written, default=NEVER)
-        return SavedHistory(rows.now, steps[0], rows.kept, steps[1], entry.grads.save())
+        return SavedHistory(rows.now, steps[0], rows.kept, steps[1])
 
     def load(self, key: Hashable, saved: SavedHistory) -> None:
         """Go on with a history that was saved; its rows are in this plan's order."""
@@ -159,14 +148,10 @@ class HistoryStore:
         rows.now.copy_(saved.rows)
         rows.written = [saved.step] * self.num_chunks
         entry.is_filled = saved.step != NEVER
-        if entry.drift is not None:
-            entry.drift.replace(rows.now)
+        entry.note_all()
         if saved.kept is not None:
             rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
-            is_written = saved.kept_step != NEVER
-            rows.kept_written = [saved.kept_step] * self.num_chunks if is_written else []
-        if saved.gradients is not None:
-            entry.grads.load(saved.gradients)
+            rows.kept_written = [saved.kept_step] * self.num_chunks
 
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
@@ -184,10 +169,10 @@ class HistoryStore:
                 entry.old = torch.empty_like(rows_now)
             entry.old[chunk.start : chunk.end] = target
         target.copy_(rows)
-        if entry.drift is not None and chunk.is_whole:
-            entry.drift.replace(rows_now)
+        if chunk.is_whole:
+            entry.note_all()
         elif entry.drift is not None:
-            entry.drift.move(chunk.index, target)
+            entry.drift.move(chunk.index, target, self.sum_over_shards)
         for c in chunks:
             written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in written
@@ -262,19 +247,19 @@ class HistoryStore:
     def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         entry = self._entries[key]
-        entry.grads.add(chunk, self._halo(chunk), grad, entry.rows.now)
+        entry.grads.add(self._halo(chunk), grad, entry.rows.now)
 
     def ghost_grad(
         self, key: Hashable, chunk: ChunkView, positions: Tensor, *, is_linear: bool
     ) -> Tensor | None:
         """Return what others have for rows of other shards in the chunk; None if nothing."""
-        return None if chunk.is_whole else self._taken(key, positions)
+        return None if chunk.is_whole else self._taken(key, positions, is_linear)
 
     def pull_grad(self, key: Hashable, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
         """Return what other chunks have for the chunk's rows, scaled; None if nothing."""
         if chunk.is_whole:
             return None
-        taken = self._taken(key, slice(chunk.start, chunk.end))
+        taken = self._taken(key, slice(chunk.start, chunk.end), is_linear)
         return None if taken is None else taken.to(chunk.halo.device)
 
     def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
@@ -299,9 +284,8 @@ class HistoryStore:
         dtype = self.options.linear_dtype(grad)
         return entry.grads.add_output(chunk, grad, dtype, entry.rows.now)
 
-    def _taken(self, key: Hashable, rows: slice | Tensor) -> Tensor | None:
-        entry = self._entries[key]
-        return entry.grads.take(rows, entry.rows.now)
+    def _taken(self, key: Hashable, rows: slice | Tensor, is_linear: bool) -> Tensor | None:
+        return self._entries[key].grads.take(rows, is_linear=is_linear)
 
     def _halo(self, chunk: ChunkView) -> Tensor:
         """Return the positions of the chunk's halo, where the histories are."""
@@ -319,8 +303,8 @@ class HistoryStore:
         if entry is None:
             shape = (self.num_rows, *rows.shape[1:])
             table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
-            grads = self.options.method.gradients.make_buffer()
-            grads.follow_rate(self.rate_share)
+            method = self.options.method
+            grads = GradientBuffer(method.linear_scale, method.message_scale)
             entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_gnnpipe.types import ChunkView
 
-_NUM_SCALES = 2  # layers of one network may have so many at a time
 _Key = tuple[Any, ...]
 
 
@@ -93,7 +92,6 @@ class Adjacency:
         self._entries: dict[_Key, Tensor] = {}
         self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `kernels.row_sums`
         self._masked: tuple[object, SparseRows] | None = None
-        self._scales: list[float] = []  # other than 1, the last ones
 
     def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
         """Return the chunk's rows: the edges that end in it, columns are their sources."""
@@ -196,7 +194,6 @@ class Adjacency:
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)
         if key not in self._typed:
-            self._make_room(scale)
             values = self._values
             if values is not None and by_source:
                 values = values[self._pattern.order]
@@ -208,19 +205,6 @@ class Adjacency:
                 values = factor if values is None else factor.mul_(values)
             self._typed[key] = values
         return self._typed[key]
-
-    def _make_room(self, scale: float) -> None:
-        """Forget all that is of earlier factors than the last `_NUM_SCALES`; 1 is no factor."""
-        if scale == 1.0 or scale in self._scales:
-            return
-        self._scales.append(scale)
-        if len(self._scales) > _NUM_SCALES:
-            old = self._scales.pop(0)
-            tables: list[dict[_Key, Any]] = [self._typed, self._parts, self._entries]
-            for table in tables:
-                for key in [key for key in table if key[-1] == old]:
-                    del table[key]
-            self._masked = None
 
 
 def _cut(chunk: ChunkView, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:

@@ -3,7 +3,7 @@
 Forward, a chunk's rows are pushed and its outputs are taken from the history in place, by global
 index: no row is copied for the halo and no message is written down. In backward the gradient is
 pulled, from a buffer of the outputs' gradients. Rows of chunks that are not yet back-propagated,
-which have read stale rows, are zero or of the last step, as the staleness method says.
+which have read stale rows, are zero.
 
 Source: the gradient of `PushPull`, transposed; GNNPipe (arXiv 2308.10087).
 """

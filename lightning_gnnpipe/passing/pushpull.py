@@ -4,8 +4,7 @@ Forward: the chunk's rows are written to the history (push) and its halo rows ar
 (pull).
 Backward, run over the chunks in reverse order: the halo rows' gradient is added to the gradient
 buffer, and what later chunks added for this chunk's rows flows on. A row read stale was consumed
-before its gradient arrives: the gradient stays behind in the buffer, and the rule of the staleness
-method says what becomes of it.
+before its gradient arrives: the gradient stays behind in the buffer, and is dropped.
 
 Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the stale forward function.
 """

@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 def start(method: str, dropout: float = 0.0) -> tuple[Net, PipelineEngine, Tensor]:
-    """Return a net in four chunks after three steps, without a lookahead's weights moving."""
+    """Return a net in four chunks after three steps."""
     Fails.left = {"forward": 1000, "backward": 1000}
     torch.manual_seed(0)
     net, x = Net(dropout).double(), torch.randn(NUM_NODES, WIDTH, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_after_a_pass_that_failed_the_next_one_is_exact(
 
 
 def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, engine, x = start("lookahead")
+    _, engine, x = start("drift")
 
     def with_another(numbers: list[int]) -> list[list[int]]:
         return [numbers, [*numbers[:-1], 1]]

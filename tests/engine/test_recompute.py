@@ -10,12 +10,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.history import (
-    DelayedGradients,
-    DroppedGradients,
-    GradientRule,
-    StalenessMethod,
-)
+from lightning_gnnpipe.history import StalenessMethod
 from lightning_gnnpipe.models import GCNII
 from tests.helpers.engines import one_process_engine
 
@@ -44,9 +39,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-RULES: list[GradientRule] = [DroppedGradients(2.0), DelayedGradients(0.5, 0.3)]
-
-
 def graph() -> tuple[Tensor, Tensor]:
     number = torch.arange(70)
     edges = torch.stack([(number * 7 + number // 5) % N, (number * 3 + 1) % N])
@@ -57,7 +49,6 @@ def train(
     name: str,
     *,
     recompute: bool,
-    rule: GradientRule = RULES[0],
     history_device: torch.device | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return outputs, gradients and buffers of an exact step and three steps in chunks."""
@@ -67,7 +58,7 @@ def train(
         net,
         partition=PARTITION,
         recompute=recompute,
-        method=StalenessMethod(rule),
+        method=StalenessMethod(linear_scale=2.0, message_scale=2.0),
         history_device=history_device,
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
@@ -84,23 +75,21 @@ def train(
     return steps
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NETS)
-def test_the_numbers_are_the_same(name: str, rule: GradientRule) -> None:
-    kept, again = (train(name, recompute=recompute, rule=rule) for recompute in (False, True))
+def test_the_numbers_are_the_same(name: str) -> None:
+    kept, again = (train(name, recompute=recompute) for recompute in (False, True))
     for before, after in zip(kept, again, strict=True):
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", NETS)
-def test_histories_on_another_device(name: str, recompute: bool, rule: GradientRule) -> None:
+def test_histories_on_another_device(name: str, recompute: bool) -> None:
     """`cpu:0` is the same memory as `cpu`, and another device to all that compares the two."""
     elsewhere = torch.device("cpu:0")
     assert elsewhere != torch.device("cpu")
-    here = train(name, recompute=recompute, rule=rule)
-    there = train(name, recompute=recompute, rule=rule, history_device=elsewhere)
+    here = train(name, recompute=recompute)
+    there = train(name, recompute=recompute, history_device=elsewhere)
     for before, after in zip(here, there, strict=True):
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
@@ -170,10 +159,7 @@ def test_the_numbers_are_the_same_in_odd_cases(case: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [gnn.GCNConv, gnn.GATConv, gnn.SAGEConv])
-@pytest.mark.parametrize("rule", [DroppedGradients(), RULES[1]])
-def test_histories_in_half_precision(
-    make: Callable[..., nn.Module], recompute: bool, rule: GradientRule
-) -> None:
+def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: bool) -> None:
     """They take half the memory; outputs and gradients are rounded, and no more than that."""
 
     class Two(nn.Module):
@@ -193,7 +179,6 @@ def test_histories_in_half_precision(
             net,
             partition=PARTITION,
             recompute=recompute,
-            method=StalenessMethod(rule),
             history_dtype=dtype,
         )
         for step in range(3):

@@ -15,9 +15,7 @@ from lightning_gnnpipe.engine.run_state import RunState
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.history import (
-    DelayedGradients,
     HistoryOptions,
-    SnapshotRows,
     StalenessMethod,
 )
 from lightning_gnnpipe.passing import CallKey
@@ -54,33 +52,24 @@ def by_node(graph: PlannedGraph, key: CallKey) -> Tensor:
     [[1, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [1, 1, 0, 0, 1, 0]],
 )
 def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
-    options = HistoryOptions(StalenessMethod(DelayedGradients(), SnapshotRows(4)))
+    options = HistoryOptions(StalenessMethod(snapshot_steps=4))
     first = planned([1, 0, 1, 0, 1, 0], options)
     first.store.begin_step(3)
     push(first, H, torch.arange(6.0).view(6, 1))
-    first.store.after_forward(is_exact=False)
+    first.store.after_forward(takes_snapshot=True)
     first.store.begin_step(5)
     push(first, H, torch.arange(6.0).view(6, 1) * 10)
-    first.store.after_forward(is_exact=False)
-    for chunk in first.plan.chunks:
-        nodes = first.plan.perm[chunk.start : chunk.end].view(-1, 1)
-        first.store.add_output_grad(H, chunk, nodes + 100.0)
-        first.store.push_grad(H, chunk, torch.ones(chunk.num_halo, 1))
-    first.store.end_step(is_exact=False)
-    first.store.moments.put(STATISTIC, torch.arange(4.0).view(4, 1))
+    first.store.after_forward(takes_snapshot=False)
+    first.store.moments.keep(STATISTIC, torch.arange(4.0).view(4, 1), None)
 
     second = planned(assignment, options)
     load_ranks(second, [save_rank(first)], {0})
     assert by_node(second, H).flatten().tolist() == [0, 10, 20, 30, 40, 50]
     saved = second.store.save(H)
     assert (saved.step, saved.kept_step) == (5, 3)
-    assert saved.gradients is not None and saved.gradients.outputs is not None
-    assert torch.equal(saved.gradients.outputs.flatten(), second.plan.perm + 100.0)
-    is_same_cut = torch.equal(first.plan.perm, second.plan.perm)
-    assert len(saved.gradients.halos) == (2 if is_same_cut else 0)
-    latest = second.store.moments.latest(STATISTIC)
-    assert latest is not None and (latest.count, float(latest.mean)) == (4, 1.5)
-    second.store.before_forward(is_exact=False)
+    moments = second.store.moments[STATISTIC]
+    assert moments.total is not None and (moments.total[0], moments.center) == (4, 1.5)
+    second.store.before_forward(is_exact=False, reads_snapshot=True)
     assert by_node(second, H).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     chunk = second.plan.chunks[0]
     halo = torch.empty(chunk.num_halo, 1)
@@ -107,7 +96,7 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
-    state = RunState(1, 2, 3, (4, 5), 1, 6, (), False, {(0, 0): 0.1}).as_dict() | change
+    state = RunState(1, 2, 3, (4, 5), 1, 6, (), False).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 13"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 14"):
         RunState.of(state)

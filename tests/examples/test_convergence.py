@@ -26,13 +26,13 @@ def study() -> Iterator[dict[str, ModuleType]]:
 def test_a_table_is_the_product_of_its_lists(study: dict[str, ModuleType], tmp_path: Path) -> None:
     table = tmp_path / "table.yaml"
     table.write_text(
-        "- {chunks: [8, 32], method: [exact, delayed], seed: [0, 1]}\n- {chunks: [8], seed: [0]}\n"
+        "- {chunks: [8, 32], method: [exact, default], seed: [0, 1]}\n- {chunks: [8], seed: [0]}\n"
     )
     cells = study["main"].read_table(table)
     assert len(cells) == len({cell.name for cell in cells}) == 8
     assert {cell.dataset for cell in cells} == {"Cora"}
     table.write_text("- {method: [best]}\n")
-    with pytest.raises(ValueError, match="Expected a method among exact, constant"):
+    with pytest.raises(ValueError, match="among exact, default, constant, gnnpipe"):
         study["main"].read_table(table)
 
 
@@ -66,8 +66,8 @@ def test_finished_cells_become_tables_and_pictures(
         ("exact", 0, 0.80),
         ("exact", 1, 0.82),
         ("exact", 2, 0.99),  # not of a seed that the other has
-        ("delayed", 0, 0.78),
-        ("delayed", 1, 0.80),
+        ("gnnpipe", 0, 0.78),
+        ("gnnpipe", 1, 0.80),
         ("constant", 3, 0.70),  # of one that exact has not
     ):
         curves = {name: [0.5, 0.6] for name in ("seconds", "train_loss", "val_acc", "test_acc")}
@@ -85,7 +85,7 @@ def test_finished_cells_become_tables_and_pictures(
     assert lines[-3].startswith("|  |  |  | exact |  | 0-2 | 87.0 ±")
     assert lines[-2].startswith("| 87 % | random | 8 | constant |  | 3 | 70.0 ± 0.0 |  | 80.0 |")
     assert lines[-1].startswith(
-        "| 87 % | random | 8 | delayed |  | 0-1 | 79.0 ± 1.4 | -2.0 | 80.0 |"
+        "| 87 % | random | 8 | gnnpipe |  | 0-1 | 79.0 ± 1.4 | -2.0 | 80.0 |"
     )
     study["pictures"].draw(rows, tmp_path / "curves", tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 2
@@ -106,7 +106,7 @@ def test_cells_without_curves_have_a_line_and_no_picture(
 ) -> None:
     for seed in (0, 1):
         note_one(study, tmp_path, method="exact", seed=seed)
-        note_one(study, tmp_path, method="lookahead", seed=seed)
+        note_one(study, tmp_path, method="default", seed=seed)
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
 
     def lines() -> list[list[str]]:
@@ -127,12 +127,12 @@ def test_cells_without_curves_have_a_line_and_no_picture(
 
 
 def test_a_line_says_what_is_not_usual(study: dict[str, ModuleType], tmp_path: Path) -> None:
-    note_one(study, tmp_path, method="lookahead", adaptive=1, order="fixed")
-    note_one(study, tmp_path, method="lookahead", anneal=100)
+    note_one(study, tmp_path, method="default", adaptive=1, order="fixed")
+    note_one(study, tmp_path, method="default", anneal=100)
     rows = list(study["main"].read_rows(tmp_path / "cells.csv"))
     study["tables"].write_tables(rows, tmp_path / "curves", tmp_path / "tables.md")
     text = (tmp_path / "tables.md").read_text()
-    assert "| lookahead | order fixed, adaptive |" in text
+    assert "| default | order fixed, adaptive |" in text
     assert "## Cora, 32-layer gcnii, recipe gcnii, 200 epochs, the last 100 annealed\n" in text
 
 

@@ -19,9 +19,8 @@ from tests.helpers.graphs import GraphCase, any_case
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
-from tests.promises.test_p2_stale_gradient import method
+from tests.promises.test_p2_stale_gradient import callbacks_of, method
 
 NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
 NUM_EPOCHS = 4
@@ -47,12 +46,9 @@ refreshes = st.builds(
 
 
 def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
-    from lightning_gnnpipe import StalenessMonitor, StalenessWarmup
+    from lightning_gnnpipe import StalenessMonitor
 
-    chosen: list[Any] = [StalenessMonitor()] if watches else []
-    if refresh.num_exact_epochs > 1:
-        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
-    return chosen
+    return [*([StalenessMonitor()] if watches else []), *callbacks_of(refresh)]
 
 
 @settings(
@@ -68,7 +64,6 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
     order=st.sampled_from(["shuffled", "fixed"]),
     scale=st.sampled_from([0.0, 1.0, 2.0]),
-    delay=st.sampled_from([None, 1.0, 0.5]),
     refresh=refreshes,
     recompute=st.booleans(),
     validate=st.booleans(),
@@ -82,7 +77,6 @@ def test_any_run_equals_the_oracle(
     num_stages: int,
     order: OrderName,
     scale: float,
-    delay: float | None,
     refresh: Refresh,
     recompute: bool,
     validate: bool,
@@ -91,7 +85,6 @@ def test_any_run_equals_the_oracle(
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
-    scale = scale if delay is None else scale + 0.5  # what is delayed is not dropped
     options = {"optimizer": optimizer, "lr": 0.05, "weight_decay": 0.01}
     oracle = ReferenceModule(name, **options)
     expected = train_with_oracle(
@@ -102,7 +95,6 @@ def test_any_run_equals_the_oracle(
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale,
-        delay=Delay(delay) if delay else None,
     )
     with tempfile.TemporaryDirectory() as folder:
         fit = run_fit(
@@ -117,10 +109,10 @@ def test_any_run_equals_the_oracle(
             trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
             strategy_kwargs={
                 "chunk_order": order,
-                "staleness": method(refresh, scale, delay),
                 "recompute": recompute,
                 "balance": balance,
             },
+            method=method(refresh, scale),
         )
     assert_steps_equal(fit.steps, expected)
     for key, value in oracle.state_dict().items():

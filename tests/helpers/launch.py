@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -22,6 +22,9 @@ from tests.helpers.record import (
     load_ranks,
     merge_ranks,
 )
+
+if TYPE_CHECKING:
+    from lightning_gnnpipe.history import StalenessMethod
 
 SEED = 7
 
@@ -60,14 +63,17 @@ def run_fit(
     batches_per_epoch: int = 1,
     trainer_kwargs: dict[str, Any] | None = None,
     strategy_kwargs: dict[str, Any] | None = None,
+    method: StalenessMethod | None = None,
 ) -> FitResult:
     """Train under ``GNNPipeStrategy`` on the CPU; more than one rank are forked processes.
 
     Args:
         partition: Chunk of each node; None leaves the choice to the strategy.
         batches_per_epoch: How often an epoch yields the graph, for accumulating gradients.
+        method: How staleness is met, if not as ``strategy_kwargs`` say.
     """
     from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+    from tests.helpers.methods import with_method
 
     class Repeated(FullGraphDataModule):
         def train_dataloader(self) -> Any:
@@ -84,6 +90,8 @@ def run_fit(
         start_method="fork",
         **options,
     )
+    if method is not None:
+        with_method(strategy, method)
     datamodule = (FullGraphDataModule if batches_per_epoch == 1 else Repeated)(data)
     folder = _empty_folder(tmp_path, f"stages_{num_stages}")
     with _one_thread():

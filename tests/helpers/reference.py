@@ -47,8 +47,7 @@ class StaleOracle:
         net: Any stack of PyG convs over an edge index, otherwise row by row.
         partition: Chunk of each node, ``[num_nodes]``.
         cross_chunk_grad_scale: Factor on gradients that flow into fresh rows of another chunk.
-        delay: What waits of gradients of stale rows; None: they are dropped.
-        foresight: What stale reads return instead of the last value; None: that.
+        follows_drift: Whether stale rows are moved by the mean change of the rows that have run.
     """
 
     def __init__(
@@ -57,14 +56,12 @@ class StaleOracle:
         partition: Tensor,
         *,
         cross_chunk_grad_scale: float = 1.0,
-        delay: Delay | None = None,
-        foresight: KnownNoise | None = None,
+        follows_drift: bool = False,
     ) -> None:
         self.net = net
         self.partition = partition
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
-        self.delay = delay
-        self.foresight = foresight
+        self.follows_drift = follows_drift
         self.live: dict[Key, Tensor] = {}
         """For each call the source rows of the last forward pass, ``[num_nodes, ...]``."""
         self.snapshot: dict[Key, Tensor] | None = None
@@ -72,16 +69,12 @@ class StaleOracle:
 
     def exact(self, *inputs: Tensor) -> Tensor:
         """Run the whole graph as one chunk; every row of every call becomes fresh."""
-        if self.delay is not None and torch.is_grad_enabled():
-            self.delay.forget()
-        if self.foresight is not None and not torch.is_grad_enabled():
-            self.foresight.renew()
-        return self._run(inputs, torch.zeros_like(self.partition), (0,), None)
+        return self._run(inputs, torch.zeros_like(self.partition), (0,))
 
     def chunked(self, *inputs: Tensor, order: Sequence[int]) -> Tensor:
         """Run the chunks in the given order; what later chunks still hold is read stale."""
         assert sorted(order) == sorted(set(self.partition.tolist()))
-        return self._run(inputs, self.partition, order, self.delay)
+        return self._run(inputs, self.partition, order)
 
     def renew_snapshot(self) -> None:
         """Let later steps read the rows of the last forward pass, until renewed again."""
@@ -92,120 +85,34 @@ class StaleOracle:
         inputs: Sequence[Tensor],
         partition: Tensor,
         order: Sequence[int],
-        delay: Delay | None,
     ) -> Tensor:
         stale = self.live if self.snapshot is None else self.snapshot
-        if self.foresight is not None:
-            stale = {key: self.foresight.guess(key) for key in self.foresight.written}
-        one_pass = _Pass(stale, self.cross_chunk_grad_scale, delay)
+        one_pass = _Pass(stale, self.cross_chunk_grad_scale, self.follows_drift)
         outputs = None
         for chunk in order:
-            one_pass.enter(partition == chunk, chunk)
+            one_pass.enter(partition == chunk)
             with _intercepted(self.net, one_pass.mix):
                 result = self.net(*inputs)
             outputs = result if outputs is None else _where(one_pass.own, result, outputs)
         assert outputs is not None
         self.live = {key: rows.detach().clone() for key, rows in one_pass.fresh.items()}
-        if self.foresight is not None:
-            for key, rows in self.live.items():
-                self.foresight.note(key, rows)
-            self.foresight.is_renewal = False
         return outputs
-
-
-class KnownNoise:
-    """Renewed rows and a share of what training made of the last ones that were renewed.
-
-    Args:
-        share: The share.
-    """
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.written: dict[Key, list[Tensor]] = {}
-        self.was_renewed: dict[Key, list[bool]] = {}
-        self.is_renewal = False
-
-    def renew(self) -> None:
-        """Begin a pass that renews rows, without a step."""
-        self.is_renewal = True
-
-    def note(self, key: Key, rows: Tensor) -> None:
-        """Take note of the rows of a pass."""
-        self.written.setdefault(key, []).append(rows)
-        self.was_renewed.setdefault(key, []).append(self.is_renewal)
-
-    def guess(self, key: Key) -> Tensor:
-        """Return what a stale read returns."""
-        values, renewed = self.written[key], self.was_renewed[key]
-        if not renewed[-1]:
-            return values[-1]
-        pairs = zip(values, values[1:], renewed, renewed[1:], strict=False)
-        noises = [after - row for row, after, is_row, is_next in pairs if is_row and not is_next]
-        return values[-1] + self.share * noises[-1] if noises else values[-1]
-
-
-class Delay:
-    """Gradients of stale rows, used a step later as a linear term of the loss.
-
-    A reader's gradient of a row is that of the loss by the row as this reader sees it. Added to the
-    loss, ``<gradient of the last step, row>`` for each reader that comes before the row's chunk has
-    just that gradient.
-
-    Args:
-        decay: Factor on the gradients of the last step.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.forget()
-
-    def forget(self) -> None:
-        """Go on as if there had been no step before."""
-        self.waiting: dict[tuple[Key, int], Tensor] = {}
-        self.coming: dict[tuple[Key, int], Tensor] = {}
-        self.loss = torch.zeros((), dtype=torch.float64)
-
-    def watch(self, key: Key, reader: int, rows: Tensor) -> Tensor:
-        """Return ``rows``, as ``reader`` sees others'; their gradient will be noted."""
-        seen = rows + torch.zeros_like(rows).requires_grad_()
-
-        def note(grad: Tensor) -> None:
-            self.coming[key, reader] = grad
-
-        seen.register_hook(note)
-        return seen
-
-    def give(self, key: Key, reader: int, rows: Tensor) -> None:
-        """Let ``rows``, not zero in one chunk, have the gradient that ``reader`` had."""
-        if (key, reader) in self.waiting:
-            self.loss = self.loss + self.decay * (self.waiting[key, reader] * rows).sum()
-
-    def end_step(self) -> None:
-        """Take what has been noted as that of the last step."""
-        self.waiting, self.coming = self.coming, {}
-        self.loss = torch.zeros((), dtype=torch.float64)
 
 
 class _Pass:
     """The masks and rows of one forward pass over all chunks."""
 
     def __init__(
-        self, stale: dict[Key, Tensor], cross_chunk_grad_scale: float, delay: Delay | None
+        self, stale: dict[Key, Tensor], cross_chunk_grad_scale: float, follows_drift: bool
     ) -> None:
         self.stale = stale
-        self.delay = delay
-        self.chunk = -1
-        self.chunks: list[int] = []  # that came earlier
+        self.follows_drift = follows_drift
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
         self.fresh: dict[Key, Tensor] = {}
         self.own = self.earlier = torch.zeros(0, dtype=torch.bool)
 
-    def enter(self, own: Tensor, chunk: int) -> None:
+    def enter(self, own: Tensor) -> None:
         """Go on to the chunk of the nodes ``own``, ``[num_nodes]``."""
-        if self.chunk >= 0:
-            self.chunks.append(self.chunk)
-        self.chunk = chunk
         self.earlier = torch.zeros_like(own) if not self.own.numel() else self.earlier | self.own
         self.own = own
 
@@ -213,18 +120,22 @@ class _Pass:
         """Return own rows from ``rows``, earlier chunks' as they were then, the rest stale."""
         mixed = rows
         if not bool((self.own | self.earlier).all()):
-            mixed = _where(self.own, rows, self.stale[key])  # a KeyError: read but never written
+            stale = self.stale[key]  # a KeyError: read but never written
+            if self.follows_drift and key[1] != "group":
+                stale = stale + self.drift(key, rows)
+            mixed = _where(self.own, rows, stale)
         if key in self.fresh:
             earlier = _scale_grad(self.fresh[key], self.cross_chunk_grad_scale)
             mixed = _where(self.earlier, earlier, mixed)
-        if self.delay is not None and mixed.requires_grad:
-            mixed = self.delay.watch(key, self.chunk, _where(self.own, rows.detach(), mixed))
-            mixed = _where(self.own, rows, mixed)
-            for reader in self.chunks:
-                self.delay.give(key, reader, _where(self.own, rows, torch.zeros_like(rows)))
         known = self.fresh.get(key, rows)
         self.fresh[key] = _where(self.own, rows, known)
         return mixed
+
+    def drift(self, key: Key, rows: Tensor) -> Tensor:
+        """Return the mean change of all rows that have run, as if 32 more had not changed."""
+        has_run = self.own | self.earlier
+        present = _where(self.own, rows, self.fresh.get(key, rows)).detach()
+        return (present - self.stale[key])[has_run].sum(0) / (has_run.sum() + 32)
 
 
 def _where(nodes: Tensor, rows: Tensor, others: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ The rules, in the words of what switches them on:
 
 - The first step is exact: no row has been written yet.
 - ``StalenessWarmup(num_epochs=n)``: the first n steps are exact.
-- ``SnapshotRows(R)``: stale rows are read from a copy of all rows,
+- ``EmbeddingRefresh(R, how="snapshot")``: stale rows are read from a copy of all rows,
   renewed after every exact step, and after step e if (e + 1) % R == 0.
-- ``RenewedRows(R)``: before step e > 0, if e % R == 0 and the step
+- ``EmbeddingRefresh(R, how="exact")``: before step e > 0, if e % R == 0 and the step
   is not itself exact, all rows are computed anew with the present weights, without dropout.
 - Otherwise stale rows are those of the step before.
 """
@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from tests.helpers.lookahead import Lookahead
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import Step
-from tests.helpers.reference import Delay, KnownNoise, StaleOracle
+from tests.helpers.reference import StaleOracle
 
 Orders = Callable[[int], Sequence[int]]
 
@@ -59,42 +57,35 @@ def train_with_oracle(
     orders: Orders,
     refresh: Refresh,
     num_epochs: int,
-    cross_chunk_grad_scale: float | Callable[[int], float] = 1.0,
-    delay: Delay | None = None,
-    foresight: KnownNoise | None = None,
-    lookahead: int = 0,
+    cross_chunk_grad_scale: float = 1.0,
+    follows_drift: bool = False,
 ) -> list[Step]:
     """Train ``module.net`` in place, one optimizer step an epoch, and return the steps.
 
     Args:
         orders: Order of the chunks in each epoch, as a function of its number.
-        cross_chunk_grad_scale: The factor, or what returns that of an epoch, called when it begins.
-        lookahead: How many steps are foreseen for weights in epochs that are not exact.
+        cross_chunk_grad_scale: Factor on gradients that flow into fresh rows of another chunk.
+        follows_drift: Whether stale rows are moved by the mean change of the rows that have run.
     """
-    oracle = StaleOracle(module.net, partition, delay=delay, foresight=foresight)
-    ahead = Lookahead(module.net, lookahead)
+    oracle = StaleOracle(
+        module.net,
+        partition,
+        cross_chunk_grad_scale=cross_chunk_grad_scale,
+        follows_drift=follows_drift,
+    )
     inputs, optimizer = module.net_inputs(data), module.configure_optimizers()
     module.train()
     steps = []
     for epoch in range(num_epochs):
-        scale = cross_chunk_grad_scale
-        oracle.cross_chunk_grad_scale = scale(epoch) if callable(scale) else scale
         if refresh.recomputes_before(epoch):
             _recompute(oracle, module, inputs)
-        is_exact = refresh.is_exact(epoch)
-        if is_exact:
+        if refresh.is_exact(epoch):
             outputs = oracle.exact(*inputs)
         else:
-            ahead.begin()
             outputs = oracle.chunked(*inputs, order=orders(epoch))
         if refresh.copies_after(epoch):
             oracle.renew_snapshot()
-        loss = module.loss(outputs, data)
-        added = None if delay is None else delay.loss
-        restore = partial(ahead.end, is_exact=is_exact)
-        steps.append(_step(module, optimizer, outputs, loss, added, restore))
-        if delay is not None:
-            delay.end_step()
+        steps.append(_step(module, optimizer, outputs, module.loss(outputs, data)))
     return steps
 
 
@@ -110,12 +101,9 @@ def _step(
     optimizer: torch.optim.Optimizer,
     outputs: Tensor,
     loss: Tensor,
-    added: Tensor | None,
-    restore: Callable[[], None],
 ) -> Step:
     optimizer.zero_grad()
-    (loss if added is None else loss + added).backward()
-    restore()
+    loss.backward()
     named = dict(module.named_parameters())
     gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     optimizer.step()

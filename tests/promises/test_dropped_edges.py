@@ -177,15 +177,15 @@ class _NotesKind(L.Callback):
         self.was_exact.append(trainer.strategy.collect_stats().is_exact)
 
 
-@pytest.mark.parametrize("staleness", ["constant", "delayed"])
+@pytest.mark.parametrize("staleness", ["constant", "gnnpipe"])
 def test_where_only_norms_are_stale_methods_are_alike(
     staleness: StalenessName, tmp_path: Path
 ) -> None:
-    """No gradient is late: nothing is damped, and no weights are carried forward."""
+    """No row is read stale."""
     default, other = (
         fit_dropped(
             "batch_norm", communities(5), tmp_path, strategy_kwargs={"staleness": name}
         ).steps
-        for name in ("lookahead", staleness)
+        for name in ("drift", staleness)
     )
     assert_steps_equal(default, other)

@@ -16,11 +16,9 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
     BoundedStaleness,
-    DelayedGradients,
+    EmbeddingRefresh,
     FullGraphDataModule,
     GNNPipeStrategy,
-    RenewedRows,
-    StalenessMethod,
 )
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import check_support
@@ -201,10 +199,9 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
 def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     aggr: str, tmp_path: Path
 ) -> None:
-    method = StalenessMethod(DelayedGradients(), RenewedRows(every_n_steps=3))
     options: dict[str, Any] = {"aggr": aggr, "num_chunks": 3, "async_halo": True}
-    expected, _ = fit(tmp_path, staleness=method, **options)
-    found, _ = fit(tmp_path, staleness=method, recompute=True, **options)
+    expected, _ = fit(tmp_path, EmbeddingRefresh(3), **options)
+    found, _ = fit(tmp_path, EmbeddingRefresh(3), recompute=True, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

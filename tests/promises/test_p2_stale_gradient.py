@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.reference import Delay
 from tests.helpers.training import Refresh, train_with_oracle
 
 NUM_EPOCHS = 4
+Scale = float | Literal["drift"]
+SCALES: list[Scale] = [1.0, 2.0, "drift"]
 
 RULES = {
     "live": Refresh(),
@@ -33,32 +35,39 @@ OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
 
 
 def callbacks(rule: str) -> list[Any]:
-    """Return the public callbacks that switch a rule on."""
-    from lightning_gnnpipe import StalenessWarmup
-
-    refresh = RULES[rule]
-    is_longer = refresh.num_exact_epochs > 1
-    return [StalenessWarmup(num_epochs=refresh.num_exact_epochs)] if is_longer else []
+    """Return the callbacks that switch a rule on."""
+    return callbacks_of(RULES[rule])
 
 
-def method(refresh: Refresh, scale: float, delay: float | None = None, lookahead: int = 0) -> Any:
-    """Return the public method for a rule, a factor of gradients, and what `Delay` takes."""
-    from lightning_gnnpipe import (
-        DelayedGradients,
-        DroppedGradients,
-        LastRows,
-        RenewedRows,
-        SnapshotRows,
-        StalenessMethod,
-    )
+def callbacks_of(refresh: Refresh) -> list[Any]:
+    """Return the callbacks that switch on what `method` does not."""
+    from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 
-    reads: Any = LastRows()
+    chosen: list[Any] = []
+    if refresh.num_exact_epochs > 1:
+        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
     if refresh.every_n_epochs:
-        kind = SnapshotRows if refresh.how == "snapshot" else RenewedRows
-        reads = kind(refresh.every_n_epochs)
-    if delay is None:
-        return StalenessMethod(DroppedGradients(scale), reads, lookahead)
-    return StalenessMethod(DelayedGradients(delay, scale), reads, lookahead)
+        chosen.append(EmbeddingRefresh(refresh.every_n_epochs, refresh.how))
+    return chosen[::-1]
+
+
+LINEAR = {"gcn", "sage", "gcnii"}  # nets whose messages are a weighted sum
+
+
+def method(scale: Scale) -> Any:
+    """Return the method with one factor of gradients, or the default without validation's rows."""
+    from lightning_gnnpipe.history import METHODS, StalenessMethod
+
+    if scale == "drift":
+        return replace(METHODS["drift"], takes_validation=False)
+    return StalenessMethod(linear_scale=scale, message_scale=scale)
+
+
+def scale_of(scale: Scale, name: str) -> float:
+    """Return the factor that the oracle takes."""
+    if scale == "drift":
+        return 1.0 if name in LINEAR else 2.0
+    return scale
 
 
 def assert_equals_oracle(
@@ -70,20 +79,17 @@ def assert_equals_oracle(
     num_shards: int = 1,
     order: OrderName = "shuffled",
     rule: str = "live",
-    scale: float = 1.0,
-    delay: float | None = None,
+    scale: Scale = 1.0,
     optimizer: str = "momentum",
     validate: bool = False,
     recompute: bool = False,
     repeat_encoder: RepeatOption = "auto",
-    lookahead: int = 0,
 ) -> None:
     from lightning_gnnpipe.graph import chunk_order
 
     options: dict[str, Any] = {**OPTIMIZER, "optimizer": optimizer}
     if optimizer == "adam":
         options["lr"] = 0.01
-    num_epochs = NUM_EPOCHS + 2 * bool(lookahead)  # the third in chunks is carried
     oracle = ReferenceModule(name, **options)
     expected = train_with_oracle(
         oracle,
@@ -91,10 +97,9 @@ def assert_equals_oracle(
         case.partition,
         orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
         refresh=RULES[rule],
-        num_epochs=num_epochs,
-        cross_chunk_grad_scale=scale,
-        delay=None if delay is None else Delay(delay),
-        lookahead=lookahead if case.num_chunks > 1 else 0,  # one chunk is exact
+        num_epochs=NUM_EPOCHS,
+        cross_chunk_grad_scale=scale_of(scale, name),
+        follows_drift=scale == "drift",
     )
     fit = run_fit(
         ReferenceModule(name, **options),
@@ -104,15 +109,15 @@ def assert_equals_oracle(
         num_chunks=case.num_chunks,
         partition=case.partition,
         callbacks=callbacks(rule),
-        max_epochs=num_epochs,
+        max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
         strategy_kwargs={
             "chunk_order": order,
-            "staleness": method(RULES[rule], scale, delay, lookahead),
             "recompute": recompute,
             "repeat_encoder": repeat_encoder,
         },
+        method=method(scale),
     )
     assert_steps_equal(fit.steps, expected)
     for key, value in oracle.state_dict().items():
@@ -120,7 +125,7 @@ def assert_equals_oracle(
 
 
 # The product of all options on one stage; the models take turns.
-OPTIONS = list(product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, [1.0, 2.0]))
+OPTIONS = list(product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, SCALES))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ OPTIONS = list(product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, [1.0, 2.0]))
     [(*options, list(NETS)[turn % len(NETS)]) for turn, options in enumerate(OPTIONS)],
 )
 def test_one_stage_equals_oracle(
-    num_chunks: int, order: OrderName, rule: str, scale: float, name: str, tmp_path: Path
+    num_chunks: int, order: OrderName, rule: str, scale: Scale, name: str, tmp_path: Path
 ) -> None:
     assert_equals_oracle(
         communities(num_chunks), tmp_path, name=name, order=order, rule=rule, scale=scale
@@ -138,7 +143,7 @@ def test_one_stage_equals_oracle(
 @pytest.mark.parametrize("name", ["gcn", "sage", "edge"])
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
-    assert_equals_oracle(case, tmp_path, name=name, scale=2.0)
+    assert_equals_oracle(case, tmp_path, name=name, scale="drift")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +151,8 @@ def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) 
     [
         # every value of every option on two stages and on three
         ("gcn", 2, 5, "shuffled", "live", 1.0, "momentum"),
+        ("gcnii", 2, 5, "shuffled", "warmup_snapshot", "drift", "momentum"),
+        ("gat_jk", 3, 16, "shuffled", "live", "drift", "momentum"),
         ("sage", 2, 16, "fixed", "snapshot", 2.0, "sgd"),
         ("gcnii", 2, 2, "shuffled", "exact", 2.0, "adam"),
         ("gat_jk", 2, 5, "shuffled", "warmup_snapshot", 1.0, "momentum"),
@@ -165,7 +172,7 @@ def test_stages_equal_oracle(
     num_chunks: int,
     order: OrderName,
     rule: str,
-    scale: float,
+    scale: Scale,
     optimizer: str,
     tmp_path: Path,
 ) -> None:
@@ -201,7 +208,7 @@ def test_recomputed_activations_equal_oracle(
         name=name,
         num_stages=num_stages,
         rule=rule,
-        scale=2.0,
+        scale="drift",
         validate=True,
         recompute=True,
     )
@@ -217,7 +224,7 @@ def test_every_option_changes_the_result(name: str) -> None:
     """Otherwise, an option that does nothing would pass the tests above."""
     case = communities(5)
     losses = {}
-    for rule, scale, order in product(RULES, [1.0, 2.0], [(0, 1, 2, 3, 4), (3, 1, 0, 4, 2)]):
+    for rule, scale, order in product(RULES, SCALES, [(0, 1, 2, 3, 4), (3, 1, 0, 4, 2)]):
         steps = train_with_oracle(
             ReferenceModule(name, **OPTIMIZER),
             case.data,
@@ -225,7 +232,8 @@ def test_every_option_changes_the_result(name: str) -> None:
             orders=lambda epoch, order=order: order,
             refresh=RULES[rule],
             num_epochs=NUM_EPOCHS,
-            cross_chunk_grad_scale=scale,
+            cross_chunk_grad_scale=scale_of(scale, name),
+            follows_drift=scale == "drift",
         )
         losses[rule, scale, order] = float(steps[-1].loss)
     ranked = sorted(losses.values())

@@ -15,7 +15,6 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
-    StalenessMethod,
 )
 from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
@@ -87,7 +86,7 @@ def measure(
     data: Data | None = None,
     repeat: RepeatOption = "auto",
     cut_codec: CodecOption = "fp32",
-    staleness: StalenessName | StalenessMethod = "lookahead",
+    staleness: StalenessName = "drift",
 ) -> Any:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(

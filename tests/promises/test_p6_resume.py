@@ -19,15 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    DelayedGradients,
-    GNNPipeStrategy,
-    RenewedRows,
-    SnapshotRows,
-    StalenessMethod,
-    StalenessWarmup,
-)
-from lightning_gnnpipe.history.reads import ReadRule
+from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.sidecar import histories_folder
 from tests.helpers.realistic import realistic_graph
 
@@ -130,12 +122,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "recompute": {"recompute": True},
     "bfloat16": {"history_dtype": torch.bfloat16},
-    "snapshot": {"staleness": StalenessMethod(reads=SnapshotRows(3))},
-    "refresh": {"staleness": StalenessMethod(reads=RenewedRows(3))},
-    "delayed": {"staleness": StalenessMethod(DelayedGradients(0.9))},
-    "damped": {"staleness": StalenessMethod(DelayedGradients(0.5, 1.5), RenewedRows(None))},
-    "noise": {"staleness": StalenessMethod(reads=RenewedRows(3, noise=0.7))},
-    "delayed_recompute": {"staleness": "delayed", "recompute": True},
+    "snapshot": {"staleness": "gnnpipe"},
+    "refresh": {"staleness": "constant", "callbacks": [EmbeddingRefresh(3)]},
+    "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
 }
 
@@ -153,42 +142,8 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         assert_same(second[name], whole[name], name)
 
 
-def test_p6_what_waits_fades_over_a_checkpoint(tmp_path: Path) -> None:
-    """The rate falls to a tenth with the first step after it."""
-    options: dict[str, Any] = {**VARIANTS["defaults"], "num_stages": 2}
-    whole = fit(tmp_path / "whole", **options)
-    second = fit(tmp_path / "second", resume=tmp_path / "whole" / "epoch=2.ckpt", **options)
-    for name in ("state_dict", "gnnpipe"):
-        assert_same(second[name], whole[name], name)
-
-
-def test_p6_carried_weights_go_on_under_another_cut(tmp_path: Path) -> None:
-    """In shards the same chunks have other rows."""
-    fit(tmp_path / "first", epochs=SAVED_AT, num_stages=1)
-    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
-    first = last_weights(saved)
-    for name, options in (("chunks", {"num_chunks": 4}), ("shards", {"graph_parallel": 2})):
-        fit(tmp_path / name, epochs=SAVED_AT + 1, resume=saved, **options)
-        second = last_weights(tmp_path / name / f"epoch={SAVED_AT}.ckpt")
-        for weight, value in first["values"].items():
-            if weight in second["values"]:  # of the layers of this rank
-                step = second["values"][weight] - value
-                torch.testing.assert_close(second["steps"][weight], step, rtol=0, atol=1e-12)
-        assert second["steps"]
-
-
-def last_weights(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """Return what the first rank has of weights carried forward."""
-    ident = torch.load(checkpoint, weights_only=True)["gnnpipe"]["histories"]
-    folder = histories_folder(checkpoint, ident)
-    saved: dict[str, dict[str, Tensor]] = torch.load(folder / "stage_0.pt", weights_only=True)[
-        "last_weights"
-    ]
-    return saved
-
-
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "delayed", "damped"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "refresh"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:
@@ -200,21 +155,7 @@ def test_p6_another_number_of_stages_goes_on_alike(
     torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
 
 
-def test_p6_weights_of_a_method_before_the_last_are_forgotten(tmp_path: Path) -> None:
-    """A run without a lookahead between two with one leaves nothing to carry weights on from."""
-    kept = []
-    last: Path | None = None
-    for i, variant in enumerate(("defaults", "delayed", "defaults")):
-        options: dict[str, Any] = {**VARIANTS[variant], "num_stages": 1, "epochs": SAVED_AT + i}
-        found = fit(tmp_path / str(i), resume=last, **options)
-        last = tmp_path / str(i) / f"epoch={SAVED_AT + i - 1}.ckpt"
-        folder = histories_folder(last, found["gnnpipe"]["histories"])
-        weights = torch.load(folder / "stage_0.pt", weights_only=True)["last_weights"]
-        kept.append((bool(weights["values"]), bool(weights["steps"])))
-    assert kept == [(True, True), (False, False), (True, False)]  # of two steps, none, one
-
-
-@pytest.mark.parametrize(("variant", "is_told"), [("defaults", False), ("damped", True)])
+@pytest.mark.parametrize(("variant", "is_told"), [("defaults", False), ("snapshot", True)])
 def test_p6_a_run_that_goes_on_by_another_method_is_told(
     variant: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,8 +163,7 @@ def test_p6_a_run_that_goes_on_by_another_method_is_told(
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
     with caplog.at_level(logging.WARNING):
         fit(tmp_path / "second", num_stages=1, resume=saved)
-    assert ("lookahead of 0" in caplog.text) == is_told
-    assert ("this run has DelayedGradients(" in caplog.text) == is_told
+    assert ("staleness='gnnpipe', and this run has 'drift'" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize("num_chunks", [3, 7])
@@ -274,19 +214,12 @@ def assert_same(found: Any, expected: Any, name: str) -> None:
         assert found == expected, name
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(RenewedRows(3, noise=0.7), SnapshotRows(3)), (SnapshotRows(3), RenewedRows(3, noise=0.7))],
-)
-def test_p6_what_another_rule_has_kept_is_not_taken(
-    first: ReadRule, second: ReadRule, tmp_path: Path
-) -> None:
+def test_p6_a_snapshot_is_not_taken_by_another_method(tmp_path: Path) -> None:
     """It goes on as from a run of the same weights that has kept nothing."""
-    options: dict[str, Any] = {"num_stages": 1, "staleness": StalenessMethod(reads=first)}
-    fit(tmp_path / "first", epochs=SAVED_AT, **options)
+    options: dict[str, Any] = {"num_stages": 1}
+    fit(tmp_path / "first", epochs=SAVED_AT, staleness="gnnpipe", **options)
     saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
-    options["staleness"] = StalenessMethod(reads=second)
-    more = {"epochs": SAVED_AT + 4, "resume": saved, **options}
+    more = {"epochs": SAVED_AT + 4, "resume": saved, "staleness": "constant", **options}
     found = fit(tmp_path / "found", **more)
     ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
     path = histories_folder(saved, ident) / "stage_0.pt"

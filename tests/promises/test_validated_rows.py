@@ -14,19 +14,14 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    LastRows,
-    RenewedRows,
-    StalenessMethod,
-)
-from lightning_gnnpipe.history.reads import ReadRule
+from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.history import METHODS, StalenessMethod
 from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
 from tests.helpers.graphs import communities
+from tests.helpers.methods import with_method
 
 pytestmark = pytest.mark.usefixtures("double")
-WHERE_THERE = RenewedRows(None)
+LAST, WHERE_THERE = StalenessMethod(), StalenessMethod(takes_validation=True)
 
 
 def graph() -> Data:
@@ -55,7 +50,7 @@ class Two(FullGraphDataModule):
 
 
 def train(
-    reads: ReadRule,
+    method: StalenessMethod,
     datamodule: FullGraphDataModule | None = None,
     *callbacks: L.Callback,
     resume: str | None = None,
@@ -68,9 +63,7 @@ def train(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=GNNPipeStrategy(
-            partition=communities(5).partition, staleness=StalenessMethod(reads=reads)
-        ),
+        strategy=with_method(GNNPipeStrategy(partition=communities(5).partition), method),
         max_epochs=6,
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
@@ -85,12 +78,11 @@ def train(
 
 
 @pytest.mark.parametrize("when", ["every_n_epochs", "every_n_train_steps"])
-@pytest.mark.parametrize("noise", [0.0, 0.7])
-@pytest.mark.parametrize("every_n_steps", [None, 2])
+@pytest.mark.parametrize("method", [WHERE_THERE, METHODS["drift"]], ids=["rows", "drift"])
 def test_p6_a_run_that_is_resumed_goes_on_alike(
-    every_n_steps: int | None, noise: float, when: str, tmp_path: Path
+    method: StalenessMethod, when: str, tmp_path: Path
 ) -> None:
-    """A checkpoint after validation has its rows, and what they are without noise.
+    """A checkpoint after validation has its rows.
 
     One that is written after a training step has none yet, and Lightning does not repeat the
     validation which would then have renewed them.
@@ -99,9 +91,8 @@ def test_p6_a_run_that_is_resumed_goes_on_alike(
     def go(folder: str, resume: str | None = None, **more: Any) -> list[Tensor]:
         every: Any = {when: 1}
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, **every)
-        reads = RenewedRows(every_n_steps, noise=noise)
         options: dict[str, Any] = {"enable_checkpointing": True, **more}
-        return train(reads, None, saver, resume=resume, **options)
+        return train(method, None, saver, resume=resume, **options)
 
     for options in ({}, {"check_val_every_n_epoch": 2}):
         name = "_".join(("whole", *options))
@@ -123,25 +114,22 @@ def scaled(data: Data) -> Data:
 
 def test_rows_of_the_same_features_are_taken() -> None:
     """Also where they are in other tensors."""
-    wanted = train(RenewedRows(1), limit_val_batches=0)
+    wanted = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0)
     assert are_equal(train(WHERE_THERE), wanted)
-    noisy = train(RenewedRows(1, noise=0.7), limit_val_batches=0)
-    assert are_equal(train(RenewedRows(None, noise=0.7)), noisy)
-    assert not are_equal(noisy, wanted)
     assert are_equal(train(WHERE_THERE, Two(lambda data: data)), wanted)
-    assert not are_equal(train(LastRows()), wanted)
+    assert not are_equal(train(LAST), wanted)
 
 
 def test_rows_of_other_features_are_not() -> None:
-    wanted = train(LastRows())
+    wanted = train(LAST)
     assert are_equal(train(WHERE_THERE, Two(scaled)), wanted)
-    forced = train(RenewedRows(1), limit_val_batches=0)
-    assert are_equal(train(RenewedRows(1), Two(scaled)), forced)
+    forced = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0)
+    assert are_equal(train(WHERE_THERE, Two(scaled), EmbeddingRefresh(1)), forced)
 
 
 def test_rows_of_averaged_weights_are_not() -> None:
     found = train(WHERE_THERE, None, EMAWeightAveraging(decay=0.9))
-    assert are_equal(found, train(LastRows(), None, EMAWeightAveraging(decay=0.9)))
+    assert are_equal(found, train(LAST, None, EMAWeightAveraging(decay=0.9)))
 
 
 class Teaches(NodeClassifier):
@@ -274,7 +262,7 @@ class Skips(NodeClassifier):
         assert self.was_exact[3:] == [True, False, False, False, False, False]
 
 
-IN_ONE = [{}, {"staleness": "delayed"}, {"staleness": "constant"}]
+IN_ONE = [{}, {"staleness": "constant"}, {"staleness": "gnnpipe"}]
 IN_TWO = [{"num_stages": 2}, {"graph_parallel": 2}, {"graph_parallel": 2, "async_halo": True}]
 
 
@@ -304,8 +292,8 @@ def test_a_step_that_is_not_finite_costs_one_step(
     trainer.fit(module, datamodule=FullGraphDataModule(graph()))  # it counts, on each rank
 
 
-@pytest.mark.parametrize("staleness", ["lookahead", "delayed"])
-def test_gradients_of_a_loss_that_is_not_finite_do_not_wait(staleness: Any) -> None:
+@pytest.mark.parametrize("staleness", METHODS)
+def test_gradients_of_a_loss_that_is_not_finite_cost_one_step(staleness: Any) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -1,6 +1,6 @@
 """One run of the study, in a process of one thread: its accuracy, loss and time over the epochs.
 
-    python cell.py --root DIR --dataset Cora --chunks 8 --partition random --method delayed ...
+    python cell.py --root DIR --dataset Cora --chunks 8 --partition random --method constant ...
 
 Prints one line of JSON. Staleness depends on chunks and their order, never on the number of stages,
 so one process trains what any number of them would.
@@ -37,49 +37,15 @@ from quiet import silence_lightning
 from synthetic import make_arxiv_like
 from watched import Watched
 
-from lightning_gnnpipe import (
-    DelayedGradients,
-    DroppedGradients,
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    RenewedRows,
-    SnapshotRows,
-    StalenessMethod,
-    StalenessWarmup,
-)
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from lightning_gnnpipe.history.method import METHODS as NAMED
-from lightning_gnnpipe.history.reads import Rows
-from lightning_gnnpipe.types import OrderName, PartitionMethod
+from lightning_gnnpipe.types import OrderName, PartitionMethod, StalenessName
 
-
-@dataclass(frozen=True)
-class ZeroStart(SnapshotRows):
-    """Snapshots as in the authors' runs, the first of which are zeros instead of exact rows."""
-
-    def after(self, rows: Rows, *, is_exact: bool, step: int) -> None:
-        super().after(rows, is_exact=is_exact, step=step)
-        if is_exact and rows.kept is not None:
-            rows.kept.zero_()
-
-
-VALIDATED = RenewedRows(None)  # validation runs after every epoch
-NOISY = NAMED["lookahead"].reads  # likewise, with a share of the last dropout
-METHODS: dict[str, StalenessMethod] = {
-    "exact": StalenessMethod(),
-    "constant": StalenessMethod(),
-    "scaled": StalenessMethod(DroppedGradients(2.0)),
-    "delayed": StalenessMethod(DelayedGradients()),
-    "constant+validated": StalenessMethod(reads=VALIDATED),
-    "scaled+validated": StalenessMethod(DroppedGradients(2.0), VALIDATED),
-    "delayed+validated": StalenessMethod(DelayedGradients(), VALIDATED),
-    "half+validated": StalenessMethod(DelayedGradients(0.5, scale=1.5), VALIDATED),
-    "lookahead": NAMED["lookahead"],
-    "damped+lookahead": StalenessMethod(DelayedGradients(0.75, scale=1.25), NOISY, lookahead=4),
-    "undamped+lookahead": StalenessMethod(DelayedGradients(), NOISY, lookahead=4),
-    "paper": StalenessMethod(DroppedGradients(2.0), ZeroStart(23)),
-    "paper-from-exact": StalenessMethod(DroppedGradients(2.0), SnapshotRows(23)),
-    "paper-without-3": StalenessMethod(DelayedGradients(), ZeroStart(23)),
+METHODS: dict[str, StalenessName] = {
+    "exact": "constant",
+    "default": "drift",
+    "constant": "constant",
+    "gnnpipe": "gnnpipe",
 }
 MADE: dict[str, Callable[[], Data]] = {
     "arxiv-like": make_arxiv_like,
@@ -124,7 +90,7 @@ class Cell:
     layers: int = 32
     chunks: int = 8
     partition: PartitionMethod = "random"
-    method: str = "delayed"
+    method: str = "default"
     order: OrderName = "shuffled"
     warmup: int = 1
     clip: float = 0.0

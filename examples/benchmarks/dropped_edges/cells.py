@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_gnnpipe import DelayedGradients, RenewedRows, StalenessMethod
 from lightning_gnnpipe.types import PartitionMethod
 
 DATASETS = ("Cora", "CiteSeer", "PubMed")
@@ -15,9 +14,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "dropped": {"cross_chunk_edges": "drop"},
     "constant": {"staleness": "constant"},
-    "delayed": {"staleness": "delayed"},
-    "dropout-free": {"staleness": StalenessMethod(reads=RenewedRows())},
-    "delayed, dropout-free": {"staleness": StalenessMethod(DelayedGradients(), RenewedRows())},
+    "drift": {"staleness": "drift"},
+    "gnnpipe": {"staleness": "gnnpipe"},
 }
 
 

@@ -44,7 +44,7 @@ from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWar
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
 from lightning_gnnpipe.models import GAT
 
-DEFAULT = ["dropped", "constant", "delayed, dropout-free"]
+DEFAULT = ["dropped", "constant", "drift"]
 EVERY = 4  # epochs between two looks at the held-out sets; validation runs after each
 NUM_LATE = 40  # epochs at the end, of which the mean accuracy is noted as well
 

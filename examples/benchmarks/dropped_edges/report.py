@@ -38,7 +38,8 @@ def summarize(finished: dict[Cell, dict[str, float]]) -> list[dict[str, Any]]:
         rows,
         key=lambda row: (
             DATASETS.index(row["dataset"]),
-            order[row["method"]],
+            order.get(row["method"], len(order)),  # some of the runs are of one that is no more
+            row["method"],
             row["warmup"],
             row["partition"],
             row["chunks"],
@@ -97,7 +98,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     names = [name for name in DATASETS if any(row["dataset"] == name for row in rows)]
     figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 4.4), squeeze=False)
-    methods = [m for m in METHODS if m != "one chunk" and any(r["method"] == m for r in rows)]
+    methods = list(dict.fromkeys(r["method"] for r in rows if r["method"] != "one chunk"))
     colours = dict(zip(methods, cast(Any, plt.get_cmap("tab10")).colors, strict=False))
     for axis, name in zip(axes[0], names, strict=True):
         here = [row for row in rows if row["dataset"] == name]

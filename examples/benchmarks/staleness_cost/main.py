@@ -2,7 +2,7 @@
 
     python examples/benchmarks/staleness_cost/main.py
 
-One thread a process. Steps alone, then epochs with their validation, the rows of which "lookahead"
+One thread a process. Steps alone, then epochs with their validation, the rows of which "drift"
 takes for stale reads.
 """
 
@@ -12,12 +12,14 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, print_table
 
-METHODS = ("constant", "delayed", "lookahead")
+from lightning_gnnpipe.types import StalenessName
+
+METHODS = get_args(StalenessName)
 
 
 def main() -> None:
