@@ -44,7 +44,7 @@ from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
 
 FLOAT_BYTES = 4
-NUM_EXACT_EPOCHS = 10
+NUM_EXACT_EPOCHS = 5
 NUM_UNTIMED_EPOCHS = 2
 """Epochs after a start or a change of schedule that do not count for the time an epoch takes."""
 
