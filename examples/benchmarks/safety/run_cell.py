@@ -20,7 +20,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from quiet import silence_lightning
 from tasks import make_data, make_task
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.history.method import METHODS as NAMED
 
 NUM_FINAL = 5  # epochs whose mean is the final metric
 NO_GRAPH = 3  # exit status
@@ -52,8 +50,7 @@ METHODS: dict[str, Method] = {
 def find_method(name: str) -> Method:
     """Return a method of `METHODS`, or of the environment's SAFETY_METHODS.
 
-    That is JSON, from names to options of the strategy. `staleness` may be a mapping: "base" is the
-    name of a method, the rest replaces its fields. `warmup` is the number of exact epochs.
+    That is JSON, from names to options of the strategy; `warmup` is the number of exact epochs.
     """
     given = json.loads(os.environ.get("SAFETY_METHODS", "{}"))
     if name not in given:
@@ -63,9 +60,6 @@ def find_method(name: str) -> Method:
         return METHODS[name]
     options = dict(given[name])
     callbacks = (partial(StalenessWarmup, num_epochs=options.pop("warmup", 1)),)
-    if isinstance(options.get("staleness"), dict):
-        fields = dict(options["staleness"])
-        options["staleness"] = replace(NAMED[fields.pop("base", "lookahead")], **fields)
     return options, callbacks
 
 
