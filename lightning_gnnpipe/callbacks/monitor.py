@@ -70,13 +70,11 @@ class PipelineMonitor(Callback):
         is_wanted = self.logs_staleness and not others
         self._staleness = StalenessMonitor(self.every_n_epochs) if is_wanted else None
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._staleness is not None:
-            self._staleness.on_train_epoch_start(trainer, pl_module)
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._staleness is not None:
+            self._staleness.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._start_s = self._now_s(trainer)
 
     def on_train_batch_end(

@@ -95,8 +95,7 @@ def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
 def _refused_norms(module: nn.Module, without_batch: Collection[str]) -> Iterator[str]:
     for name, layer in module.named_modules():
         if isinstance(layer, gnn.HeteroBatchNorm) and layer.training:
-            reason = "its statistics are taken over all graphs"
-            yield _refuse(name, layer, reason, _REMEDY_HETERO)
+            yield _refuse(name, layer, "its statistics are taken over all graphs", _REMEDY_HETERO)
         elif isinstance(layer, gnn.InstanceNorm) and layer.training and layer.track_running_stats:
             remedy = "Use track_running_stats=False, or num_chunks=1."
             yield _refuse(

@@ -59,5 +59,5 @@ def test_chunks_default_to_four_a_stage(monkeypatch):
 
 def test_too_few_epochs_are_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        parse(monkeypatch, "--epochs=12")
-    assert "--epochs must be at least 13: the first 10 are exact" in capsys.readouterr().err
+        parse(monkeypatch, "--epochs=7")
+    assert "--epochs must be at least 8: the first 5 are exact" in capsys.readouterr().err

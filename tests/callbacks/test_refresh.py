@@ -1,0 +1,99 @@
+"""Embedding refresh, and how what callbacks ask for adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import combinations
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_gnnpipe import (
+    BoundedStaleness,
+    ChunkProgress,
+    EmbeddingRefresh,
+    PipelineMonitor,
+    StalenessMonitor,
+    StalenessWarmup,
+)
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.engine.graph_passes import GraphPasses
+from lightning_gnnpipe.errors import ConfigError
+from tests.helpers.observed import make_data, make_module, make_trainer
+
+NUM_EPOCHS = 7
+MAKE: dict[str, Callable[[], L.Callback]] = {
+    "warmup": lambda: StalenessWarmup(3),
+    "exact": lambda: EmbeddingRefresh(2),
+    "snapshot": lambda: EmbeddingRefresh(3, how="snapshot"),
+    "monitor": lambda: StalenessMonitor(2),
+    "pipeline": lambda: PipelineMonitor(3, logs_staleness=False),
+    "bounded": lambda: BoundedStaleness(2),
+    "progress": ChunkProgress,
+}
+
+
+@pytest.mark.parametrize("value", [0, 2.5, True])
+def test_refresh_takes_a_number_of_epochs(value: Any) -> None:
+    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
+        EmbeddingRefresh(value)
+
+
+def test_refresh_is_exact_or_a_snapshot() -> None:
+    with pytest.raises(ConfigError, match="'how' of EmbeddingRefresh to be 'exact' or 'snapshot'"):
+        EmbeddingRefresh(2, how="copy")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Collect what is asked for in each training step."""
+    found: list[dict[str, Any]] = []
+    train = PipelineEngine._train
+
+    def watched(self: PipelineEngine, *args: Any, **kwargs: Any) -> Any:
+        requests = asdict(self.controls)
+        found.append({name: value for name, value in requests.items() if name != "on_chunk"})
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(PipelineEngine, "_train", watched)
+    return found
+
+
+def run(asked: list[dict[str, Any]], *names: str, **kwargs: Any) -> list[dict[str, Any]]:
+    asked.clear()
+    callbacks = [MAKE[name]() for name in names]
+    trainer = make_trainer(1, 4, *callbacks, max_epochs=NUM_EPOCHS, **kwargs)
+    trainer.fit(make_module(), make_data())
+    assert len(asked) == NUM_EPOCHS
+    return list(asked)
+
+
+def test_all_pairs_ask_for_what_each_asks_for(asked: list[dict[str, Any]]) -> None:
+    """In either order, and in each step anew."""
+    alone = {name: run(asked, name) for name in MAKE}
+    assert [step["is_exact"] for step in alone["warmup"]] == [True] * 3 + [False] * 4
+    due = [epoch > 0 and epoch % 2 == 0 for epoch in range(NUM_EPOCHS)]
+    assert [step["refreshes"] for step in alone["exact"]] == due
+    for pair in combinations(MAKE, 2):
+        both = [
+            {name: one[name] or other[name] for name in one}
+            for one, other in zip(*(alone[name] for name in pair), strict=True)
+        ]
+        assert run(asked, *pair) == both, pair
+        assert run(asked, *reversed(pair)) == both, pair
+
+
+@pytest.mark.parametrize(("limit_val_batches", "num_passes"), [(0, 3), (1.0, 0)])
+def test_an_exact_refresh_takes_the_rows_of_validation(
+    limit_val_batches: float, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    refresh = GraphPasses.refresh
+    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(1), refresh(*args)))
+    trainer = make_trainer(
+        1, 4, EmbeddingRefresh(2), max_epochs=NUM_EPOCHS, limit_val_batches=limit_val_batches
+    )
+    trainer.fit(make_module(), make_data())
+    assert len(passes) == num_passes
