@@ -111,9 +111,8 @@ def load_ranks(
         for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                sums, total = one["sums"], one["total"].to(device)
-                is_known = is_same_cut and sums is not None
-                store.moments.load(key, sums.to(device) if is_known else None, total)
+                sums = one["sums"].to(device) if is_same_cut and one["sums"] is not None else None
+                store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
     for key, parts in found.items():

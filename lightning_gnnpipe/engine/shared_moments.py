@@ -35,6 +35,6 @@ class SharedMoments:
         """Keep the statistics of the rows of all ranks; see `MomentStore`."""
         sums = self._sum(sums_by_chunk(rows, counts))
         if self._moments is not None:
-            self._moments.load(key, None if counts is None else sums, sums.sum(0))
+            self._moments.put(key, None if counts is None else sums, sums.sum(0))
         total = sums.sum(0)
         return *mean_and_var(total, torch.zeros_like(total[0])), total[0]

@@ -9,9 +9,25 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import ChunkPlan
-from lightning_gnnpipe.history import HistoryOptions, MomentStore
+from lightning_gnnpipe.history import HistoryOptions, MomentStore, RowMoments
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.types import ChunkView
+
+
+class _OwnMoments(RowMoments):
+    """Has the rows of the first chunk stand for all rows of the last step."""
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        if self.total is None:
+            self.center = rows.new_zeros(rows.size(1), dtype=torch.float64)
+            self.set([None] * self.num_chunks, super().sums_of(rows))
+        return super().sums_of(rows)
+
+
+class _OwnMomentStore(MomentStore):
+    """Serves norms statistics of the rows that they ask for."""
+
+    kind = _OwnMoments
 
 
 class ZeroHalo:
@@ -23,7 +39,7 @@ class ZeroHalo:
     shards = None
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
-        self.moments = MomentStore(plan.num_chunks)
+        self.moments = _OwnMomentStore(plan.num_chunks)
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
         self._options = options
         self._zeros: dict[object, Tensor] = {}

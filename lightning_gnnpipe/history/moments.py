@@ -77,7 +77,7 @@ class RowMoments:
     """
 
     def __init__(self, num_chunks: int) -> None:
-        self._num_chunks = num_chunks
+        self.num_chunks = num_chunks
         self.then: list[Tensor | None] = []  # the last step's sums, by chunk; None if not known
         self.total: Tensor | None = None  # those of all rows
         self.center = torch.empty(0)
@@ -93,7 +93,7 @@ class RowMoments:
     def begin_step(self) -> None:
         """Take this step's sums for those of the last step, if all chunks have run."""
         if self.is_complete:
-            own = [self._own[chunk] for chunk in range(self._num_chunks)]
+            own = [self._own[chunk] for chunk in range(self.num_chunks)]
             self.set(own, self._pooled[self._last])
         self._clear()
 
@@ -131,7 +131,7 @@ class RowMoments:
     @property
     def is_complete(self) -> bool:
         """Whether all chunks have run."""
-        return len(self._own) == self._num_chunks
+        return len(self._own) == self.num_chunks
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and variance of the rows of all chunks that have run, and their number."""
@@ -188,6 +188,8 @@ class MomentStore:
         num_chunks: Chunks of the plan, K.
     """
 
+    kind = RowMoments
+
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks
         self._calls: dict[Hashable, RowMoments] = {}
@@ -197,7 +199,7 @@ class MomentStore:
 
     def __getitem__(self, key: Hashable) -> RowMoments:
         if key not in self._calls:
-            self._calls[key] = RowMoments(self._num_chunks)
+            self._calls[key] = self.kind(self._num_chunks)
         return self._calls[key]
 
     def begin_step(self) -> None:
@@ -220,23 +222,36 @@ class MomentStore:
         """
         sums = sums_by_chunk(rows, counts)
         total = sums.sum(0)
-        self.load(key, None if counts is None else sums, total)
+        self.put(key, None if counts is None else sums, total)
         return *mean_and_var(total, torch.zeros_like(total[0])), total[0]
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
         """Return what `load` takes, between two steps."""
         one = self._calls[key]
         one.begin_step()
-        assert one.total is not None
-        known = [_moved_center(sums, one.center) for sums in one.then if sums is not None]
+        known = [sums for sums in one.then if sums is not None]
         is_known = len(known) == self._num_chunks
         return {
             "sums": torch.stack(known) if is_known else None,
-            "total": _moved_center(one.total, one.center),
+            "total": one.total,
+            "center": one.center,
         }
 
-    def load(self, key: Hashable, sums: Sequence[Tensor] | Tensor | None, total: Tensor) -> None:
-        """Have these, `[3, channels]` around zero, be the sums of the last step; see `keep`."""
+    def load(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
+        """Go on with the statistics of the last step.
+
+        Args:
+            key: The call.
+            sums: `[num_chunks, 3, channels]` by chunk, around `center`; None if not known.
+            total: `[3, channels]` of all rows, around `center`.
+            center: `[channels]`.
+        """
+        one = self._calls[key] = RowMoments(self._num_chunks)
+        one.then = [None] * self._num_chunks if sums is None else list(sums)
+        one.total, one.center = total, center
+
+    def put(self, key: Hashable, sums: Tensor | None, total: Tensor) -> None:
+        """Have these be the sums of the last step, around zero; see `load`."""
         one = self._calls[key] = RowMoments(self._num_chunks)
         one.center = torch.zeros_like(total[0])
         one.set([None] * self._num_chunks if sums is None else list(sums), total)
