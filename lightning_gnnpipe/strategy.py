@@ -283,5 +283,5 @@ class GNNPipeStrategy(PipeLoops):
         check_was_called(self._prefix, engine.num_training_passes > passes)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
-        engine.progress.loss = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
+        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
         return output

@@ -88,6 +88,8 @@ class PipelineEngine:
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         self._guard = LossGuard()
+        self._has_jumped = False  # the loss of the last step, on this rank
+        self._was_exact: bool | None = None  # the last step over one graph; None for graphs
         self._unguard: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
@@ -132,7 +134,7 @@ class PipelineEngine:
             number,
             is_training=is_training,
             is_lost=self._is_lost,
-            has_jumped=is_training and not has_graphs and self._has_jumped(),
+            has_jumped=self._has_jumped,
         )
         if agreed.signals:
             self.on_signals(agreed.signals)
@@ -147,12 +149,11 @@ class PipelineEngine:
             return self._train_on_graphs(call, inputs)
         return self._train(call, inputs, is_exact=self.controls.is_exact or agreed.has_jumped)
 
-    def _has_jumped(self) -> bool:
-        """Whether the loss of the last step has jumped, on this rank."""
-        record = self.last_step.record
-        if record is None or not self.options.guards_loss:
-            return False
-        return self._guard.sees_jump(self.progress.loss, is_exact=record.is_exact)
+    def note_loss(self, loss: float) -> None:
+        """Take note of the loss of a training step."""
+        self.progress.loss = loss
+        if self.options.guards_loss and self._was_exact is not None:
+            self._has_jumped = self._guard.sees_jump(loss, is_exact=self._was_exact)
 
     def _graph_of_node(self) -> Tensor | None:
         """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
@@ -200,8 +201,17 @@ class PipelineEngine:
         if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
             histories = graph.fingerprint, tuple(graph.filled)
             owes = self.progress.validates_next() and self._passes.validation_renews(graph)
-        losses = self._guard.losses, self._guard.num_steps
-        state = RunState(self.options.seed, *counts, *layout, *histories, owes, *losses)
+        guard = self._guard
+        state = RunState(
+            self.options.seed,
+            *counts,
+            *layout,
+            *histories,
+            owes,
+            losses=guard.losses,
+            steps_since_jump=guard.num_steps,
+            was_exact=guard.was_exact,
+        )
         return state.without_histories() if self._is_lost else state
 
     def stage_states(self) -> dict[int, Mapping[str, Any]]:
@@ -220,7 +230,9 @@ class PipelineEngine:
         self._saved = saved
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
-        self._guard = LossGuard(saved.state.losses, saved.state.steps_since_jump)
+        state = saved.state
+        self._guard = LossGuard(state.losses, state.steps_since_jump, was_exact=state.was_exact)
+        self._has_jumped = state.steps_since_jump == 0
         self.model.prefer(saved.state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs, *, is_exact: bool) -> Any:
@@ -244,6 +256,7 @@ class PipelineEngine:
         order = self._passes.order(parts, self.progress.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
+        self._was_exact, self._has_jumped = is_exact, False
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
         graph.note_step()
@@ -252,7 +265,7 @@ class PipelineEngine:
         return output
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
-        self._saved = None  # there are no histories to take
+        self._saved = self._was_exact = None  # there are no histories to take
         self._state.begin()
         mode = self.batches.mode(call, inputs)
         codecs = get_codecs(self._passes.messages(self.controls.is_exact).cut_codec)

@@ -97,7 +97,8 @@ class PlannedGraph:
 
     def _make_histories(self, options: HistoryOptions) -> None:
         plan = self.plan
-        ends = [chunk.end for chunk in plan.chunks] if options.method.follows_drift else None
+        is_moved = options.method.follows_drift and not plan.is_disjoint
+        ends = [chunk.end for chunk in plan.chunks] if is_moved else None
         self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends)
         store = self._shared(self.store) or self.store
         self.writing = MessageContext(store, plan, self.reading.functions)

@@ -23,11 +23,13 @@ class LossGuard:
     Attributes:
         losses: The last ones, without those that have jumped.
         num_steps: Steps since the last jump.
+        was_exact: Whether the last step was exact.
     """
 
-    def __init__(self, losses: Sequence[float] = (), num_steps: int = _PAUSE) -> None:
-        self.losses, self.num_steps = tuple(losses), num_steps
-        self._was_exact = True
+    def __init__(
+        self, losses: Sequence[float] = (), num_steps: int = _PAUSE, *, was_exact: bool = True
+    ) -> None:
+        self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
         self._has_warned = False
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
@@ -38,7 +40,7 @@ class LossGuard:
             is_exact: Whether the step was exact. What the step after an exact one does is not the
                 pipeline's fault.
         """
-        was_exact, self._was_exact = self._was_exact, is_exact
+        was_exact, self.was_exact = self.was_exact, is_exact
         self.num_steps += 1
         if not isfinite(loss):
             return False

@@ -29,6 +29,7 @@ class RunState:
         owes_renewal: Whether validation was about to renew their rows.
         losses: The last ones; see `LossGuard`.
         steps_since_jump: Steps since one of them jumped.
+        was_exact: Whether the last step was exact.
         version: Of this format.
     """
 
@@ -42,6 +43,7 @@ class RunState:
     owes_renewal: bool
     losses: tuple[float, ...]
     steps_since_jump: int
+    was_exact: bool
     version: int = _VERSION
 
     @property

@@ -61,7 +61,7 @@ class SharedStore:
         self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
         if self._histories is not None:  # an asynchronous step waits for nobody
-            self._histories.sum_over_shards = None if self._is_async else self.sum
+            self._histories.sum_over_shards = None if self._is_async else self._sum_drift
         if not self._is_async:
             self.drain()
 
@@ -234,6 +234,12 @@ class SharedStore:
         """Return the sum of the tensors of all ranks of the stage; a collective call."""
         total = tensor.detach().clone()
         self._transport.sum_over_shards(total, "halo")
+        return total
+
+    def _sum_drift(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks of how far rows of a layer have moved; no rows travel."""
+        total = tensor.clone()
+        self._transport.sum_over_shards(total, "control")
         return total
 
     def _near_halo(self, chunk: ChunkView) -> Tensor:

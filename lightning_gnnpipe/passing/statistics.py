@@ -172,10 +172,11 @@ class _RowSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, moments: RowMoments) -> tuple[Tensor, Tensor]:
         """Return `rows`, `[num_rows, channels]`, and their sums."""
+        sums = moments.sums_of(rows)
         ctx.save_for_backward(rows)
         ctx.center = moments.center
         ctx.set_materialize_grads(False)
-        return rows.view_as(rows), moments.sums_of(rows)
+        return rows.view_as(rows), sums
 
     @staticmethod
     @once_differentiable
