@@ -209,15 +209,19 @@ def test_p6_averages_go_on_under_any_number_of_stages(
     assert_close(dict(resumed.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_the_last_pass_over_averaged_weights_reads_no_stale_row() -> None:
+def test_the_last_pass_over_averaged_weights_reads_no_stale_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Histories, and their statistics, are of the weights before the average."""
-
-    class Records(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            exact.append(trainer.strategy.controls.is_exact)
-
     exact: list[bool] = []
-    trainer = make_trainer(1, 4, averaging("swa"), Records())
+    train = PipelineEngine._train
+
+    def watched(self: PipelineEngine, *args: Any, is_exact: bool) -> Any:
+        exact.append(is_exact)
+        return train(self, *args, is_exact=is_exact)
+
+    monkeypatch.setattr(PipelineEngine, "_train", watched)
+    trainer = make_trainer(1, 4, averaging("swa"))
     trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "StalenessWarmup"]
     trainer.fit(seeded(has_norms=True), datamodule=datamodule())
     assert exact == [False] * 4 + [True]
