@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.engine import PipelineEngine
 from tests.helpers.realistic import Realistic
 from tests.helpers.trainers import (
     assert_same,
