@@ -278,7 +278,7 @@ def test_options_are_checked_at_once(options: dict[str, Any], text: str) -> None
 
 @pytest.mark.parametrize(
     ("order", "staleness", "is_told"),
-    [("fixed", "gnnpipe", True), ("fixed", "drift", False), ("shuffled", "gnnpipe", False)],
+    [("fixed", "gnnpipe", True), ("fixed", "drift", True), ("fixed", "constant", False)],
 )
 def test_a_fixed_order_with_a_factor_on_gradients_is_told(
     order: OrderName,

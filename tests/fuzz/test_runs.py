@@ -20,7 +20,7 @@ from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.training import Refresh, train_with_oracle
-from tests.promises.test_p2_stale_gradient import callbacks_of, method
+from tests.promises.test_p2_stale_gradient import Scale, callbacks_of, method, scale_of
 
 NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
 NUM_EPOCHS = 4
@@ -63,7 +63,7 @@ def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
     optimizer=st.sampled_from(["sgd", "momentum"]),
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
     order=st.sampled_from(["shuffled", "fixed"]),
-    scale=st.sampled_from([0.0, 1.0, 2.0]),
+    scale=st.sampled_from([0.0, 1.0, 2.0, "drift"]),
     refresh=refreshes,
     recompute=st.booleans(),
     validate=st.booleans(),
@@ -76,7 +76,7 @@ def test_any_run_equals_the_oracle(
     optimizer: str,
     num_stages: int,
     order: OrderName,
-    scale: float,
+    scale: Scale,
     refresh: Refresh,
     recompute: bool,
     validate: bool,
@@ -94,7 +94,8 @@ def test_any_run_equals_the_oracle(
         orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
-        cross_chunk_grad_scale=scale,
+        cross_chunk_grad_scale=scale_of(scale, name),
+        follows_drift=scale == "drift",
     )
     with tempfile.TemporaryDirectory() as folder:
         fit = run_fit(
@@ -112,7 +113,7 @@ def test_any_run_equals_the_oracle(
                 "recompute": recompute,
                 "balance": balance,
             },
-            method=method(refresh, scale),
+            method=method(scale),
         )
     assert_steps_equal(fit.steps, expected)
     for key, value in oracle.state_dict().items():

@@ -100,22 +100,6 @@ def test_rows_and_columns_are_those_of_the_matrix(
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_of_factors_between_chunks_the_last_ones_are_kept() -> None:
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
-    edges = plan.whole.chunks[0].edge_index
-    adjacency = Adjacency(Pattern(edges, N, plan.chunk_of_position()), None, is_mean=False)
-    chunk = plan.chunks[0]
-    ones, *scaled, again = [
-        adjacency.columns(chunk, torch.float64, scale) for scale in (1.0, 1.5, 1.25, 1.125, 1.5)
-    ]
-    assert adjacency.columns(chunk, torch.float64, 1.0) is ones
-    assert adjacency.columns(chunk, torch.float64, 1.125) is scaled[2]
-    assert again is not scaled[0] and again.values is not None
-    assert torch.equal(again.values, torch.as_tensor(scaled[0].values))
-    kept = {key[-1] for key in adjacency._parts}
-    assert kept == {1.0, 1.125, 1.5}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_all_kernels_agree(dtype: torch.dtype, weighted: bool) -> None:
