@@ -33,8 +33,12 @@ class SharedMoments:
         self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keep the statistics of the rows of all ranks; see `MomentStore`."""
-        sums = self._sum(sums_by_chunk(rows, counts))
-        if self._moments is not None:
-            self._moments.put(key, None if counts is None else sums, sums.sum(0))
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        first = rows.sum(0)
+        share = self._sum(torch.cat([first, first.new_tensor([rows.size(0)])]))
+        center = share[:-1] / share[-1].clamp(min=1)
+        sums = self._sum(sums_by_chunk(rows, counts, center))
         total = sums.sum(0)
-        return *mean_and_var(total, torch.zeros_like(total[0])), total[0]
+        if self._moments is not None:
+            self._moments.put(key, None if counts is None else sums, total, center)
+        return *mean_and_var(total, center), total[0]

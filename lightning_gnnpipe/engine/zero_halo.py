@@ -19,7 +19,7 @@ class _OwnMoments(RowMoments):
 
     def sums_of(self, rows: Tensor) -> Tensor:
         if self.total is None:
-            self.center = rows.new_zeros(rows.size(1), dtype=torch.float64)
+            self.center = rows.new_zeros(rows.size(1))
             self.set([None] * self.num_chunks, super().sums_of(rows))
         return super().sums_of(rows)
 

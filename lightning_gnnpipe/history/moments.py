@@ -35,30 +35,24 @@ def row_sums(rows: Tensor, center: Tensor) -> Tensor:
 
     Args:
         rows: `[num_rows, channels]`.
-        center: `[channels]`.
+        center: `[channels]`, near the mean of the rows, at least in single precision.
     """
-    count = center.new_full((rows.size(1),), rows.size(0))
-    if rows.size(0) == 0:
-        return torch.stack([count, count, count])
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    var, mean = torch.var_mean(rows, dim=0, correction=0)
-    away = mean.double() - center
-    return torch.stack([count, count * away, count * (var.double() + away.square())])
+    away = rows - center
+    first = away.sum(0).double()
+    second = away.square_().sum(0).double()
+    return torch.stack([torch.full_like(first, rows.size(0)), first, second])
 
 
-def sums_by_chunk(rows: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Return the sums around zero of rows that lie one chunk's after the other's.
+def sums_by_chunk(rows: Tensor, counts: Sequence[int] | None, center: Tensor) -> Tensor:
+    """Return the sums of rows that lie one chunk's after the other's, `[num_chunks, 3, channels]`.
 
     Args:
         rows: `[num_rows, channels]`.
         counts: How many rows each chunk has; None for one chunk.
-
-    Returns:
-        `[num_chunks, 3, channels]`.
+        center: `[channels]`; see `row_sums`.
     """
-    zero = rows.new_zeros(rows.size(1), dtype=torch.float64)
     parts = [rows] if counts is None else torch.split(rows, list(counts))
-    return torch.stack([row_sums(part, zero) for part in parts])
+    return torch.stack([row_sums(part, center) for part in parts])
 
 
 def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +98,9 @@ class RowMoments:
             then: `[3, channels]` each, around `center`; None where it is not known.
             total: `[3, channels]`, around `center`.
         """
-        center, _ = mean_and_var(total, self.center)
-        shift = self.center - center
+        mean, _ = mean_and_var(total, self.center)
+        center = mean.to(self.center.dtype)
+        shift = self.center.double() - center.double()
         self.then = [None if one is None else _moved_center(one, shift) for one in then]
         self.total, self.center = _moved_center(total, shift), center
 
@@ -154,24 +149,23 @@ class RowMoments:
             sums: What `add` has returned for it.
         """
         assert self.total is not None
-        then, all_rows = self._pooled_then[chunk], self.total[0].clamp(min=1)
-        var_then = self.total[2] / all_rows
-        added = FLOOR * (1 - then[0] / all_rows)
-        mean, var = _mean_and_var_with(added, var_then, sums)
-        old_mean, old_var = _mean_and_var_with(added, var_then, then)
-        ratio = (var + _TINY) / (old_var + _TINY)
-        return (
-            self.center + mean - ratio.sqrt() * old_mean,
-            ((var_then + _TINY) * ratio - _TINY).clamp(min=0),
+        # F has as many rows now as then, so the ratio of variances is that of spreads.
+        count, first, second = sums.unbind(0)
+        then_count, then_first, then_second = self._pooled_then[chunk].unbind(0)
+        all_rows, _, all_second = self.total.unbind(0)
+        var_then = all_second / all_rows
+        added = FLOOR * (1 - then_count / all_rows)
+        mean_then = then_first / then_count.clamp(min=1)
+        then_spread = then_second - then_first * mean_then + added * var_then
+        per_spread = 1 / (then_spread + _TINY * (then_count + added))
+        per_row = 1 / count.clamp(min=1)
+        unmoved = (added * var_then + _TINY * (count + added)) * per_spread
+        ratio = torch.addcmul(
+            unmoved, torch.addcmul(second, first * per_row, first, value=-1), per_spread
         )
-
-
-def _mean_and_var_with(added: Tensor, added_var: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of rows around the center, and their variance with `added` rows more."""
-    count = sums[0].clamp(min=1)
-    mean = sums[1] / count
-    spread = sums[2] - count * mean.square()
-    return mean, (spread + added * added_var) / (count + added)
+        mean = torch.addcmul(self.center.double(), first, per_row)
+        var = torch.addcmul(torch.full_like(ratio, -_TINY), ratio, var_then + _TINY)
+        return torch.addcmul(mean, ratio.sqrt(), mean_then, value=-1), var.clamp(min=0)
 
 
 def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
@@ -220,10 +214,12 @@ class MomentStore:
         Returns:
             Mean and variance, `[channels]`, and how many rows there are.
         """
-        sums = sums_by_chunk(rows, counts)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        center = rows.mean(0)
+        sums = sums_by_chunk(rows, counts, center)
         total = sums.sum(0)
-        self.put(key, None if counts is None else sums, total)
-        return *mean_and_var(total, torch.zeros_like(total[0])), total[0]
+        self.put(key, None if counts is None else sums, total, center)
+        return *mean_and_var(total, center), total[0]
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
         """Return what `load` takes, between two steps."""
@@ -250,8 +246,8 @@ class MomentStore:
         one.then = [None] * self._num_chunks if sums is None else list(sums)
         one.total, one.center = total, center
 
-    def put(self, key: Hashable, sums: Tensor | None, total: Tensor) -> None:
-        """Have these be the sums of the last step, around zero; see `load`."""
+    def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
+        """Have these be the sums of the last step; see `load`."""
         one = self._calls[key] = RowMoments(self._num_chunks)
-        one.center = torch.zeros_like(total[0])
+        one.center = center
         one.set([None] * self._num_chunks if sums is None else list(sums), total)
