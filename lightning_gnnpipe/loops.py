@@ -54,6 +54,7 @@ class PipeLoops(PipeReplicas):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self.engine.abandon()
+        self.engine.progress.is_validating = True
         self._begin_stream()
 
     def on_test_start(self) -> None:
@@ -67,6 +68,7 @@ class PipeLoops(PipeReplicas):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._end_stream()
+        self.engine.progress.is_validating = False
         self.engine.note_validation()
 
     def on_test_end(self) -> None:

@@ -39,6 +39,7 @@ class Progress:
         loss: The last loss, to be compared between ranks.
         loss_scale: Returns the factor on the loss before it goes backward.
         validates_next: Returns whether validation will run before the next step, with its weights.
+        is_validating: Whether the Trainer runs validation.
         averages_weights: Whether validation may run with averages of weights.
         signals: Bits that this rank wants all to know.
         is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
@@ -51,6 +52,7 @@ class Progress:
     loss: float = 0.0
     loss_scale: Callable[[], float] = _unscaled
     validates_next: Callable[[], bool] = _never
+    is_validating: bool = False
     averages_weights: bool = False
     signals: int = 0
     is_uneven: bool = False

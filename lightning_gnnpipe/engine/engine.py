@@ -304,9 +304,13 @@ class PipelineEngine:
         planned.load(call, inputs)
         parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         parts = replace(parts, inputs=planned)
+        has_been_pipelined = self._was_exact is False and self.progress.is_validating
+        if has_been_pipelined and not is_kept and self._passes.is_alike(graph, call):
+            graph.reading.tracked = graph.store.moments.complete()
         with self.transport.meter.paused():
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
+        graph.reading.tracked = ()
         if renews:
             graph.renew()
             self._state.settle()

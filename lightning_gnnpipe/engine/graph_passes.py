@@ -137,14 +137,17 @@ class GraphPasses:
 
         Where shards do not wait for each other it would take what is on its way: none does.
         """
-        options, module = self._options, self._model.module
-        is_trained = graph is self._graphs.trained
         takes = graph.takes_rows(step, is_asked=self._controls.takes_validation)
-        is_due = is_trained and takes and not options.messages.is_async
-        is_eval = options.is_fitting and not module.training
-        if not (is_due and is_eval) or self._model.intercepted.norms:
+        if not takes or self._options.messages.is_async or self._model.intercepted.norms:
             return False
-        return graph.trained_with is not None and graph.trained_with.is_like(call, module)
+        return self.is_alike(graph, call)
+
+    def is_alike(self, graph: PlannedGraph, call: Call) -> bool:
+        """Whether a pass in evaluation mode is given what the last training step was given."""
+        module, trained = self._model.module, graph.trained_with
+        if not self._options.is_fitting or module.training or graph is not self._graphs.trained:
+            return False
+        return trained is not None and trained.is_like(call, module)
 
     def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""

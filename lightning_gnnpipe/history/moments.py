@@ -196,6 +196,10 @@ class MomentStore:
             self._calls[key] = self.kind(self._num_chunks)
         return self._calls[key]
 
+    def complete(self) -> set[Hashable]:
+        """Return the calls whose chunks have all run since the last step began."""
+        return {key for key, one in self._calls.items() if one.is_complete}
+
     def begin_step(self) -> None:
         """Begin a training pass."""
         for one in self._calls.values():

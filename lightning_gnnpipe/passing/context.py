@@ -7,7 +7,7 @@ layer that passes messages several times in one forward pass has a history for e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,7 @@ class MessageContext(RunningChunk):
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.tape: Tape | None = None  # while activations may be computed again in backward
         self.dtypes: dict[CallKey, torch.dtype] = {}  # of norms' results on the whole graph
+        self.tracked: Collection[Hashable] = ()  # norms whose running statistics are replaced
         self.is_refresh = False  # an exact pass for the histories alone
         self.is_passing = False  # inside of `propagate` or `edge_updater`
 

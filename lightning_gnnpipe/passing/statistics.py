@@ -4,7 +4,8 @@ Where the whole graph is one chunk they run as they are, and their statistics ar
 they normalise with the statistics of the rows that have run in this step, put where they were among
 all rows a step ago: see `RowMoments`. Gradients flow through these statistics to the rows of
 all chunks that have run. Running statistics of BatchNorm are updated once a step, with those of all
-rows, as full-batch training would.
+rows, as full-batch training would. These rows come from stale inputs, and deep networks in exact
+evaluation have others. So validation replaces them by those of the rows that it computes.
 
 All of these norms scale and shift each channel. So a norm is one scale and one shift of each
 channel, which depend on mean and variance, and a product with the rows.
@@ -104,6 +105,8 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         store = context.store
         if kind is gnn.GraphSizeNorm and store is not None and len(args) + len(kwargs) == 1:
             return next(iter((*args, *kwargs.values()))) * context.whole.num_nodes**-0.5
+        if context.tracked and not _uses_statistics(norm):
+            _replace_running(norm, (*args, *kwargs.values())[0], context.next_key(name), context)
         is_split = store is not None and store.shards is not None
         is_known = context.is_whole and context.is_replay and not is_split
         if store is None or is_known or not _uses_statistics(norm):
@@ -150,6 +153,19 @@ def _keep(
     counts = [chunk.num_nodes for chunk in context.plan.chunks]
     is_by_node = rows.size(0) == sum(counts) and not context.is_passing
     return moments.keep(key, rows.detach(), counts if is_by_node else None)
+
+
+def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:
+    """Replace running statistics by those of all rows, if pipelined steps have updated them."""
+    if key not in context.tracked or norm.running_mean is None:
+        return
+    if context.store is not None:  # on shards
+        mean, var, count = context.store.moments.keep(key, rows, None)
+    else:
+        mean = rows.mean(0)
+        var = (rows - mean).square().mean(0)
+        count = mean.new_tensor(rows.size(0))
+    _write_running(norm, mean, var, count, 1.0)
 
 
 def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -256,6 +272,11 @@ def _update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None
         assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.add_(1)
         share = 1.0 / float(norm.num_batches_tracked) if share is None else share
+    _write_running(norm, mean, var, count, share)
+
+
+def _write_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor, share: float) -> None:
+    """Move running statistics by a share of the way to these."""
     unbiased = var * (count / (count - 1).clamp(min=1))
     with torch.no_grad():
         norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)

@@ -225,6 +225,63 @@ def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
         assert_same(engine.forward((x, edge_index), {}), reference(x, edge_index))
 
 
+@pytest.mark.parametrize("name", TRACKED)
+def test_validation_replaces_running_statistics_after_pipelined_steps(name: str) -> None:
+    """Each norm then has those of the rows that an exact pass gives it, behind the norms before."""
+    x, edge_index = make_graph()
+    net, reference = make_stack(name), make_stack(name)
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(3):
+        engine.progress.step_index = step
+        engine.forward((x, edge_index), {}).sum().backward()
+        with torch.no_grad():
+            net.lin.weight += 0.1
+    reference.load_state_dict(net.state_dict())
+    kinds = nn.BatchNorm1d | gnn.InstanceNorm
+    norms = [one for one in reference.modules() if isinstance(one, kinds)]
+    for norm in norms:
+        norm.register_forward_pre_hook(
+            lambda one, args: (
+                (
+                    one.running_mean.copy_(args[0].mean(0)),
+                    one.running_var.copy_(args[0].var(0)),
+                )[:0]
+                or None
+            )
+        )
+    net.eval()
+    reference.eval()
+    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
+    with torch.no_grad():
+        engine.forward((x, edge_index), {})
+    assert_same(dict(net.named_buffers()), before)  # no validation of the Trainer's
+    engine.progress.is_validating = True
+    with torch.no_grad():
+        engine.forward((2 * x, edge_index), {})
+    assert_same(dict(net.named_buffers()), before)  # other inputs than those of training
+    with torch.no_grad():
+        assert_same(engine.forward((x, edge_index), {}), reference(x, edge_index))
+    assert_same(dict(net.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_validation_leaves_running_statistics_of_exact_steps_and_frozen_norms() -> None:
+    x, edge_index = make_graph()
+    net = make_stack("batch")
+    engine = one_process_engine(net, partition=PARTITION)
+    engine.progress.is_validating = True
+    for step in range(2):
+        engine.progress.step_index = step
+        net.train()
+        net.first.eval()
+        engine.forward((x, edge_index), {}).sum().backward()
+        net.eval()
+        before = [norm.running_mean.clone() for norm in (net.first, net.second)]
+        with torch.no_grad():
+            engine.forward((x, edge_index), {})
+        assert_same(net.first.running_mean, before[0])
+        assert torch.equal(net.second.running_mean, before[1]) == (step == 0)
+
+
 def test_a_frozen_norm_uses_its_running_statistics() -> None:
     x, edge_index = make_graph()
     net, reference = make_stack("batch"), make_stack("batch")
