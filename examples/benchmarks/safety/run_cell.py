@@ -43,6 +43,7 @@ Method = tuple[Mapping[str, Any], tuple[Any, ...]]
 METHODS: dict[str, Method] = {
     "exact": ({"num_chunks": 1}, ()),
     "default": ({}, (WARMUP,)),
+    "recipe": ({}, (partial(StalenessWarmup, num_epochs=5),)),
     "constant": ({"staleness": "constant"}, (WARMUP,)),
 }
 
