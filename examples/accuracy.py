@@ -8,8 +8,7 @@ optimizer and number of epochs; each is tested with the weights of its best vali
 Exact training runs twice, in a plain Trainer and under the strategy: they differ in the random
 numbers of dropout alone, and so show how much of a difference is chance. Prints a table and writes
 every run to OUTPUT/accuracy.csv; runs that are there already are not made again. `--model
-resgcnplus-batch` has norms over all nodes (BatchNorm), which read statistics of the last epoch in a
-pipeline.
+resgcnplus-batch` has norms over all nodes (BatchNorm).
 
 `--modes` names what is compared with exact training: "pipeline", in chunks; "hybrid", in chunks on
 2 shards of the graph (in one stage; with more of them the numbers are the same); and on 2 shards
@@ -227,7 +226,7 @@ def parse_options() -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, default=["pipeline"], help="see above")
     add("--chunks", type=int, default=8, help="chunks of the pipeline (default: 8)")
     add("--exact-epochs", type=int, default=10, help="exact first epochs of it (default: 10)")
-    add("--staleness", choices=get_args(StalenessName), default="lookahead", help="method")
+    add("--staleness", choices=get_args(StalenessName), default="drift", help="method")
     add("--output", type=Path, default=Path("outputs"), help="folder of accuracy.csv")
     return parser.parse_args()
 

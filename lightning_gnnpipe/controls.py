@@ -20,7 +20,7 @@ class Controls:
             are written.
         refreshes: Recompute all histories by an exact pass, dropout off, before the step, unless
             validation has just written them.
-        takes_validation: Let validation before the step write the histories.
+        takes_validation: Let a validation that runs before the step write the histories.
         reads_snapshot: Take stale rows from the last snapshot, if there is one.
         takes_snapshot: Take a snapshot of all rows after the forward pass.
         records_staleness: Record who reads whom stale, and how far rows drift.

@@ -152,13 +152,8 @@ class StrategyOptions:
 
     @property
     def method(self) -> StalenessMethod:
-        """How staleness is met."""
+        """How stale rows and gradients between chunks are handled."""
         return METHODS[self.staleness]
-
-    @property
-    def is_biased(self) -> bool:
-        """Whether some edges between chunks always count more than others."""
-        return self.chunk_order == "fixed" and self.method.message_scale != 1
 
     @property
     def histories(self) -> HistoryOptions:

@@ -9,6 +9,7 @@ A batch of many graphs runs in micro-batches of whole graphs, both times exactly
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -38,6 +39,7 @@ from lightning_gnnpipe.engine.pass_state import PassState
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import save_rank, take_histories
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
+from lightning_gnnpipe.engine.running_statistics import RunningStatistics
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
 from lightning_gnnpipe.engine.training import TrainingPass
@@ -87,7 +89,9 @@ class PipelineEngine:
         self._identity = GraphIdentity()
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
-        self._guard = LossGuard()
+        is_quiet = not transport.world.is_root
+        self._guard = LossGuard(is_quiet=is_quiet)
+        self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # the loss of the last step, on this rank
         self._was_exact: bool | None = None  # the last step over one graph; None for graphs
         self._unguard: Callable[[], None] = lambda: None
@@ -211,6 +215,7 @@ class PipelineEngine:
             losses=guard.losses,
             steps_since_jump=guard.num_steps,
             was_exact=guard.was_exact,
+            stale_norms=tuple(sorted(self.statistics.stale)),
         )
         return state.without_histories() if self._is_lost else state
 
@@ -231,8 +236,12 @@ class PipelineEngine:
         self.num_training_passes = saved.state.num_training_passes
         self._seeds.num_inferences = saved.state.num_inferences
         state = saved.state
-        self._guard = LossGuard(state.losses, state.steps_since_jump, was_exact=state.was_exact)
-        self._has_jumped = state.steps_since_jump == 0
+        is_quiet = not self.transport.world.is_root
+        self._guard = LossGuard(
+            state.losses, state.steps_since_jump, was_exact=state.was_exact, is_quiet=is_quiet
+        )
+        self.statistics = RunningStatistics(state.stale_norms, is_quiet=is_quiet)
+        self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
         self.model.prefer(saved.state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs, *, is_exact: bool) -> Any:
@@ -257,6 +266,8 @@ class PipelineEngine:
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
+        if not is_exact and not graph.plan.is_disjoint:
+            self.statistics.note_pipelined(self.model.intercepted.norms)
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
         graph.note_step()
@@ -304,13 +315,14 @@ class PipelineEngine:
         planned.load(call, inputs)
         parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         parts = replace(parts, inputs=planned)
-        has_been_pipelined = self._was_exact is False and self.progress.is_validating
-        if has_been_pipelined and not is_kept and self._passes.is_alike(graph, call):
-            graph.reading.tracked = graph.store.moments.complete()
-        with self.transport.meter.paused():
+        is_alike = not is_kept and self._passes.is_alike(graph, call)
+        replaces = self.progress.is_validating and bool(self.statistics.stale)
+        replaced = self.statistics.replaced(graph) if replaces and is_alike else nullcontext()
+        if replaces and not is_alike:
+            self.statistics.warn()
+        with self.transport.meter.paused(), replaced:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
-        graph.reading.tracked = ()
         if renews:
             graph.renew()
             self._state.settle()

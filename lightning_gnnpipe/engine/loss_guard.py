@@ -24,21 +24,27 @@ class LossGuard:
         losses: The last ones, without those that have jumped.
         num_steps: Steps since the last jump.
         was_exact: Whether the last step was exact.
+        is_quiet: Whether another rank warns.
     """
 
     def __init__(
-        self, losses: Sequence[float] = (), num_steps: int = _PAUSE, *, was_exact: bool = True
+        self,
+        losses: Sequence[float] = (),
+        num_steps: int = _PAUSE,
+        *,
+        was_exact: bool = True,
+        is_quiet: bool = False,
     ) -> None:
         self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
-        self._has_warned = False
+        self.is_quiet = is_quiet
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
         """Take note of a step's loss; return whether the next step is to be exact.
 
         Args:
             loss: Of the step. One that is not finite is not judged: histories are dropped then.
-            is_exact: Whether the step was exact. What the step after an exact one does is not the
-                pipeline's fault.
+            is_exact: Whether the step was exact. A loss after an exact step is not judged: that
+                update was exact.
         """
         was_exact, self.was_exact = self.was_exact, is_exact
         self.num_steps += 1
@@ -58,14 +64,14 @@ class LossGuard:
         return loss > high + _FACTOR * max(high - low, abs(high))
 
     def _warn(self, loss: float) -> None:
-        if not self._has_warned:
+        if not self.is_quiet:
             log.warning(
-                "The training loss jumped to %.4g in a pipelined step (at most %.4g before): from "
-                "pipelined steps to one exact step. If it jumps again, lower the learning rate, "
-                "use fewer chunks, train more of the first epochs exactly (StalenessWarmup), or "
-                "refresh the histories (EmbeddingRefresh). Shown once. "
+                "The training loss jumped to %.4g after a pipelined step (at most %.4g before): "
+                "from pipelined steps to one exact step. If it jumps again, lower the learning "
+                "rate, use fewer chunks, train more of the first epochs exactly "
+                "(StalenessWarmup), or refresh the histories (EmbeddingRefresh). Shown once. "
                 "GNNPipeStrategy(guard=False) switches this off.",
                 loss,
                 max(self.losses),
             )
-        self._has_warned = True
+        self.is_quiet = True

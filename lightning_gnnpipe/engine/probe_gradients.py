@@ -3,9 +3,9 @@
 A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
 row is read stale. The small graph has its edges moved so that they lead from a chunk to itself or
 to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
-edges in both directions or shares of all chunks (HANConv), or normalise with statistics of the last
-step, are compared on the whole graph only. Gradients of many layers in half precision are mostly
-rounding: there, only each layer's own are compared.
+edges in both directions or shares of all chunks (HANConv), or have a norm over all nodes (a chunk
+sees only the rows that have run before it), are compared on the whole graph only. Gradients of many
+layers in half precision are mostly rounding: there, only each layer's own are compared.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _GradientCheck:
         store = self.trial.store
         expected = self._run(segment, self.whole, values)
         if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments):
-            return  # its statistics are constants on chunks
+            return  # a chunk sees only the rows that have run before it
         for chunks in (self.trial.plan.chunks, self.trial.plan.chunks[::-1]):
             store.begin_step(store.step + 1)
             store.recorder = StalenessRecorder()

@@ -35,7 +35,11 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
         histories.append({"key": _plain(key), **tables, **steps})
-    moments = [{"key": _plain(key), **store.moments.save(key)} for key in store.moments]
+    dtypes = graph.writing.dtypes
+    moments = [
+        {"key": _plain(key), **store.moments.save(key), "dtype": dtypes.get(key)}
+        for key in store.moments
+    ]
     ends = [chunk.end for chunk in graph.plan.chunks]
     return {
         "perm": graph.plan.perm,
@@ -72,8 +76,8 @@ def take_histories(
             before, now = saved.stages[0]["method"], name_method(graph.store.options.method)
             if before != now and mesh.rank == 0:
                 log.warning(
-                    "The checkpoint was saved with staleness='%s', and this run has '%s': from the "
-                    "one to the other in the middle of training.",
+                    "The checkpoint was saved with staleness='%s', and this run has '%s': the "
+                    "method changes in the middle of training.",
                     before,
                     now,
                 )
@@ -98,9 +102,9 @@ def load_ranks(
     perm, store = graph.plan.perm.cpu(), graph.store
     device = graph.plan.perm.device
     ends = [chunk.end for chunk in graph.plan.chunks]
-    is_same_cut = all(s["ends"] == ends and torch.equal(s["perm"], perm) for s in ranks)
+    is_own = [saved["ends"] == ends and torch.equal(saved["perm"], perm) for saved in ranks]
     keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
-    if not is_same_cut and any(map(_is_by_chunk, keys)):
+    if not all(is_own) and any(map(_is_by_chunk, keys)):
         return False
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
@@ -111,7 +115,10 @@ def load_ranks(
         for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                sums = one["sums"].to(device) if is_same_cut and one["sums"] is not None else None
+                has_sums = any(is_own) and one["sums"] is not None  # of the nodes of all shards
+                sums = one["sums"].to(device) if has_sums else None
+                if one["dtype"] is not None:
+                    graph.writing.dtypes[key] = one["dtype"]
                 store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
     graph.is_renewed = all(rank["is_renewed"] for rank in ranks)

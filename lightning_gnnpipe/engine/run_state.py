@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_gnnpipe.errors import CheckpointError, explain
 
-_VERSION = 14
+_VERSION = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class RunState:
         losses: The last ones; see `LossGuard`.
         steps_since_jump: Steps since one of them jumped.
         was_exact: Whether the last step was exact.
+        stale_norms: Norms whose running statistics pipelined steps have updated; see
+            `RunningStatistics`.
         version: Of this format.
     """
 
@@ -44,6 +46,7 @@ class RunState:
     losses: tuple[float, ...]
     steps_since_jump: int
     was_exact: bool
+    stale_norms: tuple[str, ...]
     version: int = _VERSION
 
     @property

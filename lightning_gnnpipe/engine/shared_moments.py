@@ -35,8 +35,10 @@ class SharedMoments:
         """Keep the statistics of the rows of all ranks; see `MomentStore`."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         first = rows.sum(0)
-        share = self._sum(torch.cat([first, first.new_tensor([rows.size(0)])]))
-        center = share[:-1] / share[-1].clamp(min=1)
+        num_nodes = -1 if counts is None else sum(counts)
+        share = self._sum(torch.cat([first, first.new_tensor([rows.size(0), num_nodes])]))
+        counts = counts if share[-2] == share[-1] else None  # the same on all ranks
+        center = share[:-2] / share[-2].clamp(min=1)
         sums = self._sum(sums_by_chunk(rows, counts, center))
         total = sums.sum(0)
         if self._moments is not None:

@@ -19,13 +19,14 @@ class _OwnMoments(RowMoments):
 
     def sums_of(self, rows: Tensor) -> Tensor:
         if self.total is None:
-            self.center = rows.new_zeros(rows.size(1))
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            self.center = rows.new_zeros(rows.size(1), dtype=dtype)
             self.set([None] * self.num_chunks, super().sums_of(rows))
         return super().sums_of(rows)
 
 
 class _OwnMomentStore(MomentStore):
-    """Serves norms statistics of the rows that they ask for."""
+    """Creates `_OwnMoments` for each call."""
 
     kind = _OwnMoments
 

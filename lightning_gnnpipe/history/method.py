@@ -1,4 +1,4 @@
-"""How staleness is met: what stale reads return, and what becomes of gradients between chunks."""
+"""How stale rows and gradients between chunks are handled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class StalenessMethod:
-    """How staleness is met.
+    """What stale reads return, and what becomes of gradients between chunks.
 
     Stale rows are constants, those of the last step unless it says otherwise.
 

@@ -12,8 +12,9 @@ For the last chunk these are the variance and the mean of all rows as they are. 
 through the rows of F, those of earlier chunks included. So normalised rows do not depend on a shift
 of all rows, or their scale, and neither has a gradient, as in exact training.
 
-The variance of few rows is a poor guide. So `FLOOR` rows that have the variance of all rows then
-are added to F in both variances, fewer as more chunks have run, and none in the end.
+The variance of few rows is unreliable. So both variances of F are computed as if F had up to
+`FLOOR` more rows, with the last step's variance of all rows; their number falls to 0 with the last
+chunk.
 
 What is kept are sums, which chunks and shards add to: of each channel the number of rows, and the
 sums of x - c and of (x - c)^2, with c the mean of all rows in the last step.
@@ -117,6 +118,8 @@ class RowMoments:
         else:
             self._pooled[chunk] = self._pooled[before] + sums
             self._pooled_then[chunk] = self._pooled_then[before] + own_then
+        if self.is_complete and self.total is not None:  # whether chunks were known then or not
+            self._pooled_then[chunk] = self.total
         return self._pooled[chunk]
 
     def sums_of(self, rows: Tensor) -> Tensor:
@@ -153,16 +156,15 @@ class RowMoments:
         count, first, second = sums.unbind(0)
         then_count, then_first, then_second = self._pooled_then[chunk].unbind(0)
         all_rows, _, all_second = self.total.unbind(0)
-        var_then = all_second / all_rows
+        var_then = (all_second / all_rows).clamp(min=0)  # sums are rounded
         added = FLOOR * (1 - then_count / all_rows)
         mean_then = then_first / then_count.clamp(min=1)
-        then_spread = then_second - then_first * mean_then + added * var_then
+        then_spread = (then_second - then_first * mean_then).clamp(min=0) + added * var_then
         per_spread = 1 / (then_spread + _TINY * (then_count + added))
         per_row = 1 / count.clamp(min=1)
         unmoved = (added * var_then + _TINY * (count + added)) * per_spread
-        ratio = torch.addcmul(
-            unmoved, torch.addcmul(second, first * per_row, first, value=-1), per_spread
-        )
+        spread = torch.addcmul(second, first * per_row, first, value=-1).clamp(min=0)
+        ratio = torch.addcmul(unmoved, spread, per_spread)
         mean = torch.addcmul(self.center.double(), first, per_row)
         var = torch.addcmul(torch.full_like(ratio, -_TINY), ratio, var_then + _TINY)
         return torch.addcmul(mean, ratio.sqrt(), mean_then, value=-1), var.clamp(min=0)
@@ -196,10 +198,6 @@ class MomentStore:
             self._calls[key] = self.kind(self._num_chunks)
         return self._calls[key]
 
-    def complete(self) -> set[Hashable]:
-        """Return the calls whose chunks have all run since the last step began."""
-        return {key for key, one in self._calls.items() if one.is_complete}
-
     def begin_step(self) -> None:
         """Begin a training pass."""
         for one in self._calls.values():
@@ -213,12 +211,14 @@ class MomentStore:
         Args:
             key: The call.
             rows: One chunk's after the other's.
-            counts: How many of them are of each chunk; None if that is not known.
+            counts: How many nodes each chunk has; None if the rows are not of nodes. A number of
+                rows other than the number of nodes counts as None.
 
         Returns:
             Mean and variance, `[channels]`, and how many rows there are.
         """
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        counts = counts if counts is not None and sum(counts) == rows.size(0) else None
         center = rows.mean(0)
         sums = sums_by_chunk(rows, counts, center)
         total = sums.sum(0)

@@ -15,7 +15,7 @@ class HistoryOptions:
     """How histories are kept.
 
     Attributes:
-        method: How staleness is met.
+        method: How stale rows and gradients between chunks are handled.
         recomputes: Whether activations are computed again in backward. A linear layer's outputs are
             then kept until their gradient comes.
         dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for

@@ -12,6 +12,7 @@ from lightning_gnnpipe.passing.intercept import (
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
 from lightning_gnnpipe.passing.memory import guard_losses, without_memory
 from lightning_gnnpipe.passing.native import NativeContext, uses_batch_statistics
+from lightning_gnnpipe.passing.statistics import tracks_statistics
 from lightning_gnnpipe.passing.support import check_graph_batches, check_norms, check_support
 from lightning_gnnpipe.passing.tape import Tape
 
@@ -29,6 +30,7 @@ __all__ = [
     "find_layers",
     "guard_losses",
     "intercept",
+    "tracks_statistics",
     "uses_batch_statistics",
     "without_memory",
 ]

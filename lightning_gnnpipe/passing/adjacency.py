@@ -90,7 +90,7 @@ class Adjacency:
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._entries: dict[_Key, Tensor] = {}
-        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `kernels.row_sums`
+        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `kernels.entry_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:

@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing, aggr
 from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
-from lightning_gnnpipe.passing.kernels import multiply, row_sums
+from lightning_gnnpipe.passing.kernels import entry_sums, multiply
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
@@ -124,7 +124,7 @@ class Aggregation:
         drift = self.store.drift(self.key, self.chunk)
         if drift is not None:
             stale, moved = drift
-            shares = row_sums(self.adjacency, self.chunk, stale, output.dtype)
+            shares = entry_sums(self.adjacency, self.chunk, stale, output.dtype)
             output.addr_(shares, moved.to(output))
         if self.tape is not None:
             self.store.keep_output(self.key, self.chunk, output)

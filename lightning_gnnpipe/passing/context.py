@@ -41,8 +41,8 @@ class MessageContext(RunningChunk):
         self.store = store
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.tape: Tape | None = None  # while activations may be computed again in backward
-        self.dtypes: dict[CallKey, torch.dtype] = {}  # of norms' results on the whole graph
-        self.tracked: Collection[Hashable] = ()  # norms whose running statistics are replaced
+        self.dtypes: dict[Hashable, torch.dtype] = {}  # of norms' results on the whole graph
+        self.replaced: Collection[str] = ()  # norms whose running statistics are replaced
         self.is_refresh = False  # an exact pass for the histories alone
         self.is_passing = False  # inside of `propagate` or `edge_updater`
 

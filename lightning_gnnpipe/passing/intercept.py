@@ -58,6 +58,11 @@ class Intercepted:
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
     @property
+    def has_messages(self) -> bool:
+        """Whether a layer does more with its neighbours' rows than a weighted sum."""
+        return any(linear_rule(conv) is None for conv in self.convs.values())
+
+    @property
     def sees_all_nodes(self) -> bool:
         """Whether a layer takes statistics, or a mean, over all nodes."""
         return bool(self.norms) or any(isinstance(c, HANConv) for c in self.convs.values())

@@ -47,7 +47,8 @@ class MomentSource(Protocol):
         Args:
             key: The call.
             rows: One chunk's after the other's.
-            counts: How many of them are of each chunk; None if that is not known.
+            counts: How many nodes each chunk has; None if the rows are not of nodes. A number of
+                rows other than the number of nodes counts as None.
 
         Returns:
             Mean and variance, `[channels]`, and how many rows there are.

@@ -31,7 +31,7 @@ def multiply(rows: SparseRows, table: Tensor) -> Tensor:
         return _choose(rows, table)(rows, table)
 
 
-def row_sums(
+def entry_sums(
     adjacency: Adjacency, chunk: ChunkView, sources: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Return `[num_nodes_of_chunk]`: the sum of a row's entries in the columns of some chunks.

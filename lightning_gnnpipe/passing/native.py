@@ -1,9 +1,9 @@
 """How layers run on a micro-batch of whole graphs: as they are, with PyG's own code.
 
 A graph has no neighbours in other micro-batches, so nothing is intercepted but BatchNorm, whose
-statistics are taken over all nodes of the mini-batch. Where it is asked for (`DeferredNorms`), each
-micro-batch is normalised by its own statistics, and the running statistics are updated once, from
-those of the whole mini-batch. Source: DeferredBatchNorm of torchgpipe (arXiv 2004.09910).
+statistics are taken over all nodes of the mini-batch. Each micro-batch is normalised by its own
+statistics, and the running statistics are updated once, from those of the whole mini-batch.
+Source: DeferredBatchNorm of torchgpipe (arXiv 2004.09910).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe._compat_torch import BATCH_NORM
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.interfaces import EdgeLeaves
+from lightning_gnnpipe.passing.statistics import tracks_statistics, update_running
 from lightning_gnnpipe.passing.tape import Tape
 
 
@@ -109,11 +110,11 @@ def _defer(
                 )
             )
         key = context.next_key(name)
-        if norm.training and norm.running_mean is not None and not context.is_replay:
+        if tracks_statistics(norm) and not context.is_replay:
             parts = sums.setdefault(key, [])
             parts.append(_moments(x.detach()))
             if len(parts) == context.num_chunks:
-                _update(norm, torch.stack(sums.pop(key)))
+                update_running(norm, *_pooled(torch.stack(sums.pop(key))))
         return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     return run
@@ -127,20 +128,14 @@ def _moments(x: Tensor) -> Tensor:
     return torch.stack([count, total, (rows - total / count).square().sum(0)])
 
 
-def _update(norm: Any, moments: Tensor) -> None:
-    """Update running statistics as one pass over the rows of all micro-batches does.
+def _pooled(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and number of all rows, `[channels]` each.
 
     Args:
-        norm: The layer.
-        moments: `[num_chunks, 3, channels]` see `_moments`.
+        moments: Those of each micro-batch, `[num_chunks, 3, channels]`; see `_moments`.
     """
     count, total, spread = moments.unbind(1)
-    mean = total.sum(0) / count.sum(0)
+    num_rows = count.sum(0)
+    mean = total.sum(0) / num_rows
     between = (count * (total / count - mean).square()).sum(0)
-    var = (spread.sum(0) + between) / (count.sum(0) - 1)
-    share = norm.momentum
-    with torch.no_grad():
-        norm.num_batches_tracked.add_(1)
-        share = 1.0 / float(norm.num_batches_tracked) if share is None else share
-        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-        norm.running_var.lerp_(var.to(norm.running_var.dtype), share)
+    return mean, (spread.sum(0) + between) / num_rows, num_rows

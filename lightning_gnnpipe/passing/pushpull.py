@@ -6,7 +6,8 @@ Backward, run over the chunks in reverse order: the halo rows' gradient is added
 buffer, and what later chunks added for this chunk's rows flows on. A row read stale was consumed
 before its gradient arrives: the gradient stays behind in the buffer, and is dropped.
 
-Source: GNNPipe (arXiv 2308.10087), restated as in the exact gradient of the stale forward function.
+Source: GNNPipe (arXiv 2308.10087), as the exact gradient of what was computed: a stale row
+is a constant.
 """
 
 from __future__ import annotations

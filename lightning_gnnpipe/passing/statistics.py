@@ -1,11 +1,12 @@
 """Norms whose statistics are taken over all nodes, on one chunk.
 
 Where the whole graph is one chunk they run as they are, and their statistics are kept. In a chunk
-they normalise with the statistics of the rows that have run in this step, put where they were among
-all rows a step ago: see `RowMoments`. Gradients flow through these statistics to the rows of
-all chunks that have run. Running statistics of BatchNorm are updated once a step, with those of all
-rows, as full-batch training would. These rows come from stale inputs, and deep networks in exact
-evaluation have others. So validation replaces them by those of the rows that it computes.
+they use statistics of the rows that have run in this step, and assume that the other rows have
+moved in the same way since the last step: see `RowMoments`. Gradients flow through these statistics
+to the rows of all chunks that have run. Running statistics of BatchNorm are updated once a step,
+with those of all rows, as full-batch training would. These rows come from stale inputs; in exact
+evaluation the rows of a deep network are different. So validation replaces running statistics by
+those of the rows that it computes.
 
 All of these norms scale and shift each channel. So a norm is one scale and one shift of each
 channel, which depend on mean and variance, and a product with the rows.
@@ -105,7 +106,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         store = context.store
         if kind is gnn.GraphSizeNorm and store is not None and len(args) + len(kwargs) == 1:
             return next(iter((*args, *kwargs.values()))) * context.whole.num_nodes**-0.5
-        if context.tracked and not _uses_statistics(norm):
+        if name in context.replaced and not _uses_statistics(norm):
             _replace_running(norm, (*args, *kwargs.values())[0], context.next_key(name), context)
         is_split = store is not None and store.shards is not None
         is_known = context.is_whole and context.is_replay and not is_split
@@ -121,13 +122,15 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         if context.is_whole and has_formula and not context.is_replay:
             mean, var, count = _keep(x, store.moments, key, context)
             if context.is_refresh:
-                return _normalize(norm, x, mean, var)
+                result = _normalize(norm, x, mean, var)
+                return result.to(context.dtypes.get(key, result.dtype))
             if is_split:
-                _update_running(norm, mean, var, count)
-        if context.is_whole and store.shards is not None:
-            return _normalize_over_shards(norm, x, store.shards)
+                update_running(norm, mean, var, count)
         if context.is_whole:
-            result = cast(Tensor, original(*args, **kwargs))
+            if store.shards is not None:
+                result = _normalize_over_shards(norm, x, store.shards)
+            else:
+                result = cast(Tensor, original(*args, **kwargs))
             context.dtypes[key] = result.dtype
             return result
         moments = store.moments[key]
@@ -136,7 +139,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             sums = cast(Any, _SumOverShards).apply(sums, store.shards)
         sums = cast(Any, _Pooled).apply(sums, moments, context.chunk.index)
         if moments.is_complete and not context.is_replay:
-            _update_running(norm, *moments.present())
+            update_running(norm, *moments.present())
         result = _normalize(norm, x, *moments.mean_and_var(context.chunk.index, sums))
         return result.to(context.dtypes.get(key, result.dtype))
 
@@ -156,12 +159,13 @@ def _keep(
 
 
 def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:
-    """Replace running statistics by those of all rows, if pipelined steps have updated them."""
-    if key not in context.tracked or norm.running_mean is None:
+    """Replace running statistics by those of all rows, unless they have been frozen."""
+    if norm.running_mean is None or not norm.track_running_stats or norm.momentum == 0:
         return
     if context.store is not None:  # on shards
         mean, var, count = context.store.moments.keep(key, rows, None)
     else:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         mean = rows.mean(0)
         var = (rows - mean).square().mean(0)
         count = mean.new_tensor(rows.size(0))
@@ -262,14 +266,25 @@ def _uses_statistics(norm: Any) -> bool:
     return True
 
 
-def _update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update running statistics as one pass over all rows does; `count` is how many they are."""
+def tracks_statistics(norm: Any) -> bool:
+    """Whether a training step updates running statistics of `norm`."""
     is_tracking = getattr(norm, "track_running_stats", False) and norm.training
-    if not is_tracking or norm.running_mean is None:
+    return is_tracking and norm.running_mean is not None
+
+
+def update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Update running statistics as one pass over all rows does.
+
+    Args:
+        norm: The layer.
+        mean: Of all rows, `[channels]`.
+        var: Their biased variance, `[channels]`.
+        count: How many they are.
+    """
+    if not tracks_statistics(norm):
         return
     share = norm.momentum
-    if isinstance(norm, nn.BatchNorm1d):  # PyG's InstanceNorm does not count
-        assert norm.num_batches_tracked is not None
+    if type(norm) is not gnn.InstanceNorm:  # which does not count
         norm.num_batches_tracked.add_(1)
         share = 1.0 / float(norm.num_batches_tracked) if share is None else share
     _write_running(norm, mean, var, count, share)

@@ -1,4 +1,4 @@
-"""Norms over all nodes: whole-graph statistics of the last step, and PyG's own where exact."""
+"""Norms over all nodes: moved statistics in chunks, and PyG's own where exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.passing import check_support
 from tests.helpers.engines import one_process_engine
 
-N, D = 22, 4
+N, D, CHANNELS = 22, 4, 200
 PARTITION = torch.tensor([0] * 5 + [1] * 11 + [2] * 5 + [3])[torch.arange(N) * 5 % N]
 CHUNKS = 4
 MAKE: dict[str, Callable[[], nn.Module]] = {
@@ -276,6 +276,98 @@ def test_validation_leaves_running_statistics_of_exact_steps_and_frozen_norms() 
             engine.forward((x, edge_index), {})
         assert_same(net.first.running_mean, before[0])
         assert torch.equal(net.second.running_mean, before[1]) == (step == 0)
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "an exact step"])
+def test_validation_replaces_running_statistics_after(what: str) -> None:
+    x, edge_index = make_graph()
+    net = make_stack("batch")
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(4):
+        engine.progress.step_index = step
+        engine.controls.is_exact = what == "an exact step" and step == 3
+        engine.forward((x, edge_index), {}).sum().backward()
+        with torch.no_grad():
+            net.lin.weight += 0.1
+    if what == "a checkpoint":
+        engine.stage_states()
+        assert engine.run_state().stale_norms == ("first", "second")
+    net.eval()
+    engine.progress.is_validating = True
+    with torch.no_grad():
+        engine.forward((x, edge_index), {})
+    assert_same(net.first.running_mean, net.lin(x).mean(0).detach())
+    assert engine.run_state().stale_norms == ()
+
+
+def test_validation_leaves_norms_that_are_frozen_later_or_called_twice() -> None:
+    class Twice(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = self.first(self.first(self.lin(x)) ** 2)
+            return self.second(self.conv(x, edge_index))
+
+    x, edge_index = make_graph()
+    net = Twice(MAKE["batch"]).double()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(3):
+        engine.progress.step_index = step
+        engine.forward((x, edge_index), {}).sum().backward()
+    net.eval()
+    net.second.track_running_stats = False
+    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
+    engine.progress.is_validating = True
+    with torch.no_grad():
+        engine.forward((x, edge_index), {})
+    assert_same(dict(net.named_buffers()), before)
+
+
+def test_running_statistics_that_nothing_has_replaced_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once: as validation is given other inputs, or as training ends without it."""
+    x, edge_index = make_graph()
+    net = make_stack("batch")
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(2):
+        engine.statistics.warn()
+        assert not caplog.records  # the first step is exact
+        engine.progress.step_index = step
+        engine.forward((x, edge_index), {}).sum().backward()
+    net.eval()
+    engine.progress.is_validating = True
+    with torch.no_grad():
+        engine.forward((2 * x, edge_index), {})
+    assert "The running statistics of 2 norms (first, ...) come from pipelined" in caplog.text
+    engine.statistics.warn()
+    assert len(caplog.records) == 1
+
+
+def test_channels_that_die_or_are_the_same_in_all_rows_stay_finite() -> None:
+    """Sums in single precision give variances of a little less than nothing."""
+
+    class Dying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.linspace(0.1, 5.0, CHANNELS))
+            self.norm, self.conv = nn.BatchNorm1d(CHANNELS), gnn.SimpleConv(aggr="mean")
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(self.norm((x + self.shift).relu()), edge_index)
+
+    _, edge_index = make_graph()
+    x = torch.randn(N, CHANNELS) * (torch.arange(CHANNELS) % 2)
+    net = Dying()
+    engine = one_process_engine(net, partition=PARTITION)
+    for step in range(4):
+        engine.progress.step_index = step
+        found = engine.forward((x, edge_index), {})
+        found.square().sum().backward()
+        assert found.isfinite().all()
+        assert found[:, ::2].abs().max() < 0.1
+        assert net.shift.grad is not None
+        assert net.shift.grad.isfinite().all()
+        net.shift.data[::2] += 0.02  # the same in all rows
+        net.shift.data[1::2] -= 4.0 * (step == 1)
 
 
 def test_a_frozen_norm_uses_its_running_statistics() -> None:

@@ -77,7 +77,8 @@ class Noisy(L.LightningModule):
 
 
 def loader(shuffle: bool = False) -> DataLoader:
-    return DataLoader([realistic_graph()], batch_size=None, shuffle=shuffle)
+    graph = realistic_graph().apply(lambda value: value.to(torch.get_default_dtype()), "x")
+    return DataLoader([graph], batch_size=None, shuffle=shuffle)
 
 
 class NotesKind(L.Callback):
@@ -97,6 +98,7 @@ def fit(
     epochs: int = EPOCHS,
     resume: Path | None = None,
     callbacks: list[L.Callback] | None = None,
+    precision: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, save every epoch as `epoch=<n>.ckpt`, return the last checkpoint."""
@@ -106,7 +108,8 @@ def fit(
     options = {"num_chunks": 5, **options}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=num_stages,
+        devices=num_stages * options.get("graph_parallel", 1),
+        precision=precision,
         strategy=GNNPipeStrategy(start_method="fork", **options),
         max_epochs=epochs,
         callbacks=[saver, StalenessWarmup(num_epochs=2), *(callbacks or [])],
@@ -126,6 +129,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "refresh": {"staleness": "constant", "callbacks": [EmbeddingRefresh(3)]},
     "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
+    "shards": {"graph_parallel": 2},
 }
 
 
@@ -140,6 +144,22 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     second = fit(tmp_path / "second", resume=saved, **options)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "gnnpipe"):
         assert_same(second[name], whole[name], name)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
+    """Norms give the dtypes of the run before, in the refresh before the fifth epoch too."""
+    torch.set_default_dtype(torch.float32)
+    options = {
+        "precision": "bf16-mixed",
+        "graph_parallel": num_shards,
+        "num_stages": 3 - num_shards,
+        "callbacks": [EmbeddingRefresh(5)],
+    }
+    whole = fit(tmp_path / "whole", **options)
+    saved = tmp_path / "whole" / f"epoch={SAVED_AT - 1}.ckpt"
+    second = fit(tmp_path / "second", resume=saved, **options)
+    assert_same(second["state_dict"], whole["state_dict"], "state_dict")
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])

@@ -1,0 +1,67 @@
+"""Running statistics that pipelined steps have updated, and how validation replaces them.
+
+In a pipelined step the rows that a norm sees come from stale inputs. In exact evaluation the rows
+of a deep network are different, and running statistics do not fit them. So the next validation that
+is given what training is given replaces the statistics by those of the rows that it computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.passing import CallKey, tracks_statistics
+
+log = logging.getLogger(__name__)
+
+
+class RunningStatistics:
+    """The norms whose running statistics are those of pipelined steps.
+
+    Args:
+        names: Of the norms, in a run that goes on.
+        is_quiet: Whether another rank warns.
+
+    Attributes:
+        stale: Names of the norms; the same on every rank.
+    """
+
+    def __init__(self, names: Iterable[str] = (), *, is_quiet: bool) -> None:
+        self.stale = set(names)
+        self._is_quiet = is_quiet
+
+    def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
+        """Take note that `norms` run in a pipelined step, from stale inputs."""
+        self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
+
+    @contextmanager
+    def replaced(self, graph: PlannedGraph) -> Iterator[None]:
+        """Replace them within the block, in which one exact pass over `graph` runs.
+
+        A norm that is called several times has the average of its calls, and keeps it.
+        """
+        calls = Counter(key.layer for key in graph.store.moments if isinstance(key, CallKey))
+        graph.reading.replaced = {name for name in self.stale if calls[name] == 1}
+        try:
+            yield
+        finally:
+            graph.reading.replaced = ()
+        self.stale.clear()
+
+    def warn(self) -> None:
+        """Warn, once, if they have not been replaced."""
+        if self.stale and not self._is_quiet:
+            self._is_quiet = True
+            log.warning(
+                "The running statistics of %d norms (%s, ...) come from pipelined steps, in which "
+                "some rows are stale, and no validation has replaced them by those of exact rows. "
+                "A deep network may evaluate much worse than it trains. Validate after the last "
+                "epoch, with the inputs of training and without weight averaging.",
+                len(self.stale),
+                min(self.stale),
+            )
