@@ -75,7 +75,7 @@ class GNNPipeStrategy(PipeLoops):
             the paper's recipe, a snapshot renewed every 23 steps and all gradients of fresh rows of
             other chunks twice.
         guard: Make one step exact, and warn, after the training loss has jumped far above the last
-            50 in a pipelined step; at most one step in 20.
+            50 after a pipelined step; at most one step in 20.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or

@@ -1,4 +1,4 @@
-"""A watch over the training loss: after a jump in a pipelined step the next step is exact."""
+"""A watch over the training loss: if it jumps after a pipelined step, the next step is exact."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_a_jump_makes_one_step_exact_and_warns_once(caplog: pytest.LogCaptureFix
         found = [guard.sees_jump(20.0, is_exact=False) for _ in range(45)]
     assert [i for i, is_jump in enumerate(found) if is_jump] == []  # it is at 20 now
     (record,) = caplog.records
-    assert "jumped to 20 in a pipelined step (at most 2 before)" in record.getMessage()
+    assert "jumped to 20 after a pipelined step (at most 2 before)" in record.getMessage()
 
 
 def test_jumps_cost_one_step_in_twenty_at_most() -> None:

@@ -115,7 +115,7 @@ def parse_options() -> argparse.Namespace:
     add("--output", type=Path, default=Path("outputs/safety"))
     add("--jobs", type=int, default=os.cpu_count(), help="processes at once")
     add("--cells", default="*", help="names or patterns, joined by commas")
-    add("--methods", default="exact,default", help="names, joined by commas")
+    add("--methods", default="exact,default,recipe", help="names, joined by commas")
     add("--seeds", default="0,1,2")
     add("--prefix", default="", help="put before each command, such as 'nice -n 19'")
     add("--tables-only", action="store_true", help="run nothing")
