@@ -144,16 +144,6 @@ class PipeLoops(PipeReplicas):
             self._engine.resume(run)
         elif self._ended is not None and not is_fitting:
             self._engine.model.prefer(self._ended.stage_layers)
-        if is_fitting and self.is_global_zero and options.chunk_order == "fixed":
-            has_messages = self._engine.model.intercepted.has_messages
-            method = options.method
-            factor = method.message_scale if has_messages else method.linear_scale
-            if factor != 1:
-                log.warning(
-                    "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
-                    "edges between chunks count more than once in every step. Use another order.",
-                    f"{factor:g}",
-                )
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
-from lightning_gnnpipe.engine.graph import GraphCache
+from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.stages import Call, Inputs, Layers, is_listed
+
+log = logging.getLogger(__name__)
 
 
 class EngineChecks:
@@ -36,6 +40,7 @@ class EngineChecks:
         self._model, self._graphs, self._batches = model, graphs, batches
         self._transport, self._options = transport, options
         self._checked: set[bool] = set()
+        self._has_warned = False
 
     @property
     def has_seen_graphs(self) -> bool:
@@ -53,6 +58,21 @@ class EngineChecks:
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
+
+    def order(self, graph: PlannedGraph) -> None:
+        """Warn, once, if the same edges between chunks count more than others in every step."""
+        method, is_alone = self._options.histories.method, graph.plan.num_chunks == 1
+        has_messages = self._model.intercepted.has_messages
+        factor = method.message_scale if has_messages else graph.store.linear_scale
+        if self._options.chunk_order != "fixed" or is_alone or factor == 1 or self._has_warned:
+            return
+        self._has_warned = True
+        if self._transport.world.is_root:
+            log.warning(
+                "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
+                "edges between chunks count more than once in every step. Use another order.",
+                f"{factor:g}",
+            )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:
         """Refuse layers of a new trace, while all parameters are here, that chunks change."""

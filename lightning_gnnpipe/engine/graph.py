@@ -18,6 +18,7 @@ from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
     check_graph,
+    edge_cut_frac,
     graph_fingerprint,
     plan_from_assignment,
     shard_plan,
@@ -40,6 +41,7 @@ class PlannedGraph:
         transport: The ranks.
         fingerprint: Of the graph, as far as the plan has its edges.
         is_complete: Whether it has all of them.
+        cut_frac: The share of its edges that lie between chunks.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class PlannedGraph:
         fingerprint: int,
         *,
         is_complete: bool,
+        cut_frac: float = 0.0,
     ) -> None:
+        self._cut_frac = cut_frac
         self.plan, self.fingerprint, self.is_complete = plan, fingerprint, is_complete
         self.inputs = PlannedInputs(plan)
         self._transport = transport
@@ -99,7 +103,7 @@ class PlannedGraph:
         plan = self.plan
         is_moved = options.method.follows_drift and not plan.is_disjoint
         ends = [chunk.end for chunk in plan.chunks] if is_moved else None
-        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends)
+        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, self._cut_frac)
         store = self._shared(self.store) or self.store
         self.writing = MessageContext(store, plan, self.reading.functions)
 
@@ -250,4 +254,5 @@ class GraphCache:
             self._transport,
             fingerprint,
             is_complete=kept is None,
+            cut_frac=edge_cut_frac(edge_index, assignment),
         )

@@ -51,6 +51,7 @@ class HistoryStore:
         num_chunks: Chunks of the plan, K.
         options: How they are kept.
         ends: Where the rows of each chunk end; None if rows are not moved.
+        cut_frac: The share of edges between chunks.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class HistoryStore:
         num_chunks: int,
         options: HistoryOptions = _DEFAULTS,
         ends: Sequence[int] | None = None,
+        cut_frac: float = 0.0,
     ) -> None:
         self.options = options
+        self.linear_scale = options.method.scale_of_sums(cut_frac)
         self.shards = None  # rows of other ranks are pushed by who has them
         self.num_rows = num_rows
         self.num_chunks = num_chunks
@@ -303,8 +306,7 @@ class HistoryStore:
         if entry is None:
             shape = (self.num_rows, *rows.shape[1:])
             table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
-            method = self.options.method
-            grads = GradientBuffer(method.linear_scale, method.message_scale)
+            grads = GradientBuffer(self.linear_scale, self.options.method.message_scale)
             entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)

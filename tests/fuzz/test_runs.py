@@ -94,7 +94,7 @@ def test_any_run_equals_the_oracle(
         orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
-        cross_chunk_grad_scale=scale_of(scale, name),
+        cross_chunk_grad_scale=scale_of(scale, name, case),
         follows_drift=scale == "drift",
     )
     with tempfile.TemporaryDirectory() as folder:
