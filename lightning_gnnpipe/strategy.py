@@ -70,8 +70,9 @@ class GNNPipeStrategy(PipeLoops):
         staleness: How to handle rows of neighbours that have not run in this step. "drift": read
             the last ones as constants, moved by the mean change of the rows that have run; those of
             validation where that has just run on the same weights. In layers with attention or
-            other messages that are no weighted sum, gradients of fresh rows of other chunks count
-            twice, since stale rows get none. "constant": the last ones, as constants. "gnnpipe":
+            other messages that are no weighted sum, and in all layers if more than 70 % of all
+            edges lie between chunks, gradients of fresh rows of other chunks count twice, since
+            stale rows get none. "constant": the last ones, as constants. "gnnpipe":
             the paper's recipe, a snapshot renewed every 23 steps and all gradients of fresh rows of
             other chunks twice.
         guard: Make one step exact, and warn, after the training loss has jumped far above the last
