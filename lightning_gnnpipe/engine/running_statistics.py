@@ -60,8 +60,8 @@ class RunningStatistics:
             log.warning(
                 "The running statistics of %d norms (%s, ...) come from pipelined steps, in which "
                 "some rows are stale, and no validation has replaced them by those of exact rows. "
-                "A deep network may evaluate much worse than it trains. Validate after the last "
-                "epoch, with the inputs of training and without weight averaging.",
+                "A deep network may evaluate much worse than it trains. Let fit() validate after "
+                "its last epoch, with the inputs of training and without weight averaging.",
                 len(self.stale),
                 min(self.stale),
             )
