@@ -12,6 +12,7 @@ from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.history import DENSE
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.stages import Call, Inputs, Layers, is_listed
 
@@ -59,15 +60,22 @@ class EngineChecks:
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
 
-    def order(self, graph: PlannedGraph) -> None:
-        """Warn, once, if the same edges between chunks count more than others in every step."""
-        method, is_alone = self._options.histories.method, graph.plan.num_chunks == 1
-        has_messages = self._model.intercepted.has_messages
-        factor = method.message_scale if has_messages else graph.store.linear_scale
-        if self._options.chunk_order != "fixed" or is_alone or factor == 1 or self._has_warned:
+    def chunks(self, graph: PlannedGraph) -> None:
+        """Warn, once, of chunks that stale reads harm, and of an order that favours some edges."""
+        if self._has_warned or graph.plan.num_chunks == 1 or graph.plan.is_disjoint:
             return
         self._has_warned = True
-        if self._transport.world.is_root:
+        method, has_messages = self._options.histories.method, self._model.intercepted.has_messages
+        factor = method.message_scale if has_messages else graph.store.linear_scale
+        if not self._transport.world.is_root:
+            return
+        if graph.cut_frac > DENSE:
+            log.warning(
+                "%s of all edges lie between chunks, so accuracy may suffer. Use fewer chunks, "
+                "partition='metis' or graph_parallel, and compare with num_chunks=1.",
+                f"{100 * graph.cut_frac:.0f} %",
+            )
+        if self._options.chunk_order == "fixed" and factor != 1:
             log.warning(
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
                 "edges between chunks count more than once in every step. Use another order.",

@@ -248,7 +248,7 @@ class PipelineEngine:
         check_schedule(self.options.schedule)
         self._state.begin()
         graph = self.graphs.for_training(self._identity.of(inputs), inputs)
-        self._checks.order(graph)
+        self._checks.chunks(graph)
         mode = self._passes.mode(call, inputs, graph)
         saved, self._saved = self._saved, None
         is_free = self._passes.is_free(graph)

@@ -54,7 +54,7 @@ class PlannedGraph:
         is_complete: bool,
         cut_frac: float = 0.0,
     ) -> None:
-        self._cut_frac = cut_frac
+        self.cut_frac = cut_frac
         self.plan, self.fingerprint, self.is_complete = plan, fingerprint, is_complete
         self.inputs = PlannedInputs(plan)
         self._transport = transport
@@ -103,7 +103,7 @@ class PlannedGraph:
         plan = self.plan
         is_moved = options.method.follows_drift and not plan.is_disjoint
         ends = [chunk.end for chunk in plan.chunks] if is_moved else None
-        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, self._cut_frac)
+        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, self.cut_frac)
         store = self._shared(self.store) or self.store
         self.writing = MessageContext(store, plan, self.reading.functions)
 

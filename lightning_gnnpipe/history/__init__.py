@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.history.drift import Staleness, StalenessRecorder
-from lightning_gnnpipe.history.method import METHODS, StalenessMethod, name_method
+from lightning_gnnpipe.history.method import DENSE, METHODS, StalenessMethod, name_method
 from lightning_gnnpipe.history.moments import (
     MomentStore,
     RowMoments,
@@ -15,6 +15,7 @@ from lightning_gnnpipe.history.saved import SavedHistory
 from lightning_gnnpipe.history.store import HistoryStore
 
 __all__ = [
+    "DENSE",
     "METHODS",
     "HistoryOptions",
     "HistoryStore",

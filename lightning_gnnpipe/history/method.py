@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_DENSE = 0.7  # share of edges between chunks above which `dense_scale` holds
+DENSE = 0.7  # share of edges between chunks above which stale reads cost accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StalenessMethod:
         Args:
             cut_frac: The share of edges between chunks.
         """
-        if self.dense_scale is None or cut_frac <= _DENSE:
+        if self.dense_scale is None or cut_frac <= DENSE:
             return self.linear_scale
         return self.dense_scale
 
