@@ -1,4 +1,4 @@
-"""How much longer is an epoch by the way in which staleness is met?
+"""How long is an epoch with each `staleness` method?
 
     python examples/benchmarks/staleness_cost/main.py
 
