@@ -158,6 +158,7 @@ class PipeCheckpoints(PipeProcesses):
         if self._engine is not None:  # in the middle of a run, as after a search for a rate
             self._engine.model.restore()
             self._engine.graphs.drop_histories()
+            self._engine.statistics.stale.clear()
         super().load_model_state_dict(checkpoint, strict)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

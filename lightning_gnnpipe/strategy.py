@@ -275,6 +275,7 @@ class GNNPipeStrategy(PipeLoops):
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
+            engine.statistics.stale.clear()  # Lightning computes them anew
         passes = engine.num_training_passes
         if engine.batches.needs_loss:
             self._prepare_replay(super().training_step, args)

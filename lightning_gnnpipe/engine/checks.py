@@ -1,4 +1,4 @@
-"""What the engine refuses before it computes anything: layers that are not right on chunks."""
+"""What the engine refuses or warns of before it computes: layers and chunks that do not fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineChecks:
         self._model, self._graphs, self._batches = model, graphs, batches
         self._transport, self._options = transport, options
         self._checked: set[bool] = set()
-        self._has_warned = False
+        self._has_warned_of_cut = self._has_warned_of_order = False
 
     @property
     def has_seen_graphs(self) -> bool:
@@ -61,21 +61,25 @@ class EngineChecks:
         self._checked.add(has_graphs)
 
     def chunks(self, graph: PlannedGraph) -> None:
-        """Warn, once, of chunks that stale reads harm, and of an order that favours some edges."""
-        if self._has_warned or graph.plan.num_chunks == 1 or graph.plan.is_disjoint:
+        """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.
+
+        Args:
+            graph: The graph that is trained on.
+        """
+        if graph.cut_frac == 0 or not self._transport.world.is_root:
             return
-        self._has_warned = True
         method, has_messages = self._options.histories.method, self._model.intercepted.has_messages
         factor = method.message_scale if has_messages else graph.store.linear_scale
-        if not self._transport.world.is_root:
-            return
-        if graph.cut_frac > DENSE:
+        if graph.cut_frac > DENSE and not self._has_warned_of_cut:
+            self._has_warned_of_cut = True
             log.warning(
                 "%s of all edges lie between chunks, so accuracy may suffer. Use fewer chunks, "
                 "partition='metis' or graph_parallel, and compare with num_chunks=1.",
                 f"{100 * graph.cut_frac:.0f} %",
             )
-        if self._options.chunk_order == "fixed" and factor != 1:
+        is_fixed = self._options.chunk_order == "fixed"
+        if is_fixed and factor != 1 and not self._has_warned_of_order:
+            self._has_warned_of_order = True
             log.warning(
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
                 "edges between chunks count more than once in every step. Use another order.",

@@ -189,6 +189,7 @@ class PipelineEngine:
         graph = self.graphs.trained
         if graph is not None and graph.trained_with is not None:
             graph.was_renewed = graph.is_renewed
+        self.statistics.warn()
 
     def run_state(self) -> RunState:
         """Return what a checkpoint keeps of the run between steps, beside weights and histories."""
@@ -267,7 +268,7 @@ class PipelineEngine:
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
-        if not is_exact and not graph.plan.is_disjoint:
+        if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         graph.inputs.load(call, inputs)
         output = self._run(running, call, mode)
@@ -316,11 +317,9 @@ class PipelineEngine:
         planned.load(call, inputs)
         parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
         parts = replace(parts, inputs=planned)
-        is_alike = not is_kept and self._passes.is_alike(graph, call)
-        replaces = self.progress.is_validating and bool(self.statistics.stale)
-        replaced = self.statistics.replaced(graph) if replaces and is_alike else nullcontext()
-        if replaces and not is_alike:
-            self.statistics.warn()
+        replaces = self.progress.is_validating and bool(self.statistics.stale) and not is_kept
+        replaces = replaces and self._passes.is_alike(graph, call)
+        replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()

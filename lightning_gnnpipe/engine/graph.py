@@ -41,7 +41,7 @@ class PlannedGraph:
         transport: The ranks.
         fingerprint: Of the graph, as far as the plan has its edges.
         is_complete: Whether it has all of them.
-        cut_frac: The share of its edges that lie between chunks.
+        cut_frac: The share of its edges that lie between chunks; 0 if these are dropped.
     """
 
     def __init__(
@@ -254,5 +254,5 @@ class GraphCache:
             self._transport,
             fingerprint,
             is_complete=kept is None,
-            cut_frac=edge_cut_frac(edge_index, assignment),
+            cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
         )

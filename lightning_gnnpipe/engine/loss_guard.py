@@ -24,7 +24,6 @@ class LossGuard:
         losses: The last ones, without those that have jumped.
         num_steps: Steps since the last jump.
         was_exact: Whether the last step was exact.
-        is_quiet: Whether another rank warns.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class LossGuard:
         is_quiet: bool = False,
     ) -> None:
         self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
-        self.is_quiet = is_quiet
+        self._is_quiet = is_quiet
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
         """Take note of a step's loss; return whether the next step is to be exact.
@@ -64,7 +63,7 @@ class LossGuard:
         return loss > high + _FACTOR * max(high - low, abs(high))
 
     def _warn(self, loss: float) -> None:
-        if not self.is_quiet:
+        if not self._is_quiet:
             log.warning(
                 "The training loss jumped to %.4g after a pipelined step (at most %.4g before): "
                 "from pipelined steps to one exact step. If it jumps again, lower the learning "
@@ -74,4 +73,4 @@ class LossGuard:
                 loss,
                 max(self.losses),
             )
-        self.is_quiet = True
+        self._is_quiet = True

@@ -8,14 +8,14 @@ is given what training is given replaces the statistics by those of the rows tha
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
 
 from lightning_gnnpipe.engine.graph import PlannedGraph
-from lightning_gnnpipe.passing import CallKey, tracks_statistics
+from lightning_gnnpipe.passing import tracks_statistics
+from lightning_gnnpipe.stages import Layers
 
 log = logging.getLogger(__name__)
 
@@ -40,28 +40,27 @@ class RunningStatistics:
         self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
 
     @contextmanager
-    def replaced(self, graph: PlannedGraph) -> Iterator[None]:
+    def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
         """Replace them within the block, in which one exact pass over `graph` runs.
 
-        A norm that is called several times has the average of its calls, and keeps it.
+        A norm that is called several times in a pass has several statistics; it is left as it is.
         """
-        calls = Counter(key.layer for key in graph.store.moments if isinstance(key, CallKey))
-        graph.reading.replaced = {name for name in self.stale if calls[name] == 1}
+        names = {name for name in self.stale if layers.num_calls(name) == 1}
+        graph.reading.replaced = names
         try:
             yield
         finally:
             graph.reading.replaced = ()
-        self.stale.clear()
+        self.stale -= names
 
     def warn(self) -> None:
         """Warn, once, if they have not been replaced."""
         if self.stale and not self._is_quiet:
             self._is_quiet = True
             log.warning(
-                "The running statistics of %d norms (%s, ...) come from pipelined steps, in which "
-                "some rows are stale, and no validation has replaced them by those of exact rows. "
-                "A deep network may evaluate much worse than it trains. Let fit() validate after "
-                "its last epoch, with the inputs of training and without weight averaging.",
-                len(self.stale),
+                "The running statistics of '%s' and other norms come from pipelined steps, and no "
+                "validation has replaced them by those of exact rows. A deep network may evaluate "
+                "much worse than it trains. Let fit() validate after its last epoch, with the "
+                "inputs of training, without weight averaging, and with one call of each norm.",
                 min(self.stale),
             )

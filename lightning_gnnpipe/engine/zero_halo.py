@@ -60,7 +60,7 @@ class ZeroHalo:
         return other
 
     def scale_of(self, key: CallKey) -> float:
-        return self._options.method.linear_scale
+        return self._options.method.linear_scale  # on dense graphs another: the cost is the same
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False

@@ -211,8 +211,8 @@ class MomentStore:
         Args:
             key: The call.
             rows: One chunk's after the other's.
-            counts: How many nodes each chunk has; None if the rows are not of nodes. A number of
-                rows other than the number of nodes counts as None.
+            counts: How many nodes each chunk has; None if the rows are not of nodes. If there are
+                not as many rows as nodes, it is ignored.
 
         Returns:
             Mean and variance, `[channels]`, and how many rows there are.

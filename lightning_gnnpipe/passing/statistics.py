@@ -154,8 +154,7 @@ def _keep(
     Rows of nodes belong to chunks; of others, such as messages, it is not known.
     """
     counts = [chunk.num_nodes for chunk in context.plan.chunks]
-    is_by_node = rows.size(0) == sum(counts) and not context.is_passing
-    return moments.keep(key, rows.detach(), counts if is_by_node else None)
+    return moments.keep(key, rows.detach(), None if context.is_passing else counts)
 
 
 def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:

@@ -21,7 +21,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.effects import is_named_random
 from lightning_gnnpipe.stages.graph_batch import Kind
 from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder
-from lightning_gnnpipe.stages.trace import contains_passing, root_of
+from lightning_gnnpipe.stages.trace import contains_passing, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
 
 _CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)
@@ -47,6 +47,12 @@ class Layers:
     outputs: tuple[str, ...]
     output_template: Any
     repeatable: Mapping[str, int] = field(default_factory=dict)
+
+    def num_calls(self, name: str) -> int:
+        """Return how often the module `name`, or a module that it is a part of, is called."""
+        nodes = (node for one in self.segments for node in one.module.graph.nodes)
+        called = [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
+        return sum(f"{name}.".startswith(f"{target}.") for target in called)
 
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
         """Return the model's output with `tensors` in the order of `outputs`."""

@@ -68,7 +68,7 @@ def scale_of(scale: Scale, name: str, case: GraphCase) -> float:
     if scale != "drift":
         return scale
     source, target = case.partition[case.data.edge_index]
-    is_dense = int((source != target).sum()) > 0.7 * source.numel()
+    is_dense = 10 * int((source != target).sum()) > 7 * source.numel()
     return 1.0 if name in LINEAR and not is_dense else 2.0
 
 

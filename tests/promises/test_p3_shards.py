@@ -45,7 +45,13 @@ class Norms(nn.Module):
 
 
 def fit(
-    tmp_path: Path, num_chunks: int, *, shards: int, stages: int = 1, recompute: bool = False
+    tmp_path: Path,
+    num_chunks: int,
+    *,
+    shards: int,
+    stages: int = 1,
+    recompute: bool = False,
+    validates: bool = False,
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     data = Data(
@@ -53,6 +59,8 @@ def fit(
         edge_index=torch.randint(0, N, (2, 4 * N), generator=generator),
         y=torch.randint(0, D, (N,), generator=generator),
     )
+    for name in ("train_mask", "val_mask", "test_mask"):
+        data[name] = torch.ones(N, dtype=torch.bool)
     L.seed_everything(1, verbose=False)
     module = NodeClassifier(Norms(), D, lr=0.05).double()
     trainer = L.Trainer(
@@ -64,7 +72,7 @@ def fit(
         ),
         callbacks=[StalenessWarmup(num_epochs=2)],
         default_root_dir=tmp_path,
-        limit_val_batches=0,
+        limit_val_batches=1.0 if validates else 0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -85,3 +93,19 @@ def test_p3_norms_see_all_shards(
     found = fit(tmp_path, num_chunks, shards=shards, stages=stages, recompute=recompute)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize(("shards", "stages", "num_chunks"), [(2, 1, 1), (2, 1, 4), (1, 2, 4)])
+def test_p3_validation_replaces_running_statistics_on_all_ranks(
+    shards: int, stages: int, num_chunks: int, tmp_path: Path
+) -> None:
+    """They belong to the rows that an exact pass computes: other ones than without validation."""
+    expected = fit(tmp_path, num_chunks, shards=1, validates=True)
+    found = fit(tmp_path, num_chunks, shards=shards, stages=stages, validates=True)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9, msg=key)
+    if num_chunks > 1:
+        left = fit(tmp_path, num_chunks, shards=1)
+        assert not torch.allclose(
+            left["net.norms.5.running_mean"], expected["net.norms.5.running_mean"]
+        )
