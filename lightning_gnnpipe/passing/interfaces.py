@@ -42,17 +42,7 @@ class MomentSource(Protocol):
     def keep(
         self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the statistics of the whole graph's rows, `[num_rows, channels]`.
-
-        Args:
-            key: The call.
-            rows: One chunk's after the other's.
-            counts: How many nodes each chunk has; None if the rows are not of nodes. If there are
-                not as many rows as nodes, it is ignored.
-
-        Returns:
-            Mean and variance, `[channels]`, and how many rows there are.
-        """
+        """Keep the statistics of the whole graph's rows; see `history.MomentStore.keep`."""
 
 
 class ShardLink(Protocol):
