@@ -36,12 +36,12 @@ class RunningStatistics:
         self._is_quiet = is_quiet
 
     def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
-        """Take note that `norms` run in a pipelined step, from stale inputs."""
+        """Add those of `norms` that a pipelined step, with stale inputs, updates."""
         self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
 
     @contextmanager
     def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
-        """Replace them within the block, in which one exact pass over `graph` runs.
+        """Let one exact pass over `graph`, within the block, replace them.
 
         A norm that is called several times in a pass has several statistics; it is left as it is.
         """
@@ -54,7 +54,7 @@ class RunningStatistics:
         self.stale -= names
 
     def warn(self) -> None:
-        """Warn, once, if they have not been replaced."""
+        """Warn once if validation has not replaced some of them."""
         if self.stale and not self._is_quiet:
             self._is_quiet = True
             log.warning(

@@ -86,14 +86,14 @@ class RowMoments:
         self._grad: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Take this step's sums for those of the last step, if all chunks have run."""
+        """Make this step's sums those of the last step, if all chunks have run."""
         if self.is_complete:
             own = [self._own[chunk] for chunk in range(self.num_chunks)]
             self.set(own, self._pooled[self._last])
         self._clear()
 
     def set(self, then: Sequence[Tensor | None], total: Tensor) -> None:
-        """Have `then` be the sums of the last step by chunk, and `total` that of all of them.
+        """Set the sums of the last step: `then` by chunk, `total` of all rows.
 
         Args:
             then: `[3, channels]` each, around `center`; None where it is not known.
@@ -251,7 +251,7 @@ class MomentStore:
         one.total, one.center = total, center
 
     def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Have these be the sums of the last step; see `load`."""
+        """Set the sums of the last step; see `load`."""
         one = self._calls[key] = RowMoments(self._num_chunks)
         one.center = center
         one.set([None] * self._num_chunks if sums is None else list(sums), total)
