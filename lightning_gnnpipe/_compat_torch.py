@@ -24,6 +24,8 @@ _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
+CALL_OF_MODULE = nn.Module._call_impl.__code__
+"""What runs hooks and the forward of a module."""
 
 # What the metadata of torch.distributed.checkpoint is pickled from: types that hold data alone.
 METADATA_TYPES = {
@@ -59,6 +61,12 @@ def member_of_metadata(kind: Any, name: str) -> Any:
 def version_of(tensor: Tensor) -> int:
     """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def registry_of(module: nn.Module, name: str) -> dict[str, Any] | None:
+    """Return what `module` keeps its parameter, buffer or submodule `name` in; None if none."""
+    registries = (module._modules, module._parameters, module._buffers)
+    return next((one for one in registries if name in one), None)
 
 
 def is_compiled(module: nn.Module) -> bool:

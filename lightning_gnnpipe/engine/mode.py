@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,12 @@ class Mode:
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
-    """Return what a trace depends on: modes, options, frozen weights, shapes of rows."""
-    flags = tuple(m.training for m in module.modules())
-    options = tuple(traced_options(module))
-    frozen = tuple(p.requires_grad for p in module.parameters())
+    """Return what each trace depends on: modes, frozen weights, dtypes, shapes of rows.
+
+    What a forward reads of its own accord is in `Layers.outside`.
+    """
+    flags = tuple([m.training for m in module.modules()])
+    weights = tuple([(p.requires_grad, p.dtype) for p in module.parameters()])
     leaves = tuple(
         (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
         for slot, leaf in enumerate(call.leaves)
@@ -46,17 +47,7 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     form = None if inputs.graphs is None else inputs.graphs.form
     is_autocast = torch.is_autocast_enabled(device.type)
     signature = (call.signature, inputs.edge_sets, form)
-    return flags, options, frozen, leaves, signature, is_autocast
-
-
-def state_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
-    """Return what is another where these arguments may now give something else.
-
-    Writes through `Tensor.data`, which torch does not count, are not seen.
-    """
-    tensors = (*module.parameters(), *module.buffers())
-    versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
-    return trace_key(module, call, inputs, device), versions
+    return flags, weights, leaves, signature, is_autocast
 
 
 def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
@@ -43,7 +44,9 @@ from lightning_gnnpipe.stages import (
 log = logging.getLogger(__name__)
 
 _NUM_MODES = 8
+_MANY_CHANGES = 4
 
+Key = tuple[Hashable, tuple[Hashable, ...]]  # see `trace_key` and `Reads.values`
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
@@ -72,7 +75,8 @@ class PipelinedModel:
         self._transport = transport
         self._splitting = splitting
         self._check = check
-        self._modes: dict[Hashable, Mode] = {}
+        self._modes: dict[Key, Mode] = {}  # the last one used comes last
+        self._num_changes = 0  # of what the forward reads
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
         self.costs: StepCosts | None = None  # where they have been measured
         self._counts: tuple[int, ...] | None = None
@@ -124,12 +128,32 @@ class PipelinedModel:
             also_train: At the first call, trace the training mode as well, since parameters may be
                 used there only.
         """
-        key = trace_key(self.module, call, inputs, self._transport.world.device)
-        if key not in self._modes or not self._modes[key].stages:
+        key = self._find(call, inputs)
+        if key is None and self.is_split:
+            self._note_change()
+        if key is None or not self._modes[key].stages:
             with self.whole():
-                self.trace(call, inputs, also_train=also_train)
+                key = self._trace_all(call, inputs, also_train=also_train)
                 self._deal_out(inputs, measure, trains=also_train)
-        return self._modes[key]
+        self._modes[key] = mode = self._modes.pop(key)  # the last one used is the last one to go
+        return mode
+
+    def state_of(self, call: Call, inputs: Inputs) -> Hashable:
+        """Return what is another where these arguments may now give something else.
+
+        Writes through `Tensor.data`, which torch does not count, are not seen.
+        """
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
+        return self._find(call, inputs), versions
+
+    def _find(self, call: Call, inputs: Inputs) -> Key | None:
+        """Return the key of what was traced of the module as it is now; None if nothing was."""
+        first = trace_key(self.module, call, inputs, self._transport.world.device)
+        for key in reversed(self._modes):
+            if key[0] == first and self._modes[key].layers.outside.values() == key[1]:
+                return key
+        return None
 
     def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
         """Return the layers of the module's present mode, while all parameters are here.
@@ -139,6 +163,9 @@ class PipelinedModel:
         Raises:
             UnsupportedError: If they are not the same in all modes.
         """
+        return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
+
+    def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
         key = self._trace(call, inputs)
         if also_train and self._counts is None:
             for training in (True, False):
@@ -148,12 +175,13 @@ class PipelinedModel:
         if len(lengths) > 1:
             raise UnsupportedError(
                 explain(
-                    expected="the forward to run the same layers in training and in evaluation",
+                    expected="the forward to run the same number of layers in all steps, in "
+                    "training and in evaluation",
                     found=f"{sorted(lengths)} layers",
-                    remedy="Call the same message-passing layers in both modes.",
+                    remedy="Call the same message-passing layers in both modes and in all epochs.",
                 )
             )
-        return self._modes[key].layers
+        return key
 
     def add_copy(self, module: nn.Module) -> StageWeights:
         """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
@@ -202,19 +230,41 @@ class PipelinedModel:
         averages = not self.is_accumulating
         return GradientSums(self.module, self._users, self._transport, averages=averages)
 
-    def _trace(self, call: Call, inputs: Inputs) -> Hashable:
+    def _note_change(self) -> None:
+        """Warn once if what the forward reads changes often, since each change takes a trace."""
+        (_, before), mode = next(reversed(self._modes.items()))
+        changed = mode.layers.outside.changed(before, mode.layers.outside.values())
+        self._num_changes += bool(changed)
+        if changed and self._num_changes == _MANY_CHANGES and self._transport.world.is_root:
+            log.warning(
+                f"Forward reads {', '.join(changed)}, which changes often: from one trace of the "
+                "module to a new one, with its checks, for each change. Keep numbers in a buffer "
+                "that is changed in place (self.scale.fill_(0.5)) to trace once."
+            )
+
+    def _trace(self, call: Call, inputs: Inputs) -> Key:
         """Trace the module in its present mode, if that is new; return the key of the mode."""
-        key = trace_key(self.module, call, inputs, self._transport.world.device)
-        if key in self._modes:
-            return key
+        found = self._find(call, inputs)
+        if found is not None:
+            return found
+        self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
         with (
             own_forward(self.module),
             without_memory(self.intercepted.convs),
             torch.inference_mode(False),
         ):
             served, repeats = self.intercepted.all, bool(self._splitting.repeat_encoder)
-            layers = cut_module(self.module, call, inputs, served, finds_repeatable=repeats)
+            layers = cut_module(
+                self.module,
+                call,
+                inputs,
+                served,
+                finds_repeatable=repeats,
+                is_grad_enabled=records,
+            )
             self._check(layers, call, inputs)
+        first = trace_key(self.module, call, inputs, self._transport.world.device)
+        key = first, layers.outside.values()
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         self._modes[key] = Mode(layers, (), reads, self.module.training)
         return key

@@ -24,7 +24,7 @@ from lightning_gnnpipe.engine.agree import graph_of_node
 from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.chunk_run import own_random_stream
 from lightning_gnnpipe.engine.foresight import Arguments, Foreseen, foretell
-from lightning_gnnpipe.engine.mode import Mode, state_key
+from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.step import Step
 from lightning_gnnpipe.errors import GNNPipeError
@@ -79,7 +79,7 @@ class BatchStream:
             A number that is the same on ranks which have found the same.
         """
         if self._begun is not None:
-            is_same = self._state_of(call, inputs) == self._state
+            is_same = self._model.state_of(call, inputs) == self._state
             self._has_come = is_same and self._begun[0].has_come(call)
         self._next = self._foresee(arguments) if self._has_come else None
         number = 0 if self._next is None else self._passes.identify(self._next.inputs)
@@ -111,7 +111,7 @@ class BatchStream:
             if self._next is not None:
                 following = self._begin(self._next.call, self._next.inputs)
                 following.run_ahead()
-                self._state = self._state_of(self._next.call, self._next.inputs)
+                self._state = self._model.state_of(self._next.call, self._next.inputs)
                 self._begun, self._next = (self._next, following), None
             return current.mode, current.collect(num_sends)
 
@@ -122,9 +122,6 @@ class BatchStream:
             with self._transport.meter.paused():
                 begun[1].drop()
         self._has_come = True
-
-    def _state_of(self, call: Call, inputs: Inputs) -> Hashable:
-        return state_key(self._model.module, call, inputs, self._transport.world.device)
 
     def _begin(self, call: Call, inputs: Inputs) -> _Pass:
         mode = self._passes.mode(call, inputs)

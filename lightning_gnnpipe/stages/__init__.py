@@ -27,7 +27,7 @@ from lightning_gnnpipe.stages.split import (
     repeat_costs,
     split_layers,
 )
-from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace, traced_options
+from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace
 from lightning_gnnpipe.stages.values import (
     Sample,
     Value,
@@ -77,6 +77,5 @@ __all__ = [
     "take_apart",
     "tied_bytes",
     "trace",
-    "traced_options",
     "undisturbed",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import nn
 
@@ -24,6 +25,7 @@ def cut_module(
     served: Collection[nn.Module] = (),
     *,
     finds_repeatable: bool = True,
+    is_grad_enabled: bool = True,
 ) -> Layers:
     """Trace `module` in its present mode and cut it into layers.
 
@@ -34,14 +36,16 @@ def cut_module(
         served: Modules that do not run as they are on chunks.
         finds_repeatable: Whether to look for values that stages can compute again. Those of a
             batch of graphs are not: how many rows they spare is another number for each batch.
+        is_grad_enabled: See `trace`.
 
     Raises:
         UnsupportedError: If it cannot be traced or cut.
     """
-    graph = trace(module, call)
+    graph, reads = trace(module, call, is_grad_enabled=is_grad_enabled)
     values = learn_values(graph, module, draw_sample(module, call, inputs))
     has_graphs = inputs.graphs is not None
-    layers = cut_layers(graph, module, values, _OF_GRAPHS if has_graphs else (Kind.NODE,))
+    kinds = _OF_GRAPHS if has_graphs else (Kind.NODE,)
+    layers = replace(cut_layers(graph, module, values, kinds), outside=reads)
     if has_graphs or not finds_repeatable:
         return layers
     return find_repeatable(layers, module, call, inputs, served)

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.effects import is_named_random
 from lightning_gnnpipe.stages.graph_batch import Kind
+from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder
 from lightning_gnnpipe.stages.trace import contains_passing, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
@@ -39,6 +40,7 @@ class Layers:
         output_template: The structure of the output, `fx.Node`s in place of tensors.
         repeatable: Values that cross cuts and that any stage can compute from the batch, in the
             order of their computation, with the number of the segment that computes them.
+        outside: What the forward reads beside its arguments.
     """
 
     segments: tuple[Segment, ...]
@@ -47,6 +49,7 @@ class Layers:
     outputs: tuple[str, ...]
     output_template: Any
     repeatable: Mapping[str, int] = field(default_factory=dict)
+    outside: Reads = field(default_factory=Reads, compare=False)
 
     def num_calls(self, name: str) -> int:
         """Return how often the module `name`, or a module that it is a part of, is called."""

@@ -5,10 +5,13 @@ Message-passing layers and all modules that hold none are leaves.
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.nn.pool.glob
@@ -20,8 +23,11 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
+from lightning_gnnpipe.stages.content import content_of
 from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
+from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.traceable import traceable
+from lightning_gnnpipe.stages.watch import Watched, watching
 
 _ROOT = "module"
 NUM_GRAPHS = "leaf_num_graphs"
@@ -33,30 +39,35 @@ _POOLS = (
     torch_geometric.nn.global_mean_pool,
 )
 _POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
-_PLAIN = bool | int | float | str
 
 
-def trace(module: nn.Module, call: Call) -> fx.Graph:
-    """Return the graph of `module.forward` for the tensors of `call`.
+def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tuple[fx.Graph, Reads]:
+    """Return the graph of `module.forward` for the tensors of `call`, and what it depends on.
 
     Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves, `leaf_num_graphs` for the number of
     graphs; modules are named below `module`.
-    What depends on `self.training` or on options that are not tensors is baked in.
+    What is no tensor, of the call or elsewhere, is baked in.
+
+    Args:
+        module: The module.
+        call: Its arguments.
+        is_grad_enabled: Whether gradients are recorded where the module is called.
 
     Raises:
         UnsupportedError: If the forward cannot be traced; says why and what to do.
     """
-    graph, again = _trace_once(module, call), _trace_once(module, call)
-    if str(graph) != str(again):
-        raise UnsupportedError(
-            explain(
-                expected=f"the forward of {type(module).__name__} to do the same each time",
-                found="a second trace that differs from the first",
-                remedy="Draw random numbers by torch, shaped like a node's rows "
-                "(torch.rand_like(x)); change counters and schedules in hooks, not in forward.",
-            )
-        )
-    constants = [n.target for n in graph.nodes if n.op == "get_attr"]
+    random_numbers = _random_states()
+    with _undone_on_errors(module) as undo, torch.set_grad_enabled(is_grad_enabled):
+        graph, first = _trace_once(module, call, undo)
+        before = first.values()
+        again, reads = _trace_once(module, call, undo, is_second=True)
+        if str(graph) != str(again):
+            raise _refuse_chance(module, "a second trace that differs from the first")
+        if changed := first.changed(before, first.values()):
+            raise _refuse_chance(module, f"a change of {', '.join(changed)}")
+        if random_numbers != _random_states():
+            raise _refuse_chance(module, "random numbers that are no row of a node")
+    constants = [n.target for n in again.nodes if n.op == "get_attr"]
     if any(not str(target).startswith(f"{_ROOT}.") for target in constants):
         raise UnsupportedError(
             explain(
@@ -66,14 +77,17 @@ def trace(module: nn.Module, call: Call) -> fx.Graph:
                 "(x.new_zeros(...), torch.rand_like(x)).",
             )
         )
-    return graph
+    return again, reads
 
 
-def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
-    before = _kept_tensors(module)
+def _trace_once(
+    module: nn.Module, call: Call, undo: ExitStack, *, is_second: bool = False
+) -> tuple[fx.Graph, Reads]:
+    caller = _Caller(module, call)
+    undo.callback(caller.watched.undo)
     try:
         with traceable(module):
-            graph = _Tracer(module).trace(_Caller(module, call))
+            graph = _Tracer(module).trace(caller)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -88,59 +102,57 @@ def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
                 "'pipeline_layers' (README, limits).",
             )
         ) from error
-    finally:
-        changed = _restore(module, before)
-    if changed:
+    reads = Reads.of(module, caller.watched)
+    kept = caller.watched.kept(with_values=is_second) or reads.kept()
+    if kept:
         raise UnsupportedError(
             explain(
                 expected="forward to return what it computes",
-                found=f"values kept on the module: {', '.join(changed)}",
+                found=f"values kept on the module: {', '.join(kept)}",
                 remedy="Return tensors, in a tuple or a dict, and use them in training_step; count "
                 "in hooks such as on_train_batch_start.",
             )
         )
-    return graph
+    return graph, reads
 
 
-def _kept_tensors(module: nn.Module) -> dict[tuple[nn.Module, str], object]:
-    """Return what the modules that are traced through keep in plain attributes."""
-    return {
-        (m, name): value
-        for m in module.modules()
-        if _is_traced_through(m)
-        for name, value in vars(m).items()
-        if not name.startswith("_")
-    }
+def _refuse_chance(module: nn.Module, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected=f"the forward of {type(module).__name__} to do the same each time",
+            found=found,
+            remedy="Draw random numbers by torch, shaped like a node's rows "
+            "(torch.rand_like(x)); change counters and schedules in hooks, not in forward.",
+        )
+    )
 
 
-def _restore(module: nn.Module, before: dict[tuple[nn.Module, str], object]) -> list[str]:
-    """Undo what a trace did to plain attributes and return their names."""
-    changed = []
-    for (m, name), value in _kept_tensors(module).items():
-        if value is before.get((m, name), m):
-            continue
-        changed.append(name)
-        if (m, name) in before:
-            vars(m)[name] = before[m, name]
-        else:
-            del vars(m)[name]
-    return changed
+def _random_states() -> Hashable:
+    """Return the states of Python's, NumPy's and torch's random numbers."""
+    numbers = [random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()]
+    return content_of(numbers)
 
 
-def traced_options(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield what a trace bakes in: plain attributes, and which tensors are attributes."""
-    listed = listed_parts(module)
-    for name, m in module.named_modules():
-        if id(m) in listed or not _is_traced_through(m):
-            continue
-        for attribute, value in (
-            *vars(m).items(),
-            *m.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{attribute}", id(value)
-            elif not attribute.startswith("_") and isinstance(value, _PLAIN | None):
-                yield f"{name}.{attribute}", value
+@contextmanager
+def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
+    """Take what the block puts into containers of modules out again, if it fails.
+
+    Yields:
+        What else to call then.
+    """
+    held = [one for m in module.modules() if _is_traced_through(m) for one in vars(m).values()]
+    with ExitStack() as undo:
+        for one in held:
+            if isinstance(one, list | dict | set):
+                undo.callback(_refill, one, one.copy())
+        yield undo
+        undo.pop_all()
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    add = container.extend if isinstance(container, list) else container.update
+    add(items)
 
 
 def contains_passing(module: nn.Module) -> bool:
@@ -177,14 +189,16 @@ class _Caller(nn.Module):
         super().__init__()
         self.add_module(_ROOT, module)
         self._call = call
+        self.watched = Watched()
 
     def forward(self, *leaves: Any) -> Any:
         count = leaves[-1] if self._call.has_graphs else None
         args, kwargs = self._call.rebuild(leaves, count)
         module = getattr(self, _ROOT)
-        if is_listed(module):
-            return run_listed(module, args, kwargs)
-        return module.forward(*args, **kwargs)
+        with watching(self.watched):
+            if is_listed(module):
+                return run_listed(module, args, kwargs)
+            return module.forward(*args, **kwargs)
 
 
 class _Tracer(fx.Tracer):
@@ -198,14 +212,31 @@ class _Tracer(fx.Tracer):
             for name in torch_geometric.utils.__all__
             if callable(function := getattr(torch_geometric.utils, name))
         )
-        self._listed = listed_parts(module)
+        listed = listed_parts(module)
+        self._traced = {
+            id(m) for m in module.modules() if _is_traced_through(m) and id(m) not in listed
+        }
         norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
         super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
+        self._contexts = _contexts()
         passing = [m for m in module.modules() if contains_passing(m)]
         search_in(self, {*_POOL_MODULES, *(sys.modules[type(m).__module__] for m in passing)})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return id(m) in self._listed or not _is_traced_through(m)
+        return id(m) not in self._traced
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _contexts() != self._contexts:
+            raise UnsupportedError(
+                explain(
+                    expected="forward to call its layers in one mode of autograd and of autocast",
+                    found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
+                    remedy="Call detach() on results, and requires_grad_(False) on layers, instead "
+                    "of no_grad(); do what needs another precision in a submodule without message "
+                    "passing.",
+                )
+            )
+        return super().create_node(*args, **kwargs)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -226,6 +257,12 @@ class _Tracer(fx.Tracer):
         if call.has_graphs:
             leaves.append(self.create_proxy("placeholder", NUM_GRAPHS, (), {}))
         return type(self.root).forward, [self.root, *leaves]
+
+
+def _contexts() -> tuple[bool, ...]:
+    """Return the modes that a trace does not take down."""
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *autocast
 
 
 def _node_types(m: nn.Module) -> list[str]:

@@ -10,50 +10,14 @@ import torch
 from torch import fx, nn
 from torch_geometric.nn import Aggregation, DeepGCNLayer
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
-
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 
 @contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
-    """Let `module` be traced within the block.
-
-    Raises:
-        UnsupportedError: If its forward reads the progress of the training.
-    """
-    with (
-        _traceable_factories(),
-        _traceable_aggregations(),
-        _without_progress(module),
-        _without_checkpoints(module),
-    ):
+    """Let `module` be traced within the block."""
+    with _traceable_factories(), _traceable_aggregations(), _without_checkpoints(module):
         yield
-
-
-@contextmanager
-def _without_progress(module: nn.Module) -> Iterator[None]:
-    """Refuse a LightningModule that reads its progress in forward: a trace would freeze it."""
-    kind = type(module)
-    if not hasattr(kind, "current_epoch"):
-        yield
-        return
-
-    def refuse(_: nn.Module) -> int:
-        raise UnsupportedError(
-            explain(
-                expected="forward to depend on its arguments and on plain attributes",
-                found="self.current_epoch or self.global_step",
-                remedy="Set an attribute in on_train_epoch_start, and read that in forward.",
-            )
-        )
-
-    guards = {name: property(refuse) for name in ("current_epoch", "global_step")}
-    module.__class__ = type(kind.__name__, (kind,), {**guards, "__module__": kind.__module__})
-    try:
-        yield
-    finally:
-        module.__class__ = kind
 
 
 @contextmanager

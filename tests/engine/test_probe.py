@@ -247,7 +247,7 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     edges = torch.randint(0, N, (2, 80), generator=generator)
     call = take_apart(module, (torch.randn(N, D, generator=generator).to(dtype), edges), {})
     inputs = classify(call)
-    graph = trace(module, call)
+    graph, _ = trace(module, call)
     layers = cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, inputs))
     )

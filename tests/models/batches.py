@@ -35,7 +35,7 @@ def draw_images(number: int, grid: tuple[int, int], channels: int, seed: int = 0
 
 def trace_net(net: nn.Module, *args: Tensor) -> Callable[..., Tensor]:
     """Return the network traced for these arguments; it takes those of any mini-batch."""
-    traced = fx.GraphModule(root_of(net), trace(net, take_apart(net, args, {})))
+    traced = fx.GraphModule(root_of(net), trace(net, take_apart(net, args, {}))[0])
     numbers = [node for node in traced.graph.nodes if node.target == "leaf_num_graphs"]
 
     def run(*args: Tensor) -> Tensor:

@@ -1,0 +1,207 @@
+"""What a forward reads beside its arguments: options, flags, globals, closures, classes.
+
+A trace bakes the values in, so it is used again only while they are the same.
+
+    what was asked of modules  ->  functions among it  ->  their globals, closures, defaults
+                                                       ->  functions among these, and so on
+
+Which attributes of modules are read is watched during the trace. Of functions, all names in their
+code are taken to be read: of Python modules and classes what has such a name, else all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gnnpipe._compat_torch import registry_of
+from lightning_gnnpipe.stages.content import FRAMEWORKS, KeptProxyError, Same, content_of
+from lightning_gnnpipe.stages.watch import MISSING, Watched
+
+Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and owner
+
+_LIBRARIES = FRAMEWORKS | sys.stdlib_module_names
+_MOST = 1000  # items of a container that functions are looked for in
+_GLOBAL_STATE: dict[str, Callable[[], Any]] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+    "environ": lambda: dict(os.environ),
+    "getenv": lambda: dict(os.environ),
+}
+
+
+class Reads:
+    """Where a forward reads what it does not get as an argument."""
+
+    def __init__(self) -> None:
+        self._sources: Sources = {}
+
+    @staticmethod
+    def of(module: nn.Module, watched: Watched) -> Reads:
+        """Return what the forward of `module` reads, which asked modules for what was `watched`."""
+        reads = Reads()
+        walk = _Walk(module, reads._sources)
+        walk.visit(type(module))
+        walk.visit(type(module).forward)
+        for owner, name in watched.reads:
+            walk.attribute(owner, name)
+        walk.finish()
+        return reads
+
+    def values(self) -> tuple[Hashable, ...]:
+        """Return what is there at present; see `content_of`."""
+        return tuple([content_of(read()) for read in self._sources.values()])
+
+    def kept(self) -> list[str]:
+        """Return the names of what holds a proxy, which a trace has left there."""
+        return [name for (name, _), read in self._sources.items() if _holds_proxy(read())]
+
+    def changed(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> list[str]:
+        """Return the names of what differs."""
+        triples = zip(self._sources, before, now, strict=True)
+        return [name for (name, _), old, new in triples if old != new]
+
+
+def _holds_proxy(value: Any) -> bool:
+    try:
+        content_of(value)
+    except KeptProxyError:
+        return True
+    return False
+
+
+class _Walk:
+    """Finds sources, from functions to what they name."""
+
+    def __init__(self, module: nn.Module, sources: Sources) -> None:
+        self._sources = sources
+        self._path = {id(m): name for name, m in module.named_modules()}
+        self._own = {type(m).__module__.partition(".")[0] for m in module.modules()}
+        self._names: set[str] = set()
+        self._seen: dict[int, Any] = {}
+        self._spaces: dict[int, type | ModuleType] = {}
+
+    def finish(self) -> None:
+        """Follow the names of all functions into classes and Python modules, until none is new."""
+        known = 0
+        while known != (known := len(self._sources) + len(self._seen)):
+            for space in list(self._spaces.values()):
+                for name in self._names & vars(space).keys():
+                    self._member(space, name)
+        for name in sorted(self._names & _GLOBAL_STATE.keys()):
+            self._source(name, _GLOBAL_STATE[name], os)
+
+    def attribute(self, module: nn.Module, name: str) -> None:
+        """Take an attribute of a module in."""
+        found = next((vars(c)[name] for c in type(module).__mro__ if name in vars(c)), None)
+        if isinstance(found, property):  # what it asks of modules was watched as well
+            self.visit(found)
+            return
+        path = self._path.get(id(module), type(module).__name__)
+        registry = registry_of(module, name)
+        read = partial(getattr, module, name, MISSING)
+        if registry is not None:  # of tensors there, the trace reads the values in each step
+            read = partial(_same_in, registry, name)
+        self._source(f"{path}.{name}".removeprefix("."), read, module)
+
+    def visit(self, value: Any) -> None:
+        """Look for functions in `value`, and for what they read."""
+        value = value.it if isinstance(value, Same) else value
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif isinstance(value, MethodType):
+            self.visit(value.__func__)
+            self.visit(value.__self__)
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(value.__func__)
+        elif isinstance(value, property):
+            self.visit(value.fget)
+        elif isinstance(value, type | ModuleType):
+            is_module = isinstance(value, ModuleType)
+            for one in (value,) if is_module else value.__mro__:
+                if not self._is_library(one.__name__ if is_module else one.__module__):
+                    self._spaces.setdefault(id(one), one)
+        else:
+            for part in self._parts(value):
+                self.visit(part)
+
+    def _parts(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, Mapping):
+            yield from list(value.values())[:_MOST]
+        elif isinstance(value, list | tuple | set | frozenset):
+            yield from list(value)[:_MOST]
+        elif not isinstance(value, torch.Tensor):
+            yield type(value)
+            if not self._is_library(type(value).__module__) and not isinstance(value, nn.Module):
+                yield getattr(value, "__dict__", {})
+                yield vars(type(value)).get("__call__")
+
+    def _function(self, function: FunctionType) -> None:
+        if self._is_library(function.__module__ or ""):
+            return
+        label = function.__qualname__
+        names = set(_names_in(function.__code__))
+        self._names |= names
+        for name in names & function.__globals__.keys():
+            read = partial(function.__globals__.get, name, MISSING)
+            self._source(f"{function.__module__}.{name}", read, function.__globals__)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            self._source(f"{label}.{name}", partial(_read_cell, cell), cell)
+        for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+            if getattr(function, name):
+                self._source(f"{label}.{name}", partial(getattr, function, name), function)
+
+    def _member(self, space: type | ModuleType, name: str) -> None:
+        """Take in what a class or a Python module has under a name."""
+        value = vars(space)[name]
+        if isinstance(value, FunctionType | staticmethod | classmethod | property):
+            self.visit(value)
+            return
+        for one in list(self._spaces.values()):  # a subclass may be given its own
+            if one is space or (isinstance(one, type) and space in one.__mro__):
+                read = partial(getattr, one, name, MISSING)
+                self._source(f"{one.__name__}.{name}", read, one)
+
+    def _is_library(self, name: str) -> bool:
+        """Whether the Python module `name` is no part of what the user has written."""
+        top = name.partition(".")[0]
+        if top in _LIBRARIES or top in self._own:
+            return top in _LIBRARIES
+        return "-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")
+
+    def _source(self, name: str, read: Callable[[], Any], owner: object) -> None:
+        if (name, id(owner)) not in self._sources:
+            self._sources[name, id(owner)] = read
+            self.visit(read())
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _same_in(registry: Mapping[str, Any], name: str) -> Same:
+    return Same(registry.get(name, MISSING))
+
+
+def _read_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
