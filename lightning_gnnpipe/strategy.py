@@ -28,6 +28,7 @@ from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.precision import loss_scale
+from lightning_gnnpipe.randomness import random_state
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
@@ -271,6 +272,7 @@ class GNNPipeStrategy(PipeLoops):
         engine = self.engine
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        engine.identity.begin_step(partial(random_state, self.root_device))
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging

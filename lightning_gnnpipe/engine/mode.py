@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Mesh
+from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
 
 
@@ -22,12 +23,16 @@ class Mode:
         stages: The stages, once the layers are dealt out.
         reads: What decides which histories are read: modes with the same share them.
         is_training: Whether the module was in training mode.
+        options: Number of the plain values that the trace has read off the module.
+        frozen: Which weights need no gradient.
     """
 
     layers: Layers
     stages: tuple[Stage, ...]
     reads: Hashable
     is_training: bool
+    options: int
+    frozen: tuple[bool, ...]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
         """Return the stages of this rank: they are dealt out in turn along the pipe axis."""
@@ -47,6 +52,13 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     is_autocast = torch.is_autocast_enabled(device.type)
     signature = (call.signature, inputs.edge_sets, form)
     return flags, options, frozen, leaves, signature, is_autocast
+
+
+def options_number(module: nn.Module) -> int:
+    """Return a number of the plain values that a trace bakes in, the same in every process."""
+    held = [(*one._buffers.values(), *vars(one).values()) for one in module.modules()]
+    tensors = {id(one) for values in held for one in values if isinstance(one, Tensor)}
+    return text_fingerprint(repr([one for one in traced_options(module) if one[1] not in tensors]))
 
 
 def state_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:

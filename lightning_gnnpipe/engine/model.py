@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.gradients import GradientSums
-from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
+from lightning_gnnpipe.engine.mode import Mode, options_number, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
@@ -216,7 +216,9 @@ class PipelinedModel:
             layers = cut_module(self.module, call, inputs, served, finds_repeatable=repeats)
             self._check(layers, call, inputs)
         reads = reads_key(self.module, call, self.intercepted.norms.values())
-        self._modes[key] = Mode(layers, (), reads, self.module.training)
+        options = options_number(self.module)
+        frozen = tuple(not p.requires_grad for p in self.module.parameters())
+        self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
         return key
 
     def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
