@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.agree import Progress, agree
+from lightning_gnnpipe.engine.agree import Agreed, Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses
@@ -133,7 +133,8 @@ class PipelineEngine:
         if has_graphs:
             number = self.batches.identify(inputs)
         else:
-            key = self.identity.of(call, inputs, self.progress.batch_fingerprint)
+            batch, allows = self.progress.batch_fingerprint, self.options.allows_changes
+            key = self.identity.of(call, inputs, batch, only_graph=is_training and allows)
             number = key.graph
         if is_training or not has_graphs:
             self.stream.end()
@@ -159,12 +160,10 @@ class PipelineEngine:
         if key is None:
             run = self._train_on_graphs if is_training else self._infer_on_graphs
             return run(call, inputs)
-        key = replace(key, number=agreed.input)
         try:
             if not is_training:
-                return self._infer(call, inputs, key)
-            is_exact = self.controls.is_exact or agreed.has_jumped
-            return self._train(call, inputs, key, agreed.num_bytes, is_exact=is_exact)
+                return self._infer(call, inputs, key, agreed)
+            return self._train(call, inputs, key, agreed)
         finally:
             self.identity.end_pass()
 
@@ -180,6 +179,10 @@ class PipelineEngine:
         if vector is None or has_replicas or self._checks.has_seen_graphs or int(vector[-1]) > 0:
             return vector
         return None
+
+    def tell_changes(self) -> None:
+        """Say how many steps were exact because of their inputs, if any were."""
+        self.graphs.inputs.tell_share(self.num_training_passes)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came, or has failed."""
@@ -236,7 +239,6 @@ class PipelineEngine:
         states = [
             InputState(
                 number,
-                own.options,
                 tuple(own.filled),
                 own.last_step,
                 is_next and self._passes.validation_renews(own),
@@ -282,21 +284,21 @@ class PipelineEngine:
         self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
         self.model.prefer(saved.state.stage_layers)
 
-    def _train(
-        self, call: Call, inputs: Inputs, key: InputKey, num_bytes: int, *, is_exact: bool
-    ) -> Any:
+    def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         check_schedule(self.options.schedule)
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
-        own = self.graphs.for_training(key, inputs, num_bytes)
+        is_exact = self.controls.is_exact or agreed.has_jumped
+        if self.graphs.trained is None:
+            self.graphs.cut(key.graph, inputs)
+        mode = self._passes.mode(call, inputs, key.graph)
+        key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
+        own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         self._checks.chunks(own.graph, own.store.linear_scale)
-        mode = self._passes.mode(call, inputs, own.graph)
         is_free = self._passes.is_free(own.graph)
         if not is_free:
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
-            own.use(mode.options, mode.frozen)
-            key = replace(key, parts=key.parts | {"option of the module": mode.options})
         if self.controls.refreshes:
             known.ask_refresh()
         is_new = mode.reads not in own.filled and not is_free
@@ -319,7 +321,7 @@ class PipelineEngine:
         own.graph.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
         own.note_step()
-        own.last_step = number
+        own.last_step, own.frozen = number, mode.frozen
         if is_exact:
             own.filled.add(mode.reads)
         return output
@@ -364,9 +366,10 @@ class PipelineEngine:
         mode, outputs = self.stream.run(call, inputs)
         return mode.layers.rebuild_output(outputs)
 
-    def _infer(self, call: Call, inputs: Inputs, key: InputKey) -> Any:
+    def _infer(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         graph = self.graphs.for_inference(key.graph, inputs)
-        mode = self._passes.mode(call, inputs, graph)
+        mode = self._passes.mode(call, inputs, key.graph)
+        key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         is_kept = self._state.awaits_backward or self.progress.averages_weights
         own = None if is_kept else self._passes.trained_alike(key, mode, graph)
         renews = own is not None and self._passes.can_renew(own, self.num_training_passes)

@@ -76,7 +76,8 @@ class GraphCache:
         found = self.inputs.get(key.number)
         if found is None:
             is_kept = self.inputs.admits(key.number, num_bytes)
-            graph = self._for_step(key.graph, inputs, is_cut=is_kept or self._drops_edges)
+            is_cut = is_kept or self._drops_edges
+            graph = (self.cut if is_cut else self.for_inference)(key.graph, inputs)
             found = Histories(graph, self.histories, self._transport, is_kept=is_kept)
             if is_kept:
                 self.inputs.keep(key.number, found)
@@ -85,9 +86,8 @@ class GraphCache:
         self.trained = found
         return found
 
-    def _for_step(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> PlannedGraph:
-        if not is_cut:
-            return self.for_inference(fingerprint, inputs)
+    def cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
+        """Return the graph cut into chunks."""
         graph = self._get((fingerprint, True), lambda: self._cut(inputs))
         if graph.is_complete:
             self._graphs.pop((fingerprint, False), None)
@@ -107,11 +107,12 @@ class GraphCache:
         """Whether the graph is, or may be, trained on in more than one chunk, or shard."""
         return self._partitioner.num_chunks(inputs) * self._transport.mesh.num_shards > 1
 
-    def plan_to_measure(self, graph: PlannedGraph, inputs: Inputs) -> ChunkPlan:
+    def plan_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan:
         """Return a plan with chunks of the size of training, even if METIS has not run."""
+        cut = self._graphs.get((fingerprint, True))
+        if cut is not None and cut.plan.shard is None:
+            return cut.plan
         num_chunks = self._partitioner.num_chunks(inputs)
-        if graph.plan.num_chunks == num_chunks and graph.plan.shard is None:
-            return graph.plan
         edge_index = inputs.edge_index.cpu()
         plan = build_chunk_plan(
             edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"

@@ -56,8 +56,8 @@ class GraphPasses:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
 
-    def mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
-        """Return the stages for these arguments."""
+    def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
+        """Return the stages for these arguments; `graph` is the number of their edges."""
         measure = self._measurer(call, inputs, graph)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
@@ -70,7 +70,7 @@ class GraphPasses:
         """Recompute the histories of an input by an exact pass with dropout off."""
         norms = self._model.intercepted.norms.values()
         with switched(self._model.module, False, but=norms), torch.no_grad():
-            mode = self.mode(call, inputs, own.graph)
+            mode = self.mode(call, inputs, key.graph)
             own.graph.inputs.load(call, inputs, key.leaves)
             own.writing.is_refresh = True
             try:
@@ -98,7 +98,7 @@ class GraphPasses:
         elif own.graph.plan.num_chunks > 1:
             warn_of_exact_step()
 
-    def _measurer(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Measure:
+    def _measurer(self, call: Call, inputs: Inputs, graph: int) -> Measure:
         def measure(layers: Layers) -> StepCosts:
             plan = self._graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
@@ -179,15 +179,14 @@ class GraphPasses:
             graph: The graph.
 
         Returns:
-            None if no training step was given the same, with the same options and frozen weights.
+            None if no training step was given the same, with the same weights frozen.
         """
         if not self._options.is_fitting or self._model.module.training:
             return None
         own = self._graphs.inputs.get(key.number)
         if own is None or own.graph is not graph or own.last_step < 0:
             return None
-        is_alike = (own.options, own.frozen) == (mode.options, mode.frozen)
-        return own if is_alike else None
+        return own if own.frozen == mode.frozen else None
 
     def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""

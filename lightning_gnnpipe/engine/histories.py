@@ -27,7 +27,6 @@ class Histories:
         graph: The graph.
         is_kept: Whether a later step may read them.
         filled: What has been written: `Mode.reads` of exact steps.
-        options: `Mode.options` of the steps that wrote them.
         frozen: Which weights needed no gradient in the last step.
         last_step: Number of the last training pass that used them.
         is_renewed: Whether the rows are of the present weights.
@@ -46,7 +45,6 @@ class Histories:
     ) -> None:
         self.graph, self._transport, self.is_kept = graph, transport, is_kept
         self.filled: set[Hashable] = set()
-        self.options = 0
         self.frozen: tuple[bool, ...] = ()
         self.last_step = -1
         self.is_renewed = False
@@ -64,17 +62,6 @@ class Histories:
         """Whether the rows of validation are to take the place of all before `step`."""
         takes = self.store.options.method.takes_validation or is_asked
         return takes and step > 0 and not self.is_renewed
-
-    def use(self, options: int, frozen: tuple[bool, ...]) -> None:
-        """Say that a step reads or writes the rows; those of other options are not read.
-
-        Args:
-            options: `Mode.options` of the step.
-            frozen: Which weights need no gradient in it.
-        """
-        if self.options != options:
-            self.filled.clear()
-        self.options, self.frozen = options, frozen
 
     def note_step(self) -> None:
         """Take note that a training step has read the rows."""

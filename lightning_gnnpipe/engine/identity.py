@@ -6,8 +6,8 @@ compared by content. Of those that trained weights have computed, the data behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,21 +25,41 @@ class InputKey:
     """What one call is given.
 
     Attributes:
-        graph: Of its edges.
+        graph: Number of its edges.
         leaves: Numbers of the call's tensors; None where weights have computed one.
         parts: By name, the numbers of all that it is given.
-        number: Of all together; as good as unique where random numbers cannot be told.
+        names: Of the call's tensors, as in `parts`.
     """
 
     graph: int
     leaves: tuple[int | None, ...]
     parts: dict[str, int]
-    number: int
+    names: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        """Of all parts together; unique where random numbers cannot be known."""
+        return fold(self.parts.values())
 
     def changed(self, before: InputKey) -> list[str]:
         """Return the names of what is another than `before`."""
         names = [name for name, number in self.parts.items() if before.parts.get(name) != number]
         return names + [name for name in before.parts if name not in self.parts]
+
+    def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
+        """Return the key without what the forward does not read, with what it reads elsewhere.
+
+        Args:
+            leaves: Numbers of the tensors that it reads.
+            options: Number of the plain values that it reads off the module.
+            agreed: What the ranks have agreed on for `number`. Tensors that they have computed may
+                differ in their last bits; then it takes the place of all parts.
+        """
+        unread = {name for slot, name in enumerate(self.names) if slot not in leaves}
+        parts = {name: number for name, number in self.parts.items() if name not in unread}
+        if agreed != self.number:
+            parts = {"input": agreed}
+        return replace(self, parts=parts | {"option of the module": options})
 
 
 class InputIdentity:
@@ -65,25 +85,31 @@ class InputIdentity:
         """
         self._random_state, self._before = random_state, random_state()
 
-    def of(self, call: Call, inputs: Inputs, batch: int) -> InputKey:
+    def of(self, call: Call, inputs: Inputs, batch: int, *, only_graph: bool = False) -> InputKey:
         """Return the key of a call over one graph.
 
         Args:
             call: The call.
             inputs: What its tensors are.
             batch: Fingerprint of the user's batch.
+            only_graph: Whether it is the same where graph and options are.
         """
-        parts = {"the options": text_fingerprint(repr(call.signature))}
+        parts = {"option": text_fingerprint(repr(call.signature))}
+        names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]
-        for kind, name, leaf in zip(inputs.kinds, call.names, call.leaves, strict=True):
-            number = None if leaf.requires_grad else self._contents.of(leaf)
+        for kind, name, leaf in zip(inputs.kinds, names, call.leaves, strict=True):
+            is_ignored = only_graph and kind is not Kind.EDGE_INDEX
+            number = None if leaf.requires_grad or is_ignored else self._contents.of(leaf)
             leaves.append(number)
-            parts[f"'{name}'"] = self._of_computed(leaf, batch) if number is None else number
+            if is_ignored:
+                continue
+            parts[name] = self._of_computed(leaf, batch) if number is None else number
             if kind is Kind.EDGE_INDEX:
-                graph.append(parts[f"'{name}'"])
-        parts |= self._held.numbers()
-        return InputKey(fold(graph), tuple(leaves), parts, fold([len(parts), *parts.values()]))
+                graph.append(parts[name])
+        if not only_graph:
+            parts |= self._held.numbers()
+        return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
         """Take note that the module's own forward may have changed what it holds."""

@@ -45,6 +45,7 @@ class KnownInputs:
         self.num_saved_layers = 0
         self.num_changed = 0
         self._kept: dict[int, Histories] = {}
+        self._is_root = not is_quiet
         self._is_quiet, self._has_told_of_bound = is_quiet, is_quiet
 
     def __iter__(self) -> Iterator[Histories]:
@@ -112,13 +113,22 @@ class KnownInputs:
             self._is_quiet = True
             log.warning(
                 "The pipelined module was given another %s than in the step before: from pipelined "
-                "steps to an exact step for each new input, since rows of neighbours may be read "
-                "from earlier steps on the same input only. Inputs that come again are pipelined "
-                "from their third step on. If they are new in every step, draw random numbers in "
-                "the module's forward, shaped like its tensors (dropout, torch.rand_like), or give "
-                "GNNPipeStrategy(changing_inputs='allow'), for small augmentation only: with known "
-                "labels among the inputs it leaks the hidden ones.",
+                "steps to an exact step for each new input, since rows of neighbours are read from "
+                "earlier steps on the same input only. Inputs that come again are pipelined from "
+                "their third step on. If they are new in every step, draw the random numbers in "
+                "the module's forward, shaped like its tensors (dropout, torch.rand_like). For "
+                "small augmentation there is GNNPipeStrategy(changing_inputs='allow'); with known "
+                "labels among the inputs it leaks the hidden ones. Shown once.",
                 " and another ".join(names[:3]),
+            )
+
+    def tell_share(self, num_steps: int) -> None:
+        """Say how many of the run's steps were exact because of their inputs, if any were."""
+        if self.num_changed and self._is_root:
+            log.warning(
+                "%d of %d training steps were exact, since their inputs were new.",
+                self.num_changed,
+                num_steps,
             )
 
     def _tell_of_bound(self, most: int, num_bytes: int) -> None:

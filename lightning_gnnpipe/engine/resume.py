@@ -72,7 +72,7 @@ def take_histories(
     if not load_ranks(own, saved.parts, segments):
         return False
     state = saved.state
-    own.options, own.last_step = state.options, state.last_step
+    own.last_step = state.last_step
     own.filled.update(state.filled)
     own.owes_renewal, own.is_refresh_asked = state.owes_renewal, state.is_refresh_asked
     return True

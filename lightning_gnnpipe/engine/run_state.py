@@ -19,7 +19,6 @@ class InputState:
     """The histories of one input, but for their rows; see `Histories`."""
 
     number: int
-    options: int
     filled: tuple[Hashable, ...]
     last_step: int
     owes_renewal: bool
