@@ -20,6 +20,7 @@ from lightning_gnnpipe._compat import PathLike
 from lightning_gnnpipe.checkpoint_io import TRUST, AtomicCheckpointIO, holds_plain_types, local_path
 from lightning_gnnpipe.engine import (
     PipelineEngine,
+    RankHistories,
     RunState,
     SavedRun,
     full_state_dict,
@@ -147,7 +148,7 @@ class PipeCheckpoints(PipeProcesses):
             found = {"run": {}}
         state = RunState.of(found["run"])
         ident = found["histories"]
-        stages: tuple[dict[str, Any], ...] = ()
+        stages: tuple[RankHistories, ...] = ()
         if path is not None and ident is not None:
             is_sharded = sharded.is_sharded(path)
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
@@ -194,7 +195,7 @@ class PipeCheckpoints(PipeProcesses):
         ident = None
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
-            has_histories = path is not None and state.graph is not None
+            has_histories = path is not None and bool(state.inputs)
             ident = self._everyone.broadcast_object(sidecar.new_id() if has_histories else None)
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
@@ -231,7 +232,7 @@ class PipeCheckpoints(PipeProcesses):
         self.together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
         state = self._run_state()
         if state is not None and optimizers:
-            has_histories = state.graph is not None
+            has_histories = bool(state.inputs)
             checkpoint[_KEY] = self._run(state, sharded.HISTORIES if has_histories else None)
             if has_histories:
                 self._write_histories(sharded.part_of(path) / sharded.HISTORIES)

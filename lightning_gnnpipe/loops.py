@@ -173,6 +173,7 @@ class PipeLoops(PipeReplicas):
         engine.detach()
         if not self._is_interrupted:
             engine.statistics.warn()
+            engine.tell_changes()
         self._precision.detach()
         self._guests.detach()
         self._metrics.detach()

@@ -18,6 +18,7 @@ from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
+    ChangingInputs,
     CodecOption,
     CrossChunkEdges,
     DtypeName,
@@ -65,6 +66,7 @@ class StrategyOptions:
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 2
     guard: bool = True
+    changing_inputs: ChangingInputs = "exact"
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages, "the number of devices")
@@ -81,6 +83,7 @@ class StrategyOptions:
         if isinstance(self.balance, str):
             _check_choice("balance", self.balance, ("measured", "uniform"))
         _check_choice("cross_chunk_edges", self.cross_chunk_edges, get_args(CrossChunkEdges))
+        _check_choice("changing_inputs", self.changing_inputs, get_args(ChangingInputs))
         _check_choice("start_method", self.start_method, get_args(StartMethod))
         _check_choice("chunk_order", self.chunk_order, get_args(OrderName))
         _check_choice("staleness", self.staleness, tuple(METHODS))
@@ -143,6 +146,7 @@ class StrategyOptions:
             self.schedule,
             self.num_virtual if self.schedule == "interleaved" else 1,
             guards_loss=self.guard,
+            allows_changes=self.changing_inputs == "allow",
         )
 
     @property

@@ -43,7 +43,7 @@ def unfinished_folder(checkpoint: Path, ident: str) -> Path:
     return checkpoint.parent / _FOLDER / (ident + _PART)
 
 
-def write_stage(folder: Path, stage: int, saved: Mapping[str, Any]) -> None:
+def write_stage(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
     """Write what one rank has saved."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"stage_{stage}.pt", "wb") as file:
@@ -91,7 +91,7 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def read_stages(folder: Path, num_stages: int) -> tuple[dict[str, Any], ...]:
+def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
     """Return what each rank has saved, mapped into memory; nothing if there is no folder.
 
     Raises:

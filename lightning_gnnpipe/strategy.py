@@ -28,9 +28,11 @@ from lightning_gnnpipe.loops import PipeLoops
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.precision import loss_scale
+from lightning_gnnpipe.randomness import random_state
 from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
+    ChangingInputs,
     CodecOption,
     CrossChunkEdges,
     DtypeName,
@@ -77,6 +79,12 @@ class GNNPipeStrategy(PipeLoops):
             other chunks twice.
         guard: Make one step exact, and warn, after the training loss has jumped far above the last
             50 after a pipelined step; at most one step in 20.
+        changing_inputs: What a training step does whose inputs no earlier step had: other features,
+            masks, options of the pipelined module, buffers in it. "exact": it runs exactly, since
+            rows of neighbours are read only from steps on the same input; an input that comes again
+            is pipelined from its third step on. "allow": it reads rows that were computed from
+            other inputs. That is for small augmentation only: with masks of known labels among the
+            inputs, stale rows leak the labels that a step hides.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
         balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
@@ -137,6 +145,7 @@ class GNNPipeStrategy(PipeLoops):
         chunk_order: OrderName = "shuffled",
         staleness: StalenessName = "drift",
         guard: bool = True,
+        changing_inputs: ChangingInputs = "exact",
         pipelined_module: str | None = None,
         balance: BalanceOption = "measured",
         halo_codec: CodecOption = "fp32",
@@ -184,6 +193,7 @@ class GNNPipeStrategy(PipeLoops):
             schedule,
             num_virtual,
             guard,
+            changing_inputs,
         )
         super().__init__(
             options,
@@ -271,6 +281,7 @@ class GNNPipeStrategy(PipeLoops):
         engine = self.engine
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        engine.identity.begin_step(partial(random_state, self.root_device))
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging

@@ -31,6 +31,7 @@ OrderName = Literal["shuffled", "fixed"]
 StalenessName = Literal["drift", "constant", "gnnpipe"]
 ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
+ChangingInputs = Literal["exact", "allow"]
 CrossChunkEdges = Literal["keep", "drop"]
 TrafficKind = Literal[
     "forward",

@@ -13,7 +13,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
-from lightning_gnnpipe.engine.run_state import RunState, SavedRun
+from lightning_gnnpipe.engine.run_state import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.state import (
@@ -40,6 +40,7 @@ __all__ = [
     "PipelineStats",
     "PipelinedModel",
     "Progress",
+    "RankHistories",
     "RunState",
     "SavedRun",
     "StageWeights",

@@ -13,7 +13,7 @@ from torch_geometric.data import Batch
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
-from lightning_gnnpipe.graph import tensor_fingerprint
+from lightning_gnnpipe.graph import fold, tensor_fingerprint
 from lightning_gnnpipe.nested import tensors_in
 
 _LOSS_TOLERANCE = 1e-4
@@ -98,11 +98,15 @@ class Agreed(NamedTuple):
         signals: Those of any of them.
         is_lost: Whether the last step has left on any of them what no later one may read.
         has_jumped: Whether the last loss has jumped on any of them.
+        input: Number of what the module is given, by all of them.
+        num_bytes: Bytes of the largest histories on any of them.
     """
 
     signals: int
     is_lost: bool
     has_jumped: bool
+    input: int
+    num_bytes: int
 
 
 def agree(
@@ -113,6 +117,8 @@ def agree(
     is_training: bool,
     is_lost: bool,
     has_jumped: bool,
+    input_number: int = 0,
+    num_bytes: int = 0,
 ) -> Agreed:
     """Refuse to go on if the ranks differ. A collective call.
 
@@ -125,6 +131,8 @@ def agree(
         is_training: Whether this rank runs a training step.
         is_lost: Whether the last step is lost on this rank.
         has_jumped: Whether the last loss has jumped.
+        input_number: Of what the module is given on this rank.
+        num_bytes: Bytes of the largest histories on this rank.
 
     Raises:
         GraphError: If they have different batches, or only some are training.
@@ -132,7 +140,7 @@ def agree(
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
-    numbers += [int(is_lost), int(has_jumped)]
+    numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
     ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
@@ -148,7 +156,15 @@ def agree(
     signals = 0
     for rank in ranks:
         signals |= rank[4]
-    return Agreed(signals, any(rank[5] for rank in ranks), any(rank[6] for rank in ranks))
+    inputs = {rank[7] for rank in ranks}
+    return Agreed(
+        signals,
+        any(rank[5] for rank in ranks),
+        any(rank[6] for rank in ranks),
+        # Tensors that ranks have computed may differ in their last bits.
+        inputs.pop() if len(inputs) == 1 else fold(rank[7] for rank in ranks),
+        max(rank[8] for rank in ranks),
+    )
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

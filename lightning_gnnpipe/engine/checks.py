@@ -8,9 +8,10 @@ import torch
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
-from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.planned_graph import PlannedGraph
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.history import DENSE
 from lightning_gnnpipe.passing import check_support
@@ -60,16 +61,17 @@ class EngineChecks:
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
 
-    def chunks(self, graph: PlannedGraph) -> None:
+    def chunks(self, graph: PlannedGraph, linear_scale: float) -> None:
         """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.
 
         Args:
             graph: The graph that is trained on.
+            linear_scale: The factor on gradients between its chunks in linear layers.
         """
         if graph.cut_frac == 0 or not self._transport.world.is_root:
             return
         method, has_messages = self._options.histories.method, self._model.intercepted.has_messages
-        factor = method.message_scale if has_messages else graph.store.linear_scale
+        factor = method.message_scale if has_messages else linear_scale
         if graph.cut_frac > DENSE and not self._has_warned_of_cut:
             self._has_warned_of_cut = True
             log.warning(

@@ -8,7 +8,7 @@ A batch of many graphs runs in micro-batches of whole graphs, both times exactly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
@@ -19,15 +19,17 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.agree import Progress, agree
+from lightning_gnnpipe.engine.agree import Agreed, Progress, agree
 from lightning_gnnpipe.engine.autograd import join
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import BatchPasses
 from lightning_gnnpipe.engine.checks import EngineChecks
+from lightning_gnnpipe.engine.contents import ContentNumbers
 from lightning_gnnpipe.engine.gradients import average_replicated
 from lightning_gnnpipe.engine.graph import GraphCache
 from lightning_gnnpipe.engine.graph_passes import GraphPasses
-from lightning_gnnpipe.engine.identity import GraphIdentity
+from lightning_gnnpipe.engine.histories import Histories
+from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.last_step import LastStep
@@ -36,9 +38,8 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.renewal import TrainedCall
-from lightning_gnnpipe.engine.resume import save_rank, take_histories
-from lightning_gnnpipe.engine.run_state import RunState, SavedRun
+from lightning_gnnpipe.engine.resume import save_rank
+from lightning_gnnpipe.engine.run_state import InputState, RankHistories, RunState, SavedRun
 from lightning_gnnpipe.engine.running_statistics import RunningStatistics
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
@@ -86,7 +87,8 @@ class PipelineEngine:
         self.num_training_passes = 0
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._state = PassState()
-        self._identity = GraphIdentity()
+        self.contents = ContentNumbers()
+        self.identity = InputIdentity(module, self.contents)
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         is_quiet = not transport.world.is_root
@@ -127,7 +129,13 @@ class PipelineEngine:
         call = take_apart(self.model.module, args, kwargs)
         call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
         has_graphs = inputs.graphs is not None
-        number = (self.batches.identify if has_graphs else self._identity.of)(inputs)
+        key = None
+        if has_graphs:
+            number = self.batches.identify(inputs)
+        else:
+            batch, allows = self.progress.batch_fingerprint, self.options.allows_changes
+            key = self.identity.of(call, inputs, batch, only_graph=is_training and allows)
+            number = key.graph
         if is_training or not has_graphs:
             self.stream.end()
         else:
@@ -139,6 +147,8 @@ class PipelineEngine:
             is_training=is_training,
             is_lost=self._is_lost,
             has_jumped=self._has_jumped,
+            input_number=0 if key is None else key.number,
+            num_bytes=self.graphs.num_bytes,
         )
         if agreed.signals:
             self.on_signals(agreed.signals)
@@ -147,11 +157,15 @@ class PipelineEngine:
             self._state.settle()
             self.progress.loss = 0.0
         self._checks.support(has_graphs)
-        if not is_training:
-            return self._infer(call, inputs)
-        if has_graphs:
-            return self._train_on_graphs(call, inputs)
-        return self._train(call, inputs, is_exact=self.controls.is_exact or agreed.has_jumped)
+        if key is None:
+            run = self._train_on_graphs if is_training else self._infer_on_graphs
+            return run(call, inputs)
+        try:
+            if not is_training:
+                return self._infer(call, inputs, key, agreed)
+            return self._train(call, inputs, key, agreed)
+        finally:
+            self.identity.end_pass()
 
     def note_loss(self, loss: float) -> None:
         """Take note of the loss of a training step."""
@@ -165,6 +179,10 @@ class PipelineEngine:
         if vector is None or has_replicas or self._checks.has_seen_graphs or int(vector[-1]) > 0:
             return vector
         return None
+
+    def tell_changes(self) -> None:
+        """Say how many steps were exact because of their inputs, if any were."""
+        self.graphs.inputs.tell_share(self.num_training_passes)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came, or has failed."""
@@ -186,9 +204,8 @@ class PipelineEngine:
 
     def note_validation(self) -> None:
         """Take note that a validation is over, and whether it has renewed the rows of training."""
-        graph = self.graphs.trained
-        if graph is not None and graph.trained_with is not None:
-            graph.was_renewed = graph.is_renewed
+        for own in self.graphs.inputs:
+            own.was_renewed = own.is_renewed
         self.statistics.warn()
 
     def run_state(self) -> RunState:
@@ -198,21 +215,16 @@ class PipelineEngine:
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
-        graph, is_split = self.graphs.trained, self.model.is_split
         counts = self.num_training_passes, self._seeds.num_inferences
-        layout = self.model.stage_layers, self.transport.mesh.num_shards if is_split else 1
-        histories: tuple[int | None, tuple[Hashable, ...]] = None, ()
-        owes = False
-        if graph is not None and graph.plan.num_chunks > 1 and not self._passes.is_free(graph):
-            histories = graph.fingerprint, tuple(graph.filled)
-            owes = self.progress.validates_next() and self._passes.validation_renews(graph)
-        guard = self._guard
+        num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
+        layout = self.model.stage_layers, num_shards
+        guard, known = self._guard, self.graphs.inputs
         state = RunState(
             self.options.seed,
             *counts,
             *layout,
-            *histories,
-            owes,
+            self._input_states(),
+            tuple(known.seen.items()),
             losses=guard.losses,
             steps_since_jump=guard.num_steps,
             was_exact=guard.was_exact,
@@ -220,16 +232,43 @@ class PipelineEngine:
         )
         return state.without_histories() if self._is_lost else state
 
-    def stage_states(self) -> dict[int, Mapping[str, Any]]:
+    def _input_states(self) -> tuple[InputState, ...]:
+        """Return what a checkpoint keeps of each input with histories, but for the rows."""
+        known, is_next = self.graphs.inputs, self.progress.validates_next()
+        waiting = [saved.state for saved in known.saved.values()]
+        states = [
+            InputState(
+                number,
+                tuple(own.filled),
+                own.last_step,
+                is_next and self._passes.validation_renews(own),
+                own.is_refresh_asked,
+            )
+            for number, own in self._kept_inputs()
+        ]
+        return (*waiting, *states)
+
+    def _kept_inputs(self) -> list[tuple[int, Histories]]:
+        """Return those whose histories are read, with their numbers."""
+        kept = self.graphs.inputs.items()
+        read = [(n, own) for n, own in kept if own.graph.plan.num_chunks > 1]
+        return [(n, own) for n, own in read if not self._passes.is_free(own.graph)]
+
+    def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
 
         Until the first step, a resumed run has those of the run before, of all its ranks.
         """
-        world, graph = self.transport.world, self.graphs.trained
+        world = self.transport.world
         if self._saved is not None and self._saved.stages:
             stages = enumerate(self._saved.stages)
             return {i: one for i, one in stages if i % world.size == world.rank}
-        return {} if graph is None else {world.rank: save_rank(graph)}
+        found: dict[int, list[Mapping[str, Any]]] = {
+            number: list(saved.parts[world.rank :: world.size])
+            for number, saved in self.graphs.inputs.saved.items()
+        }
+        found |= {number: [save_rank(own)] for number, own in self._kept_inputs()}
+        return {world.rank: found} if found else {}
 
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
@@ -245,37 +284,58 @@ class PipelineEngine:
         self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
         self.model.prefer(saved.state.stage_layers)
 
-    def _train(self, call: Call, inputs: Inputs, *, is_exact: bool) -> Any:
+    def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         check_schedule(self.options.schedule)
         self._state.begin()
-        graph = self.graphs.for_training(self._identity.of(inputs), inputs)
-        self._checks.chunks(graph)
-        mode = self._passes.mode(call, inputs, graph)
-        saved, self._saved = self._saved, None
-        is_free = self._passes.is_free(graph)
-        if saved is not None and not is_free:
-            take_histories(saved, graph, mode, self.transport.mesh)
-        is_exact = is_exact or (mode.reads not in graph.filled and not is_free)
-        is_due = graph.is_refresh_due(self.num_training_passes, self.controls.refreshes)
-        if is_due and not is_exact and not is_free:
-            self._passes.refresh(call, inputs, graph)
+        known, number = self.graphs.inputs, self.num_training_passes
+        is_resumed = self._take_saved()
+        is_exact = self.controls.is_exact or agreed.has_jumped
+        if self.graphs.trained is None:
+            self.graphs.cut(key.graph, inputs)
+        mode = self._passes.mode(call, inputs, key.graph)
+        key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
+        own = self.graphs.for_training(key, inputs, agreed.num_bytes)
+        self._checks.chunks(own.graph, own.store.linear_scale)
+        is_free = self._passes.is_free(own.graph)
+        if not is_free:
+            self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
+        if self.controls.refreshes:
+            known.ask_refresh()
+        is_new = mode.reads not in own.filled and not is_free
+        if is_new and not is_exact and self.graphs.is_cut(inputs):
+            known.tell_change(key)
+        is_exact = is_exact or is_new
+        if own.is_refresh_due(number) and not is_exact and not is_free:
+            self._passes.refresh(call, inputs, own, key)
         is_exact = is_exact or (
-            graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
+            own.graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
         )
-        parts = self._passes.parts(mode, graph, is_exact=is_exact, is_training=True)
-        graph.trained_with = TrainedCall.of(call, self.model.module)
+        known.note(key, number)
+        parts = self._passes.parts(mode, own, is_exact=is_exact, is_training=True)
         order = self._passes.order(parts, self.progress.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
-        running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
+        running = TrainingPass(parts, own.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
         if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
-        graph.inputs.load(call, inputs)
+        own.graph.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
-        graph.note_step()
+        own.note_step()
+        own.last_step, own.frozen = number, mode.frozen
         if is_exact:
-            graph.filled.add(mode.reads)
+            own.filled.add(mode.reads)
         return output
+
+    def _take_saved(self) -> bool:
+        """Let the first step of a run that goes on find the saved histories."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return False
+        known = self.graphs.inputs
+        known.saved = saved.histories()
+        known.num_saved_layers = sum(saved.state.stage_layers)
+        known.seen.update(saved.state.seen)
+        return saved.state.num_training_passes > 0
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
         self._saved = self._was_exact = None  # there are no histories to take
@@ -302,29 +362,32 @@ class PipelineEngine:
         joined = join(backward, outputs, [call.leaves[slot] for slot in slots])
         return mode.layers.rebuild_output(joined)
 
-    def _infer(self, call: Call, inputs: Inputs) -> Any:
-        if inputs.graphs is not None:
-            mode, outputs = self.stream.run(call, inputs)
-            return mode.layers.rebuild_output(outputs)
-        graph = self.graphs.for_inference(self._identity.of(inputs), inputs)
-        mode = self._passes.mode(call, inputs, graph)
+    def _infer_on_graphs(self, call: Call, inputs: Inputs) -> Any:
+        mode, outputs = self.stream.run(call, inputs)
+        return mode.layers.rebuild_output(outputs)
+
+    def _infer(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
+        graph = self.graphs.for_inference(key.graph, inputs)
+        mode = self._passes.mode(call, inputs, key.graph)
+        key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         is_kept = self._state.awaits_backward or self.progress.averages_weights
-        renews = not is_kept and self._passes.can_renew(graph, call, self.num_training_passes)
+        own = None if is_kept else self._passes.trained_alike(key, mode, graph)
+        renews = own is not None and self._passes.can_renew(own, self.num_training_passes)
         if renews:
             self._state.begin()
         # A training pass whose backward is to come still needs its own.
         planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
-        planned.load(call, inputs)
-        parts = self._passes.parts(mode, graph, is_exact=True, is_training=False, writes=renews)
+        planned.load(call, inputs, key.leaves)
+        context = own.writing if renews and own is not None else graph.reading
+        parts = self._passes.exact_parts(mode, graph, context)
         parts = replace(parts, inputs=planned)
-        replaces = self.progress.is_validating and bool(self.statistics.stale) and not is_kept
-        replaces = replaces and self._passes.is_alike(graph, call)
+        replaces = self.progress.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
             outputs = run_exact(parts, self.model)
         parts.inputs.release()
-        if renews:
-            graph.renew()
+        if renews and own is not None:
+            own.renew()
             self._state.settle()
         return mode.layers.rebuild_output(outputs)
 

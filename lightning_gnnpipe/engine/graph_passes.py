@@ -12,18 +12,23 @@ import torch
 from lightning_gnnpipe.comm import MessageOptions, Transport, get_codecs
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine.costs import measure_layers
-from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
+from lightning_gnnpipe.engine.graph import GraphCache
+from lightning_gnnpipe.engine.histories import Histories
+from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.infer import run_exact
 from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
+from lightning_gnnpipe.engine.planned_graph import PlannedGraph
+from lightning_gnnpipe.engine.resume import take_histories, warn_of_exact_step, warn_of_method
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.switch import switched
 from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Call, Inputs, Layers
 
 
@@ -51,8 +56,8 @@ class GraphPasses:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
 
-    def mode(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Mode:
-        """Return the stages for these arguments."""
+    def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
+        """Return the stages for these arguments; `graph` is the number of their edges."""
         measure = self._measurer(call, inputs, graph)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
@@ -61,21 +66,39 @@ class GraphPasses:
         plan, layers = graph.plan, self._model.intercepted
         return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
 
-    def refresh(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> None:
-        """Recompute all histories by an exact pass with dropout off."""
+    def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
+        """Recompute the histories of an input by an exact pass with dropout off."""
         norms = self._model.intercepted.norms.values()
         with switched(self._model.module, False, but=norms), torch.no_grad():
-            mode = self.mode(call, inputs, graph)
-            graph.inputs.load(call, inputs)
-            parts = self.parts(mode, graph, is_exact=True, is_training=False, writes=True)
-            graph.writing.is_refresh = True
+            mode = self.mode(call, inputs, key.graph)
+            own.graph.inputs.load(call, inputs, key.leaves)
+            own.writing.is_refresh = True
             try:
-                run_exact(parts, self._model)
+                run_exact(self.exact_parts(mode, own.graph, own.writing), self._model)
             finally:
-                graph.writing.is_refresh = False
-        graph.renew()
+                own.writing.is_refresh = False
+        own.renew()
 
-    def _measurer(self, call: Call, inputs: Inputs, graph: PlannedGraph) -> Measure:
+    def take_saved(self, own: Histories, number: int, mode: Mode, *, is_resumed: bool) -> None:
+        """Give an input its histories of the run that goes on, if it has any.
+
+        Args:
+            own: Its histories.
+            number: Of the input.
+            mode: The layers.
+            is_resumed: Whether this is the first step of such a run.
+        """
+        saved = self._graphs.inputs.saved.pop(number, None)
+        num_layers = self._graphs.inputs.num_saved_layers
+        has_taken = take_histories(saved, own, mode, self._transport.mesh, num_layers)
+        if not is_resumed or self._transport.mesh.rank:
+            return
+        if saved is not None and has_taken:
+            warn_of_method(saved, own)
+        elif own.graph.plan.num_chunks > 1:
+            warn_of_exact_step()
+
+    def _measurer(self, call: Call, inputs: Inputs, graph: int) -> Measure:
         def measure(layers: Layers) -> StepCosts:
             plan = self._graphs.plan_to_measure(graph, inputs)
             planned = PlannedInputs(plan)
@@ -85,30 +108,37 @@ class GraphPasses:
 
         return measure
 
-    def parts(
-        self,
-        mode: Mode,
-        graph: PlannedGraph,
-        *,
-        is_exact: bool,
-        is_training: bool,
-        writes: bool = False,
-    ) -> StepParts:
-        """Return what a pass is made of.
+    def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> StepParts:
+        """Return what a training pass is made of.
 
         Args:
             mode: The stages.
-            graph: The graph, its batch loaded.
+            own: The histories of its input, the batch loaded.
             is_exact: Whether it runs as one chunk, and nothing is rounded.
             is_training: Whether a backward pass follows.
-            writes: Whether histories are written, even without one.
         """
-        messages = self.messages(is_exact)
+        graph = own.graph
         # Otherwise histories would never be read.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
-        has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async or is_shared
-        is_written = (is_training or writes) and has_stale and not self.is_free(graph)
-        context = graph.writing if is_written else graph.reading
+        has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
+        is_written = is_shared or (has_stale and own.is_kept and not self.is_free(graph))
+        context = own.writing if is_written else graph.reading
+        return self._parts(mode, graph, context, is_exact=is_exact, is_training=is_training)
+
+    def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> StepParts:
+        """Return what an exact pass without gradients is made of; `context` may write histories."""
+        return self._parts(mode, graph, context, is_exact=True, is_training=False)
+
+    def _parts(
+        self,
+        mode: Mode,
+        graph: PlannedGraph,
+        context: MessageContext,
+        *,
+        is_exact: bool,
+        is_training: bool,
+    ) -> StepParts:
+        messages = self.messages(is_exact)
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
@@ -126,28 +156,37 @@ class GraphPasses:
             codecs=get_codecs(messages.cut_codec),
         )
 
-    def validation_renews(self, graph: PlannedGraph) -> bool:
+    def validation_renews(self, own: Histories) -> bool:
         """Whether the next validation will write the rows of training, as far as is known."""
-        if graph.was_renewed is not None:
-            return graph.was_renewed
+        if own.was_renewed is not None:
+            return own.was_renewed
         return not self._model.intercepted.norms and not self._options.messages.is_async
 
-    def can_renew(self, graph: PlannedGraph, call: Call, step: int) -> bool:
+    def can_renew(self, own: Histories, step: int) -> bool:
         """Whether a pass without gradients may write the rows that training pass `step` reads.
 
         Where shards do not wait for each other it would take what is on its way: none does.
         """
-        takes = graph.takes_rows(step, is_asked=self._controls.takes_validation)
-        if not takes or self._options.messages.is_async or self._model.intercepted.norms:
-            return False
-        return self.is_alike(graph, call)
+        takes = own.takes_rows(step, is_asked=self._controls.takes_validation)
+        return takes and not self._options.messages.is_async and not self._model.intercepted.norms
 
-    def is_alike(self, graph: PlannedGraph, call: Call) -> bool:
-        """Whether a pass in evaluation mode is given what the last training step was given."""
-        module, trained = self._model.module, graph.trained_with
-        if not self._options.is_fitting or module.training or graph is not self._graphs.trained:
-            return False
-        return trained is not None and trained.is_like(call, module)
+    def trained_alike(self, key: InputKey, mode: Mode, graph: PlannedGraph) -> Histories | None:
+        """Return the histories of an input that a pass in evaluation mode has in common.
+
+        Args:
+            key: Of what the pass is given.
+            mode: The stages.
+            graph: The graph.
+
+        Returns:
+            None if no training step was given the same, with the same weights frozen.
+        """
+        if not self._options.is_fitting or self._model.module.training:
+            return None
+        own = self._graphs.inputs.get(key.number)
+        if own is None or own.graph is not graph or own.last_step < 0:
+            return None
+        return own if own.frozen == mode.frozen else None
 
     def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""

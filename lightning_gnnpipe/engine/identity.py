@@ -1,50 +1,186 @@
-"""Which graph a batch holds; loaders that copy the graph cost one comparison."""
+"""What the pipelined module is given in a step, as numbers to compare with those of other steps.
+
+Rows of neighbours that are read from an earlier step have to be made of the same input. Tensors are
+compared by content. Of those that trained weights have computed, the data behind them are compared.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.graph import graph_fingerprint
-from lightning_gnnpipe.stages import Inputs
-
-
-class GraphIdentity:
-    """Fingerprints of graphs; the last one is remembered."""
-
-    def __init__(self) -> None:
-        self._last: _KnownEdges | None = None
-
-    def of(self, inputs: Inputs) -> int:
-        """Return the fingerprint of the batch's graph; 0 for one that the check will refuse."""
-        edge_index = inputs.edge_index
-        if self._last is not None and self._last.is_same(inputs):
-            return self._last.number
-        if edge_index.dim() != 2 or edge_index.is_floating_point():
-            return 0
-        sizes = (inputs.num_nodes, *inputs.edge_sizes)
-        several = inputs.edge_sizes if len(inputs.edge_sizes) > 1 else ()
-        number = graph_fingerprint(edge_index, inputs.num_nodes, several)
-        self._last = _KnownEdges(edge_index, version_of(edge_index), sizes, number)
-        return number
+from lightning_gnnpipe.engine.contents import ContentNumbers
+from lightning_gnnpipe.engine.sources import find_sources
+from lightning_gnnpipe.graph import fold, text_fingerprint
+from lightning_gnnpipe.stages import Call, Inputs, Kind
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownEdges:
-    edge_index: Tensor
-    version: int
-    sizes: tuple[int, ...]
-    number: int
+class InputKey:
+    """What one call is given.
 
-    def is_same(self, inputs: Inputs) -> bool:
-        """Whether `inputs` has the graph whose fingerprint was taken."""
-        if version_of(self.edge_index) != self.version or self.version < 0:
-            return False
-        other = inputs.edge_index
-        sizes = (inputs.num_nodes, *inputs.edge_sizes)
-        if (self.sizes, self.edge_index.dtype) != (sizes, other.dtype):
-            return False
-        return self.edge_index is other or torch.equal(self.edge_index, other)
+    Attributes:
+        graph: Number of its edges.
+        leaves: Numbers of the call's tensors; None where weights have computed one.
+        parts: By name, the numbers of all that it is given.
+        names: Of the call's tensors, as in `parts`.
+    """
+
+    graph: int
+    leaves: tuple[int | None, ...]
+    parts: dict[str, int]
+    names: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        """Of all parts together; unique where random numbers cannot be known."""
+        return fold(self.parts.values())
+
+    def changed(self, before: InputKey) -> list[str]:
+        """Return the names of what is another than `before`."""
+        names = [name for name, number in self.parts.items() if before.parts.get(name) != number]
+        return names + [name for name in before.parts if name not in self.parts]
+
+    def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
+        """Return the key without what the forward does not read, with what it reads elsewhere.
+
+        Args:
+            leaves: Numbers of the tensors that it reads.
+            options: Number of the plain values that it reads off the module.
+            agreed: What the ranks have agreed on for `number`. Tensors that they have computed may
+                differ in their last bits; then it takes the place of all parts.
+        """
+        unread = {name for slot, name in enumerate(self.names) if slot not in leaves}
+        parts = {name: number for name, number in self.parts.items() if name not in unread}
+        if agreed != self.number:
+            parts = {"input": agreed}
+        return replace(self, parts=parts | {"option of the module": options})
+
+
+class InputIdentity:
+    """Compares what a module is given in one step and in another.
+
+    Args:
+        module: The pipelined module.
+        contents: Numbers of tensors.
+    """
+
+    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
+        self._contents = contents
+        self._held = _HeldTensors(module, contents)
+        self._random_state: Callable[[], Mapping[str, Any]] = dict
+        self._before: Mapping[str, Any] = {}
+        self._num_random = 0
+
+    def begin_step(self, random_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Say that the user's code of a step begins.
+
+        Args:
+            random_state: Returns where random numbers stand, in plain types and tensors.
+        """
+        self._random_state, self._before = random_state, random_state()
+
+    def of(self, call: Call, inputs: Inputs, batch: int, *, only_graph: bool = False) -> InputKey:
+        """Return the key of a call over one graph.
+
+        Args:
+            call: The call.
+            inputs: What its tensors are.
+            batch: Fingerprint of the user's batch.
+            only_graph: Whether it is the same where graph and options are.
+        """
+        parts = {"option": text_fingerprint(repr(call.signature))}
+        names = tuple(f"'{name}'" for name in call.names)
+        leaves: list[int | None] = []
+        graph = [inputs.num_nodes, *inputs.edge_sizes]
+        for kind, name, leaf in zip(inputs.kinds, names, call.leaves, strict=True):
+            is_ignored = only_graph and kind is not Kind.EDGE_INDEX
+            number = None if leaf.requires_grad or is_ignored else self._contents.of(leaf)
+            leaves.append(number)
+            if is_ignored:
+                continue
+            parts[name] = self._of_computed(leaf, batch) if number is None else number
+            if kind is Kind.EDGE_INDEX:
+                graph.append(parts[name])
+        if not only_graph:
+            parts |= self._held.numbers()
+        return InputKey(fold(graph), tuple(leaves), parts, names)
+
+    def end_pass(self) -> None:
+        """Take note that the module's own forward may have changed what it holds."""
+        self._held.accept()
+
+    def _of_computed(self, leaf: Tensor, batch: int) -> int:
+        """Return a number of the data that weights have computed `leaf` from."""
+        sources = find_sources(leaf)
+        shape = text_fingerprint(f"{leaf.dtype} {list(leaf.shape)}")
+        numbers = [shape, *(self._contents.of(one) for one in sources.tensors)]
+        if sources.is_hidden:
+            numbers.append(batch)
+            if not _is_equal(self._before, self._random_state()):  # drawn in this step
+                self._num_random += 1
+                numbers.append(self._num_random)
+        return fold(numbers)
+
+
+class _HeldTensors:
+    """Buffers and other tensors that a module holds beside its weights.
+
+    What its own forward changes, as a norm its running statistics, is no new input.
+
+    Args:
+        module: The module.
+        contents: Numbers of tensors.
+    """
+
+    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
+        self._module, self._contents = module, contents
+        self._accepted: dict[str, tuple[Tensor, int, int]] = {}
+
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers of the tensors, by name."""
+        found = {}
+        for name, tensor in self._tensors():
+            known = self._accepted.get(name)
+            is_same = known is not None and known[0] is tensor
+            if known is not None and is_same and known[1] == version_of(tensor) >= 0:
+                number = known[2]
+            else:
+                number = self._contents.of(tensor)
+                self._accepted[name] = tensor, version_of(tensor), number
+            found[f"'{name}' of the module"] = number
+        return found
+
+    def accept(self) -> None:
+        """Take the present state of all tensors for that of their numbers."""
+        for name, tensor in self._tensors():
+            if name in self._accepted:
+                self._accepted[name] = tensor, version_of(tensor), self._accepted[name][2]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self._module.named_modules():
+            if "running_mean" in module._buffers:
+                continue
+            for name, value in _own_tensors(module):
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    buffers = [(n, b) for n, b in module._buffers.items() if b is not None]
+    plain = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor)]
+    return [(n, v) for n, v in (*buffers, *plain) if v.layout is torch.strided]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return all(_is_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)

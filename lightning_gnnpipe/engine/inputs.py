@@ -6,14 +6,13 @@ permuted copy is kept as long as the user's batch holds the same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Value
 
@@ -48,8 +47,7 @@ class PassInputs(Protocol):
 
 @dataclass(slots=True)
 class _Cached:
-    source: Tensor
-    version: int
+    number: int | None
     permuted: Tensor
 
 
@@ -60,12 +58,21 @@ class PlannedInputs:
         self._plan = plan
         self._cache: dict[str, _Cached] = {}
         self._call: Call | None = None
+        self._numbers: Sequence[int | None] = ()
         self._kinds: tuple[Kind, ...] = ()
         self._sets: tuple[int, ...] = ()
         self._grads: dict[str, Tensor] = {}
 
-    def load(self, call: Call, inputs: Inputs) -> None:
-        """Take the tensors of `call` for the coming pass."""
+    def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
+        """Take the tensors of `call` for the coming pass.
+
+        Args:
+            call: The call.
+            inputs: What its tensors are.
+            numbers: Of their contents; a tensor without one is new in each pass.
+        """
+        self._numbers = numbers or (None,) * len(call.leaves)
+        self._cache = {n: one for n, one in self._cache.items() if one.number is not None}
         self._call, self._kinds, self._sets = call, inputs.kinds, inputs.edge_sets
         self._grads.clear()
 
@@ -95,7 +102,7 @@ class PlannedInputs:
             name += " reversed"
         if globe is not self._plan:
             name += " of all shards"
-        return self._permuted(name, leaf, edges.edge_perm)
+        return self._permuted(name, slot, edges.edge_perm)
 
     def edge_bounds(self, chunk: Chunk, edge_set: int) -> tuple[int, int]:
         """Return the first slot, and that behind the last, of a set's edges that end in `chunk`."""
@@ -148,10 +155,10 @@ class PlannedInputs:
         if kind is Kind.WHOLE:
             part = leaf.detach()
         elif kind is Kind.NODE:
-            part = self._permuted(name, leaf, self._plan.perm)[chunk.start : chunk.end]
+            part = self._permuted(name, slot, self._plan.perm)[chunk.start : chunk.end]
         else:
             edges, own = self._edges(chunk, self._sets[slot])
-            part = self._permuted(name, leaf, edges.edge_perm)[own.edge_start : own.edge_end]
+            part = self._permuted(name, slot, edges.edge_perm)[own.edge_start : own.edge_end]
         return part.detach().requires_grad_() if leaf.requires_grad else part
 
     def _edges(self, chunk: Chunk, edge_set: int) -> tuple[ChunkPlan, Chunk]:
@@ -161,13 +168,12 @@ class PlannedInputs:
             return edges, chunk
         return edges, (edges.whole.chunks[0] if chunk.is_whole else edges.chunks[chunk.index])
 
-    def _permuted(self, name: str, leaf: Tensor, order: Tensor) -> Tensor:
+    def _permuted(self, name: str, slot: int, order: Tensor) -> Tensor:
+        number, leaf = self._numbers[slot], self._leaf(slot)
         cached = self._cache.get(name)
-        version = version_of(leaf)
-        if cached is None or cached.source is not leaf or cached.version != version or version < 0:
+        if cached is None or cached.number != number:
             with torch.inference_mode(False), torch.no_grad():
-                cached = _Cached(leaf, version, leaf.detach()[order])
-            self._cache[name] = cached
+                cached = self._cache[name] = _Cached(number, leaf.detach()[order])
         return cached.permuted
 
     def _leaf(self, slot: int) -> Tensor:

@@ -21,12 +21,16 @@ class Mode:
         stages: The stages, once the layers are dealt out.
         reads: What decides which histories are read: modes with the same share them.
         is_training: Whether the module was in training mode.
+        options: Number of the plain values that its forward reads beside its arguments.
+        frozen: Which weights need no gradient.
     """
 
     layers: Layers
     stages: tuple[Stage, ...]
     reads: Hashable
     is_training: bool
+    options: int
+    frozen: tuple[bool, ...]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
         """Return the stages of this rank: they are dealt out in turn along the pipe axis."""

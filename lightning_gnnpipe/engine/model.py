@@ -25,6 +25,7 @@ from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
@@ -266,7 +267,9 @@ class PipelinedModel:
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = first, layers.outside.values()
         reads = reads_key(self.module, call, self.intercepted.norms.values())
-        self._modes[key] = Mode(layers, (), reads, self.module.training)
+        options = text_fingerprint(repr(layers.outside.plain(key[1])))
+        frozen = tuple(not p.requires_grad for p in self.module.parameters())
+        self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
         return key
 
     def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:

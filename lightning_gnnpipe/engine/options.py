@@ -25,6 +25,7 @@ class EngineOptions:
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
         guards_loss: Whether a step is exact after the training loss has jumped.
+        allows_changes: Whether rows may be read that were computed from other inputs.
         self_check: Whether a new trace is tried out on a small graph.
         messages: How ranks send rows to each other.
         repeat_encoder: Whether stages compute again what they can, rather than to receive it.
@@ -44,6 +45,7 @@ class EngineOptions:
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 1
     guards_loss: bool = True
+    allows_changes: bool = False
 
     @property
     def splitting(self) -> Splitting:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.engine.mode import Mode
-from lightning_gnnpipe.engine.run_state import SavedRun
+from lightning_gnnpipe.engine.run_state import SavedHistories
 from lightning_gnnpipe.history import SavedHistory, name_method
 from lightning_gnnpipe.passing import CallKey
 
 log = logging.getLogger(__name__)
 
 
-def save_rank(graph: PlannedGraph) -> dict[str, Any]:
+def save_rank(own: Histories) -> dict[str, Any]:
     """Return the histories of this rank's layers and nodes in plain types; nothing is copied."""
-    store = graph.store
+    store, graph = own.store, own.graph
     num_nodes = graph.plan.num_nodes
     histories = []
     for key in store:
@@ -35,7 +35,7 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
         histories.append({"key": _plain(key), **tables, **steps})
-    dtypes = graph.writing.dtypes
+    dtypes = own.writing.dtypes
     moments = [
         {"key": _plain(key), **store.moments.save(key), "dtype": dtypes.get(key)}
         for key in store.moments
@@ -47,59 +47,68 @@ def save_rank(graph: PlannedGraph) -> dict[str, Any]:
         "histories": histories,
         "moments": moments,
         "method": name_method(store.options.method),
-        "is_renewed": graph.is_renewed,
+        "is_renewed": own.is_renewed,
     }
 
 
 def take_histories(
-    saved: SavedRun,
-    graph: PlannedGraph,
-    mode: Mode,
-    mesh: Mesh,
-) -> None:
-    """Give the graph the saved histories, if they are its own and those of these layers.
+    saved: SavedHistories | None, own: Histories, mode: Mode, mesh: Mesh, num_layers: int
+) -> bool:
+    """Give an input its saved histories, if they are those of these chunks and layers.
 
     Args:
-        saved: The run that goes on.
-        graph: The graph that is trained on.
+        saved: Its histories; None if there are none.
+        own: Its histories in this run.
         mode: The layers.
         mesh: The ranks.
+        num_layers: Layers of the run that goes on.
+
+    Returns:
+        Whether it could.
     """
+    if saved is None or num_layers != sum(len(stage.segments) for stage in mode.stages):
+        return False
+    segments = {segment.index for segment in mode.stages[mesh.stage].segments}
+    if not load_ranks(own, saved.parts, segments):
+        return False
     state = saved.state
-    num_layers = sum(len(stage.segments) for stage in mode.stages)
-    is_same = state.graph == graph.fingerprint and saved.stages
-    if is_same and sum(state.stage_layers) == num_layers:
-        segments = {segment.index for segment in mode.stages[mesh.stage].segments}
-        if load_ranks(graph, saved.stages, segments):
-            graph.filled.update(state.filled)
-            graph.owes_renewal = state.owes_renewal
-            before, now = saved.stages[0]["method"], name_method(graph.store.options.method)
-            if before != now and mesh.rank == 0:
-                log.warning(
-                    "The checkpoint was saved with staleness='%s', and this run has '%s': the "
-                    "method changes in the middle of training.",
-                    before,
-                    now,
-                )
-            return
-    has_trained = state.num_training_passes > 0
-    if has_trained and graph.plan.num_chunks > 1 and mesh.rank == 0:
+    own.last_step = state.last_step
+    own.filled.update(state.filled)
+    own.owes_renewal, own.is_refresh_asked = state.owes_renewal, state.is_refresh_asked
+    return True
+
+
+def warn_of_method(saved: SavedHistories, own: Histories) -> None:
+    """Warn if rows were saved with another method of handling stale ones."""
+    before, now = saved.parts[0]["method"], name_method(own.store.options.method)
+    if before != now:
         log.warning(
-            "The checkpoint has no histories of this graph, these chunks and layers: from "
-            "resuming a pipelined run to an exact first step, which fills them."
+            "The checkpoint was saved with staleness='%s', and this run has '%s': the method "
+            "changes in the middle of training.",
+            before,
+            now,
         )
 
 
+def warn_of_exact_step() -> None:
+    """Warn that the first step of a run that goes on cannot be pipelined."""
+    log.warning(
+        "The checkpoint has no histories of this input, these chunks and layers: from resuming a "
+        "pipelined run to an exact first step, which fills them."
+    )
+
+
 def load_ranks(
-    graph: PlannedGraph, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
+    own: Histories, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
 ) -> bool:
-    """Give `graph` the saved histories of `segments`, in its own order of rows.
+    """Give an input the saved histories of `segments`, in its own order of rows.
 
     Returns:
         Whether it could: histories with a row a chunk (HANConv's) need the chunks they were made
         on.
     """
-    perm, store = graph.plan.perm.cpu(), graph.store
+    graph, store = own.graph, own.store
+    perm = graph.plan.perm.cpu()
     device = graph.plan.perm.device
     ends = [chunk.end for chunk in graph.plan.chunks]
     is_own = [saved["ends"] == ends and torch.equal(saved["perm"], perm) for saved in ranks]
@@ -118,10 +127,10 @@ def load_ranks(
                 has_sums = any(is_own) and one["sums"] is not None  # of the nodes of all shards
                 sums = one["sums"].to(device) if has_sums else None
                 if one["dtype"] is not None:
-                    graph.writing.dtypes[key] = one["dtype"]
+                    own.writing.dtypes[key] = one["dtype"]
                 store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
-    graph.is_renewed = all(rank["is_renewed"] for rank in ranks)
+    own.is_renewed = all(rank["is_renewed"] for rank in ranks)
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])

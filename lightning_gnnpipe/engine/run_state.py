@@ -5,13 +5,24 @@ It is small, and the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_gnnpipe.errors import CheckpointError, explain
 
-_VERSION = 15
+_VERSION = 16
+
+
+@dataclass(frozen=True, slots=True)
+class InputState:
+    """The histories of one input, but for their rows; see `Histories`."""
+
+    number: int
+    filled: tuple[Hashable, ...]
+    last_step: int
+    owes_renewal: bool
+    is_refresh_asked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +35,8 @@ class RunState:
         num_inferences: Passes without gradients made.
         stage_layers: Layers of each stage.
         num_shards: Shards of the graph.
-        graph: Fingerprint of the graph that the histories belong to; None if there are none.
-        filled: Modes whose histories are complete.
-        owes_renewal: Whether validation was about to renew their rows.
+        inputs: Those with histories.
+        seen: The last inputs, by number, each with the training pass in which it came last.
         losses: The last ones; see `LossGuard`.
         steps_since_jump: Steps since one of them jumped.
         was_exact: Whether the last step was exact.
@@ -40,9 +50,8 @@ class RunState:
     num_inferences: int
     stage_layers: tuple[int, ...]
     num_shards: int
-    graph: int | None
-    filled: tuple[Hashable, ...]
-    owes_renewal: bool
+    inputs: tuple[InputState, ...]
+    seen: tuple[tuple[int, int], ...]
     losses: tuple[float, ...]
     steps_since_jump: int
     was_exact: bool
@@ -60,7 +69,7 @@ class RunState:
 
     def without_histories(self) -> RunState:
         """Return the state where none are kept."""
-        return replace(self, graph=None, filled=(), owes_renewal=False)
+        return replace(self, inputs=(), seen=())
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:
@@ -79,12 +88,36 @@ class RunState:
                     "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
                 )
             )
-        return RunState(**{name: saved[name] for name in names})
+        inputs = tuple(InputState(**one) for one in saved["inputs"])
+        return RunState(**{name: saved[name] for name in names} | {"inputs": inputs})
+
+
+RankHistories = Mapping[int, Sequence[Mapping[str, Any]]]
+"""What one rank keeps of each input's histories, by number: see `save_rank`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run to go on with: its state, and what `save_rank` returned on each of its ranks."""
+    """A run to go on with: its state, and the histories of each of its ranks."""
 
     state: RunState
-    stages: tuple[Mapping[str, Any], ...]
+    stages: tuple[RankHistories, ...]
+
+    def histories(self) -> dict[int, SavedHistories]:
+        """Return the histories of all ranks, by the number of their input."""
+        if not self.stages:
+            return {}
+        return {
+            one.number: SavedHistories(
+                one, [part for rank in self.stages for part in rank[one.number]]
+            )
+            for one in self.state.inputs
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHistories:
+    """The histories of one input: their state, and what each rank of the run had of them."""
+
+    state: InputState
+    parts: Sequence[Mapping[str, Any]]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.planned_graph import PlannedGraph
 from lightning_gnnpipe.passing import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 

@@ -11,7 +11,12 @@ from lightning_gnnpipe.graph.cut import (
     measure_split,
     replicas_per_node,
 )
-from lightning_gnnpipe.graph.fingerprint import graph_fingerprint, tensor_fingerprint
+from lightning_gnnpipe.graph.fingerprint import (
+    fold,
+    graph_fingerprint,
+    tensor_fingerprint,
+    text_fingerprint,
+)
 from lightning_gnnpipe.graph.micro_batches import BatchPlan, MicroBatch, plan_micro_batches
 from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
@@ -36,6 +41,7 @@ __all__ = [
     "chunk_order",
     "edge_cut_frac",
     "edges_within",
+    "fold",
     "graph_fingerprint",
     "measure_split",
     "partition_nodes",
@@ -45,4 +51,5 @@ __all__ = [
     "shard_plan",
     "split_chunks",
     "tensor_fingerprint",
+    "text_fingerprint",
 ]

@@ -7,7 +7,8 @@ Multilinear hashing: each value times a random-looking 64-bit number of its own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def graph_fingerprint(edge_index: Tensor, num_nodes: int, edge_sizes: Sequence[i
         edge_sizes: Edges in each of several edge sets, which follow each other.
     """
     sizes = [num_nodes, edge_index.size(1), *edge_sizes]
-    return _fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
+    return fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
 
 
 def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
@@ -38,13 +39,19 @@ def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
     """
     header = [*str(tensor.dtype).encode(), tensor.dim(), *tensor.shape]
     if tensor.numel() == 0:
-        return _fold(header)
+        return fold(header)
     num_read = min(max_elements, tensor.numel())
     places = torch.arange(num_read, device=tensor.device)
     places = places * (tensor.numel() - 1) // max(num_read - 1, 1)
     sample = tensor.detach()[torch.unravel_index(places, tensor.shape)].reshape(-1)
     sample = sample.resolve_conj().resolve_neg().contiguous()
-    return _fold([*header, _hash(sample.view(torch.uint8))])
+    return fold([*header, _hash(sample.view(torch.uint8))])
+
+
+def text_fingerprint(text: str) -> int:
+    """Return a signed 64-bit number of a text, the same in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _hash(values: Tensor) -> int:
@@ -52,7 +59,7 @@ def _hash(values: Tensor) -> int:
     keys = _keys(min(_BLOCK, values.numel()), values.device)
     blocks = torch.split(values, _BLOCK)
     sums = [(block.long() * keys[: block.numel()]).sum() for block in blocks]
-    return _fold(torch.stack(sums).tolist())
+    return fold(torch.stack(sums).tolist())
 
 
 def _keys(count: int, device: torch.device) -> Tensor:
@@ -66,8 +73,9 @@ def _keys(count: int, device: torch.device) -> Tensor:
     return keys ^ (keys >> 31)
 
 
-def _fold(numbers: list[int]) -> int:
+def fold(numbers: Iterable[int]) -> int:
     """Return one signed 64-bit number of several and their order."""
+    numbers = list(numbers)
     folded = len(numbers)
     for number in numbers:
         folded = (folded ^ number) * _MULTIPLIER & _MASK

@@ -27,6 +27,11 @@ class Rows:
     kept: Tensor | None = None
     kept_written: list[int] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows and of the snapshot."""
+        return self.now.nbytes + (0 if self.kept is None else self.kept.nbytes)
+
     def keep(self) -> None:
         """Keep a snapshot of the rows as they are."""
         if self.kept is None or self.kept.dtype != self.now.dtype:

@@ -92,6 +92,11 @@ class HistoryStore:
         other.num_rows, other._ends = self.num_chunks, None
         return other
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows, snapshots included."""
+        return sum(entry.rows.num_bytes for entry in self._entries.values())
+
     def __len__(self) -> int:
         return len(self._entries)
 

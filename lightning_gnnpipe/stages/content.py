@@ -59,16 +59,29 @@ def content_of(value: Any) -> Hashable:
     return (kind, value) if kind in _PLAIN else _look(value, set())
 
 
+def plain_of(content: Hashable) -> Any:
+    """Return what is plain in what `content_of` has returned; None for all that is not."""
+    if isinstance(content, tuple):
+        return tuple(plain_of(part) for part in content)
+    if isinstance(content, frozenset):
+        return sorted(repr(plain_of(part)) for part in content)
+    if isinstance(content, type):
+        return content.__qualname__
+    return content if type(content) in _PLAIN else None
+
+
 class Same:
-    """Equal to what is the same object."""
+    """Equal to what is the same object in the same version."""
 
-    __slots__ = ("it",)
+    __slots__ = ("it", "version")
 
-    def __init__(self, it: object) -> None:
-        self.it = it  # kept alive, so that nothing else is given its place
+    def __init__(self, it: object, version: int = -1) -> None:
+        self.it, self.version = it, version  # kept alive, so that nothing else takes its place
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.it is other.it
+        if not isinstance(other, Same):
+            return False
+        return self.it is other.it and self.version == other.version
 
     def __hash__(self) -> int:
         return id(self.it)
@@ -86,7 +99,7 @@ def _look(value: Any, seen: set[int]) -> Hashable:
     if isinstance(value, fx.Proxy):
         raise KeptProxyError
     if isinstance(value, Tensor):
-        return Same(value), None if isinstance(value, nn.Parameter) else version_of(value)
+        return Same(value, -1 if isinstance(value, nn.Parameter) else version_of(value))
     if isinstance(value, MethodType):
         return value.__func__, Same(value.__self__)
     if isinstance(value, np.ndarray):

@@ -51,6 +51,12 @@ class Layers:
     repeatable: Mapping[str, int] = field(default_factory=dict)
     outside: Reads = field(default_factory=Reads, compare=False)
 
+    def read_leaves(self) -> set[int]:
+        """Return the numbers of the batch's tensors that some layer reads, or that are returned."""
+        names = {*self.outputs, *(name for one in self.segments for name in one.inputs)}
+        numbers = (name.removeprefix("leaf_") for name in names if name.startswith("leaf_"))
+        return {int(number) for number in numbers if number.isdigit()}
+
     def num_calls(self, name: str) -> int:
         """Return how often the module `name`, or a module that it is a part of, is called."""
         nodes = (node for one in self.segments for node in one.module.graph.nodes)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lightning_gnnpipe._compat_torch import registry_of
-from lightning_gnnpipe.stages.content import FRAMEWORKS, KeptProxyError, Same, content_of
+from lightning_gnnpipe.stages.content import FRAMEWORKS, KeptProxyError, Same, content_of, plain_of
 from lightning_gnnpipe.stages.watch import MISSING, Watched
 
 Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and owner
@@ -59,6 +59,15 @@ class Reads:
     def values(self) -> tuple[Hashable, ...]:
         """Return what is there at present; see `content_of`."""
         return tuple([content_of(read()) for read in self._sources.values()])
+
+    def plain(self, values: tuple[Hashable, ...]) -> list[tuple[str, Any]]:
+        """Return what is plain of `values`, by name, the same in every process and mode."""
+        named = zip((name for name, _ in self._sources), values, strict=True)
+        return sorted(
+            (name, repr(plain_of(value)))
+            for name, value in named
+            if name.rpartition(".")[2] != "training" and name not in _GLOBAL_STATE
+        )
 
     def kept(self) -> list[str]:
         """Return the names of what holds a proxy, which a trace has left there."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.engine.graph import PlannedGraph
+from lightning_gnnpipe.engine.histories import Histories
+from lightning_gnnpipe.engine.planned_graph import PlannedGraph
 from lightning_gnnpipe.engine.resume import load_ranks, save_rank
 from lightning_gnnpipe.engine.run_state import RunState
 from lightning_gnnpipe.errors import CheckpointError
@@ -29,21 +30,21 @@ H, STATISTIC, OTHER = (
 )
 
 
-def planned(assignment: list[int], options: HistoryOptions | None = None) -> PlannedGraph:
+def planned(assignment: list[int], options: HistoryOptions | None = None) -> Histories:
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
     transport = Transport(world, (1, 1), Meter())
-    return PlannedGraph(plan, options or HistoryOptions(), transport, 0, is_complete=True)
+    return Histories(PlannedGraph(plan, transport), options or HistoryOptions(), transport)
 
 
-def push(graph: PlannedGraph, key: CallKey, by_node: Tensor) -> None:
-    for chunk in graph.plan.chunks:
-        graph.store.push(key, chunk, by_node[graph.plan.perm[chunk.start : chunk.end]])
+def push(own: Histories, key: CallKey, by_node: Tensor) -> None:
+    for chunk in own.graph.plan.chunks:
+        own.store.push(key, chunk, by_node[own.graph.plan.perm[chunk.start : chunk.end]])
 
 
-def by_node(graph: PlannedGraph, key: CallKey) -> Tensor:
-    rows = torch.empty_like(graph.store.rows(key))
-    rows[graph.plan.perm] = graph.store.rows(key)
+def by_node(own: Histories, key: CallKey) -> Tensor:
+    rows = torch.empty_like(own.store.rows(key))
+    rows[own.graph.plan.perm] = own.store.rows(key)
     return rows
 
 
@@ -71,10 +72,10 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     assert moments.total is not None and (moments.total[0], moments.center) == (4, 1.5)
     second.store.before_forward(is_exact=False, reads_snapshot=True)
     assert by_node(second, H).flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    chunk = second.plan.chunks[0]
+    chunk = second.graph.plan.chunks[0]
     halo = torch.empty(chunk.num_halo, 1)
     second.store.pull(H, chunk, halo)
-    assert halo.flatten().tolist() == second.plan.perm[chunk.halo].tolist()
+    assert halo.flatten().tolist() == second.graph.plan.perm[chunk.halo].tolist()
 
 
 def test_a_stage_takes_its_own_layers_alone() -> None:
@@ -96,9 +97,7 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
-    state = (
-        RunState(1, 2, 3, (4, 5), 1, 6, (), False, (0.5,), 20, False, ("norm",)).as_dict() | change
-    )
+    state = RunState(1, 2, 3, (4, 5), 1, (), (), (0.5,), 20, False, ("norm",)).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 15"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 16"):
         RunState.of(state)

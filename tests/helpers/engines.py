@@ -27,6 +27,7 @@ def one_process_engine(
     rank: int = 0,
     num_shards: int = 1,
     cross_edges: CrossChunkEdges = "keep",
+    allows_changes: bool = False,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     timeout = timedelta(seconds=60)
@@ -40,5 +41,6 @@ def one_process_engine(
         seed=0,
         is_fitting=True,
         self_check=self_check,
+        allows_changes=allows_changes,
     )
     return PipelineEngine(module, transport, options, Controls())

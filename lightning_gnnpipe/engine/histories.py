@@ -1,0 +1,97 @@
+"""The histories of one input of the pipelined module: a graph, its features, and all else.
+
+A row is read from an earlier step only where that step was given the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.planned_graph import PlannedGraph
+from lightning_gnnpipe.engine.shared import SharedStore
+from lightning_gnnpipe.history import HistoryOptions, HistoryStore
+from lightning_gnnpipe.passing import MessageContext
+
+
+class Histories:
+    """Histories over the chunks of a graph; empty until an exact step writes them.
+
+    Args:
+        graph: The graph.
+        options: How they are kept.
+        transport: The ranks.
+        is_kept: Whether a later step may read them.
+
+    Attributes:
+        graph: The graph.
+        is_kept: Whether a later step may read them.
+        filled: What has been written: `Mode.reads` of exact steps.
+        frozen: Which weights needed no gradient in the last step.
+        last_step: Number of the last training pass that used them.
+        is_renewed: Whether the rows are of the present weights.
+        owes_renewal: Whether validation was to renew the rows, in the run that goes on.
+        was_renewed: Whether the last validation has renewed the rows; None before one.
+        is_refresh_asked: Whether a callback wants all rows computed again before the next step.
+    """
+
+    def __init__(
+        self,
+        graph: PlannedGraph,
+        options: HistoryOptions,
+        transport: Transport,
+        *,
+        is_kept: bool = True,
+    ) -> None:
+        self.graph, self._transport, self.is_kept = graph, transport, is_kept
+        self.filled: set[Hashable] = set()
+        self.frozen: tuple[bool, ...] = ()
+        self.last_step = -1
+        self.is_renewed = False
+        self.owes_renewal = False
+        self.was_renewed: bool | None = None
+        self.is_refresh_asked = False
+        self._make(options)
+
+    def is_refresh_due(self, step: int) -> bool:
+        """Whether a pass is to be made that recomputes all rows before training pass `step`."""
+        is_asked = self.is_refresh_asked and not self.is_renewed
+        return is_asked or (self.owes_renewal and self.takes_rows(step))
+
+    def takes_rows(self, step: int, *, is_asked: bool = False) -> bool:
+        """Whether the rows of validation are to take the place of all before `step`."""
+        takes = self.store.options.method.takes_validation or is_asked
+        return takes and step > 0 and not self.is_renewed
+
+    def note_step(self) -> None:
+        """Take note that a training step has read the rows."""
+        self.is_renewed = self.owes_renewal = self.is_refresh_asked = False
+
+    def renew(self) -> None:
+        """Take note that an exact pass without dropout has just written all rows."""
+        self.store.on_renewed()
+        self.is_renewed = True
+
+    def drain(self) -> None:
+        """Wait for what is on its way between shards, and forget it."""
+        if isinstance(self.writing.store, SharedStore):
+            self.writing.store.drain()
+
+    def drop(self) -> None:
+        """Free the rows; the next training step on this input is exact."""
+        self.note_step()
+        self.drain()
+        self._make(self.store.options)
+        self.filled.clear()
+
+    def _make(self, options: HistoryOptions) -> None:
+        graph = self.graph
+        plan = graph.plan
+        is_moved = options.method.follows_drift and not plan.is_disjoint
+        ends = [chunk.end for chunk in plan.chunks] if is_moved else None
+        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, graph.cut_frac)
+        store = self.store if plan.shard is None else self._shared(self.store)
+        self.writing = MessageContext(store, plan, graph.reading.functions)
+
+    def _shared(self, store: HistoryStore) -> SharedStore:
+        return SharedStore(self.graph.plan, self._transport, store)

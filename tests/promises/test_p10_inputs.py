@@ -1,0 +1,357 @@
+"""P10: a history row is read only by a pass that was given what the row was made of.
+
+The weights stay as they are, so that a stale row equals a fresh one if both are made of the same
+input. Then a pipelined forward equals the plain one; rows of another input would show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.engine import PipelineEngine, known_inputs
+from tests.helpers.engines import one_process_engine
+from tests.helpers.trainers import double_precision
+
+N, WIDTH = 24, 3
+EDGES = torch.stack([torch.arange(72) % N, (torch.arange(72) * 5 + 1) % N])
+CHUNKS = torch.arange(N) % 4
+LABELS = torch.arange(N) % 2
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+class Net(nn.Module):
+    """Three layers that read options of the call and of the module, and a buffer."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("factor", torch.ones(WIDTH))
+        self.slope = 1.0
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        weight: Tensor | None = None,
+        mask: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        if weight is not None:
+            x = x * weight
+        for conv in self.convs:
+            x = (scale * self.slope * conv(x, edge_index) * self.factor).tanh()
+        return x
+
+
+class Steps:
+    """Training passes of an engine beside the plain module."""
+
+    def __init__(self, **options: Any) -> None:
+        self.net, self.plain = Net(), Net()
+        self.engine: PipelineEngine = one_process_engine(self.net, partition=CHUNKS, **options)
+        self.engine.attach()
+
+    def run(self, *args: Any, **kwargs: Any) -> bool:
+        """Run one step; return whether it was exact, and refuse any other output than plain."""
+        self.plain.load_state_dict(self.net.state_dict())
+        self.plain.slope = self.net.slope
+        expected = self.plain(*args, **kwargs)
+        output = self.net(*args, **kwargs)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+        output.sum().backward()
+        self.engine.identity.begin_step(lambda: {"torch": torch.get_rng_state()})
+        record = self.engine.last_step.record
+        assert record is not None
+        return record.is_exact
+
+
+def features(seed: int, rows: int = N) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def test_inputs_that_come_again_are_pipelined_on_rows_of_their_own() -> None:
+    steps, inputs = Steps(), [features(seed) for seed in range(3)]
+    exact = [steps.run(inputs[i % 3], EDGES) for i in range(12)]
+    assert exact == [True, True, True, False, True, True] + [False] * 6
+
+
+def test_a_loader_that_copies_its_batch_stays_pipelined() -> None:
+    steps = Steps()
+    exact = [steps.run(features(0), EDGES.clone()) for _ in range(4)]
+    assert exact == [True, False, False, False]
+
+
+def test_several_graphs_have_histories_of_their_own() -> None:
+    steps, other = Steps(), EDGES.roll(1, dims=0)
+    x = features(0)
+    exact = [steps.run(x, (EDGES, other)[i % 2]) for i in range(6)]
+    assert exact == [True, True, False, True, False, False]
+
+
+def by_data(x: Tensor) -> None:
+    x.data.mul_(2)
+
+
+def by_numpy(x: Tensor) -> None:
+    array = x.numpy()
+    array *= 2
+
+
+def in_place(x: Tensor) -> None:
+    x[3] += 1
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy, in_place])
+def test_features_that_are_written_to_are_another_input(write: Callable[[Tensor], None]) -> None:
+    steps, x = Steps(), features(0)
+    assert [steps.run(x, EDGES) for _ in range(2)] == [True, False]
+    write(x)
+    assert steps.run(x, EDGES)
+
+
+def noise() -> Tensor:
+    return torch.rand(N, WIDTH)
+
+
+TABLE = nn.Embedding(N, WIDTH, dtype=torch.float64)
+LABEL_TABLE = nn.Embedding(3, WIDTH, dtype=torch.float64)
+ENCODER = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+class Hides(torch.autograd.Function):
+    """Adds data that it does not save."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, data: Tensor) -> Tensor:
+        return rows + data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+NEW_EACH_STEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: x + noise(),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "known labels": lambda x: x + F.one_hot(LABELS, WIDTH) * (torch.rand(N, 1) < 0.5),
+    "encoder after noise": lambda x: ENCODER(x + noise()),
+    "dropout after encoder": lambda x: F.dropout(ENCODER(x), 0.5),
+    "label embedding": lambda x: (
+        ENCODER(x) + LABEL_TABLE(torch.where(torch.rand(N) < 0.5, LABELS, 2))
+    ),
+    "labels put in": lambda x: ENCODER(x).index_put(
+        (torch.rand(N).argsort()[:9],), LABEL_TABLE(LABELS[:9])
+    ),
+    "masked": lambda x: ENCODER(x).masked_fill(torch.rand(N, 1) < 0.5, 0.0),
+    "noise beside weights": lambda x: TABLE.weight + noise(),
+    "joined": lambda x: torch.cat([TABLE.weight[:12], noise()[:12]]),
+    "in a function": lambda x: Hides.apply(TABLE.weight, noise()),
+    "a random row of a table": lambda x: TABLE(torch.randint(N, (N,))),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_EACH_STEP)
+def test_an_input_that_is_new_in_each_step_runs_exactly(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, x = Steps(), features(0)
+    caplog.set_level(logging.WARNING)
+    torch.manual_seed(1)
+    assert all(steps.run(NEW_EACH_STEP[kind](x), EDGES) for _ in range(4))
+    told = [one for one in caplog.messages if one.startswith("The pipelined module was given")]
+    assert len(told) == 1 and "another 'x'" in told[0]
+    assert not steps.engine.graphs.inputs.get(0) and len(list(steps.engine.graphs.inputs)) == 1
+
+
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "encoder": lambda x: ENCODER(x).relu(),
+    "table": lambda x: TABLE.weight,
+    "rows of a table": lambda x: TABLE(torch.arange(N)),
+    "joined": lambda x: torch.cat([ENCODER(x)[:, :1], TABLE.weight[:, 1:]], dim=1),
+    "beside features": lambda x: TABLE.weight + x,
+    "norms": lambda x: F.layer_norm(F.batch_norm(ENCODER(x), None, None, training=True), (WIDTH,)),
+    "largest": lambda x: ENCODER(x) * ENCODER(x).max(dim=1, keepdim=True)[0],
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_what_trained_weights_compute_of_the_same_data_is_the_same_input(kind: str) -> None:
+    steps, x = Steps(), features(0)
+    exact = [steps.run(COMPUTED[kind](x), EDGES) for _ in range(3)]
+    assert exact == [True, False, False]
+    with torch.no_grad():
+        ENCODER.weight += 0.01
+        TABLE.weight += 0.01
+    output = steps.net(COMPUTED[kind](x), EDGES)  # now with stale rows
+    output.sum().backward()
+    assert steps.engine.last_step.record is not None
+    assert not steps.engine.last_step.record.is_exact
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "factor", "slope"])
+def test_all_that_a_forward_reads_is_part_of_the_input(name: str) -> None:
+    steps, x = Steps(), features(0)
+    given: dict[str, Any] = {"weight": torch.ones(N, 1), "scale": 1.0}
+    assert [steps.run(x, EDGES, **given) for _ in range(2)] == [True, False]
+    if name == "factor":
+        steps.net.factor.mul_(0.5)
+    elif name == "slope":
+        steps.net.slope = 0.5
+    else:
+        given[name] = given[name] * 0.5
+    assert [steps.run(x, EDGES, **given) for _ in range(3)] == [True, True, False]
+
+
+def test_an_argument_that_no_layer_reads_is_no_part_of_it() -> None:
+    steps, x = Steps(), features(0)
+    exact = [steps.run(x, EDGES, mask=torch.rand(N) < 0.5) for _ in range(3)]
+    assert exact == [True, False, False]
+
+
+def test_where_changes_are_allowed_steps_stay_pipelined() -> None:
+    net = Net()
+    engine = one_process_engine(net, partition=CHUNKS, allows_changes=True)
+    engine.attach()
+    exact = []
+    for seed in range(3):
+        net(features(seed), EDGES).sum().backward()
+        assert engine.last_step.record is not None
+        exact.append(engine.last_step.record.is_exact)
+    assert exact == [True, False, False]
+
+
+@pytest.mark.parametrize("bound", ["_MOST_KEPT", "_MOST_BYTES"])
+def test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay(
+    bound: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_bytes = 3 * N * WIDTH * 8  # of three layers
+    monkeypatch.setattr(known_inputs, bound, 2 if bound == "_MOST_KEPT" else 2 * num_bytes)
+    caplog.set_level(logging.WARNING)
+    steps, inputs = Steps(), [features(seed) for seed in range(4)]
+    for _ in range(2):
+        for x in inputs:
+            steps.run(x, EDGES)
+    assert [steps.run(x, EDGES) for x in inputs] == [False, False, True, True]
+    assert sum("Histories are kept for 2 inputs" in one for one in caplog.messages) == 1
+    # A new set of inputs takes the places of those that come no more.
+    later = [features(seed) for seed in (8, 9)]
+    for _ in range(3):
+        exact = [steps.run(x, EDGES) for x in later]
+    assert exact == [False, False]
+
+
+def snapshots() -> list[Data]:
+    """Twelve snapshots on one graph; each node's label is twice the mean of its neighbours'."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randint(200, (2, 600), generator=generator)
+    edge_index = torch.cat([half, half.flip(0)], dim=1)
+    mean = gnn.SimpleConv(aggr="mean")
+    found = []
+    for _ in range(12):
+        x = torch.randn(200, 4, generator=generator)
+        found.append(Data(x=x, edge_index=edge_index, y=2 * mean(x, edge_index)))
+    return found
+
+
+class Regression(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gnn.GraphSAGE(4, 16, 2, 4)
+        self.losses: list[float] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(data.x, data.edge_index), data.y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class CountsExact(L.Callback):
+    def __init__(self) -> None:
+        self.num_exact = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.num_exact += trainer.strategy.collect_stats().is_exact
+
+
+def fit(module: L.LightningModule, batches: list[Data], strategy: Any, epochs: int) -> CountsExact:
+    counts = CountsExact()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=epochs,
+        callbacks=[] if strategy == "auto" else [counts],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=True))
+    return counts
+
+
+def test_twelve_snapshots_train_in_chunks_as_they_do_plainly() -> None:
+    losses, num_exact = {}, 0
+    for name, strategy in {"plain": "auto", "chunks": GNNPipeStrategy(num_chunks=8)}.items():
+        L.seed_everything(0, verbose=False)
+        module = Regression()
+        num_exact = fit(module, snapshots(), strategy, epochs=40).num_exact
+        losses[name] = sum(module.losses[-12:]) / 12
+    assert losses["chunks"] < 2 * losses["plain"] < 0.05
+    assert num_exact < 2 * 12
+
+
+class KnowsLabels(L.LightningModule):
+    """Is given half of the labels, another half in each step, and predicts the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gnn.GraphSAGE(2, 16, 3, 2)
+        self.losses: list[float] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        is_known = torch.rand(data.y.numel()) < 0.5
+        known = (F.one_hot(data.y, 2) * is_known[:, None]).to(data.x)
+        out = self.net(known, data.edge_index)
+        loss = F.cross_entropy(out[~is_known], data.y[~is_known])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
+    graph = snapshots()[0]
+    graph.y = torch.randint(2, (200,), generator=torch.Generator().manual_seed(1))
+    losses = {}
+    for num_chunks in (1, 8):
+        L.seed_everything(0, verbose=False)
+        module = KnowsLabels()
+        strategy = GNNPipeStrategy(num_chunks=num_chunks, partition="random")
+        fit(module, [graph], strategy, epochs=20)
+        losses[num_chunks] = torch.tensor(module.losses)
+    torch.testing.assert_close(losses[8], losses[1], rtol=0, atol=1e-8)
