@@ -168,8 +168,8 @@ class PipeCheckpoints(PipeProcesses):
         if not self._is_split or self._is_interrupted:
             return module.state_dict()
         if self.options.save_distributed_checkpoint:
-            return own_state_dict(module, self._prefix, self.engine.model, self._pipe.mesh)
-        return full_state_dict(module, self._prefix, self.engine.model)
+            return own_state_dict(module, self.engine.model, self._pipe.mesh)
+        return full_state_dict(module, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)

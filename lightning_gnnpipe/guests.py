@@ -61,12 +61,11 @@ class GuestCallbacks:
     ) -> None:
         weights: StageWeights = model.add_copy(average.get_submodule(prefix))
         local_state_dict = average.state_dict
-        inner = f"{prefix}." if prefix else ""
 
         def state_dict(*args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
             state: dict[str, Any] = local_state_dict(*args, prefix=prefix, **kwargs)
             if not is_interrupted():
-                model.complete(state, prefix + inner, weights)
+                model.complete(state, average, prefix, weights)
             return state
 
         average.__dict__["state_dict"] = state_dict

@@ -110,7 +110,7 @@ class PipeLoops(PipeReplicas):
             self.engine.stream.leave_step()
 
     def _take_over(self) -> None:
-        if "forward" not in self.engine.model.module.__dict__:
+        if not self.engine.is_attached:
             self.engine.attach()
 
     def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:

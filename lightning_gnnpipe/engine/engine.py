@@ -43,6 +43,7 @@ from lightning_gnnpipe.engine.run_state import InputState, RankHistories, RunSta
 from lightning_gnnpipe.engine.running_statistics import RunningStatistics
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.stream import BatchStream
+from lightning_gnnpipe.engine.switch import PipelinedForward
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import guard_losses
@@ -100,8 +101,15 @@ class PipelineEngine:
 
     def attach(self) -> None:
         """Run behind the module's forward from now on."""
-        self.model.module.__dict__["forward"] = lambda *args, **kwargs: self.forward(args, kwargs)
+        model = self.model
+        forward = PipelinedForward(model.module, self.forward, lambda: model.has_all_weights)
+        model.module.__dict__["forward"] = forward
         self._unguard = guard_losses(self.model.intercepted.convs)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it runs behind the module's forward."""
+        return isinstance(self.model.module.__dict__.get("forward"), PipelinedForward)
 
     def detach(self) -> None:
         """Give the module its own forward back."""

@@ -43,7 +43,7 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     What a forward reads of its own accord is in `Layers.outside`.
     """
     flags = tuple([m.training for m in module.modules()])
-    weights = tuple([(p.requires_grad, p.dtype) for p in module.parameters()])
+    weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
     leaves = tuple(
         (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
         for slot, leaf in enumerate(call.leaves)

@@ -23,7 +23,7 @@ from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
-from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_same
+from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_leaves, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.passing import find_layers, without_memory
@@ -94,6 +94,11 @@ class PipelinedModel:
         return self._counts is not None
 
     @property
+    def has_all_weights(self) -> bool:
+        """Whether all weights of the module are on this rank."""
+        return self._transport.mesh.num_stages == 1 or not self.is_split
+
+    @property
     def num_virtual(self) -> int:
         """Stages of each rank; one rank alone has one."""
         return self._splitting.num_virtual if self._transport.mesh.num_stages > 1 else 1
@@ -133,6 +138,7 @@ class PipelinedModel:
         if key is None and self.is_split:
             self._note_change()
         if key is None or not self._modes[key].stages:
+            self._weights.check_kept()
             with self.whole():
                 key = self._trace_all(call, inputs, also_train=also_train)
                 self._deal_out(inputs, measure, trains=also_train)
@@ -198,13 +204,17 @@ class PipelinedModel:
         return self._weights.husks()
 
     def complete(
-        self, state: dict[str, Tensor], prefix: str, weights: StageWeights | None = None
+        self,
+        state: dict[str, Tensor],
+        root: nn.Module,
+        prefix: str = "",
+        weights: StageWeights | None = None,
     ) -> None:
         """Put the weights of all stages, or those of a copy, into this rank's state dict.
 
         See `StageWeights.complete`.
         """
-        (weights or self._weights).complete(state, prefix, self._users)
+        (weights or self._weights).complete(state, root, prefix, self._users)
 
     def restore(self) -> None:
         """Give every rank all parameters back, and forget the split."""
@@ -248,6 +258,7 @@ class PipelinedModel:
         found = self._find(call, inputs)
         if found is not None:
             return found
+        check_leaves(self.module)
         self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
         with (
             own_forward(self.module),

@@ -14,16 +14,15 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 State = dict[str, Any]
 
 
-def full_state_dict(root: nn.Module, prefix: str, model: PipelinedModel) -> dict[str, Tensor]:
+def full_state_dict(root: nn.Module, model: PipelinedModel) -> dict[str, Tensor]:
     """Return the state dict of `root` with the weights of all stages, on every rank; collective.
 
     Args:
         root: The LightningModule.
-        prefix: Name of the pipelined module in it, empty if it is `root` itself.
         model: The pipelined model.
     """
     state: dict[str, Tensor] = root.state_dict()
-    model.complete(state, f"{prefix}." if prefix else "")
+    model.complete(state, root)
     return state
 
 
@@ -38,7 +37,7 @@ def merge_optimizer_states(transport: Transport, state: dict[str, Any]) -> dict[
     return {**state, "state": {key: merged[key] for key in sorted(merged)}}
 
 
-def own_state_dict(root: nn.Module, prefix: str, model: PipelinedModel, mesh: Mesh) -> State:
+def own_state_dict(root: nn.Module, model: PipelinedModel, mesh: Mesh) -> State:
     """Return the part of the state dict of `root` that this rank writes; no two write the same.
 
     What belongs to no stage is the first one's; a stage's first rank writes, of the first

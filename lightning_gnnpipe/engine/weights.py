@@ -7,9 +7,11 @@ emptied and filled along with the original, so that tensor by tensor the two hav
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gnnpipe.comm import Transport, share_tensors
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -37,6 +39,25 @@ def check_same(before: Users, users: Users) -> None:
                 found=f"'{changed[0]}' used in stages {sorted(users[changed[0]])} by a batch of "
                 "another form",
                 remedy="Give all batches the same attributes, or use data_parallel=1.",
+            )
+        )
+
+
+def check_leaves(module: nn.Module) -> None:
+    """Refuse weights that are computed: a gradient would end at them.
+
+    Raises:
+        UnsupportedError: With the first one, if gradients are recorded.
+    """
+    computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
+    name = next(computed, None) if torch.is_grad_enabled() else None
+    if name is not None:
+        raise UnsupportedError(
+            explain(
+                expected="the weights of the pipelined module to be parameters",
+                found=f"a computed tensor as '{name}', such as functional_call puts there",
+                remedy="Call it in torch.no_grad(), or a copy of the module that was made before "
+                "training begins (copy.deepcopy in __init__).",
             )
         )
 
@@ -76,6 +97,29 @@ class StageWeights:
         self.module = module
         self._transport = transport
         self._shapes: dict[str, Shape] = {}
+        self._dealt: dict[str, nn.Parameter] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def check_kept(self) -> None:
+        """Refuse, on several stages, other tensors in the places of those that were dealt out.
+
+        Raises:
+            UnsupportedError: With the first one.
+        """
+        for name, parameter in self.module.named_parameters():
+            if (
+                self._transport.mesh.num_stages > 1
+                and self._dealt.get(name, parameter) is not parameter
+            ):
+                raise UnsupportedError(
+                    explain(
+                        expected="the parameters that the run has begun with",
+                        found=f"another tensor as '{name}'",
+                        remedy="Change parameters in place (parameter.copy_(...) in "
+                        "torch.no_grad()), or use one stage: on several, layers cannot be "
+                        "replaced, nor given other weights by functional_call.",
+                    )
+                )
 
     def husks(self) -> list[nn.Parameter]:
         """Return the parameters whose data is on other ranks."""
@@ -85,11 +129,16 @@ class StageWeights:
 
     def shape_of(self, name: str, parameter: Tensor) -> Shape:
         """Return shape and dtype that the tensor `name` has where it is not empty."""
-        return self._shapes.get(name, (parameter.shape, parameter.dtype))
+        shape, _ = self._shapes.get(name, (parameter.shape, parameter.dtype))
+        return shape, parameter.dtype  # which the user may have changed since
 
     def empty(self, users: Users) -> None:
         """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
         self._shapes = make_husks(self.module, users, self._transport.mesh.stage)
+        self._dealt = dict(self.module.named_parameters())
+        if self._shapes and not self._hooks:
+            modules: list[Any] = list(self.module.modules())
+            self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
 
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return every tensor that belongs to a stage, on every rank, by name; collective."""
@@ -110,26 +159,39 @@ class StageWeights:
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
                     buffer.copy_(tensors[name])
-        self._shapes = {}
+        self.forget()
 
-    def complete(self, state: dict[str, Tensor], prefix: str, users: Users) -> None:
+    def complete(
+        self, state: dict[str, Tensor], root: nn.Module, prefix: str, users: Users
+    ) -> None:
         """Put the tensors of all stages into a state dict that this rank has made; collective.
 
         Args:
-            state: It has the module's tensors under their names, each behind `prefix`.
+            state: It has the tensors of `root` under their names, each behind `prefix`.
+            root: Holds the module; some of its tensors may have second names in it.
             prefix: Ends in a dot, unless it is empty.
             users: The stages of each tensor.
         """
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
-        for tensors in (self.module.named_parameters, self.module.named_buffers):
+        for tensors in (root.named_parameters, root.named_buffers):
             for name, tensor in tensors(remove_duplicate=False):
                 if prefix + name in state and id(tensor) in by_id:
                     state[prefix + name] = by_id[id(tensor)]
 
     def forget(self) -> None:
         """Forget what was emptied."""
-        self._shapes = {}
+        self._shapes, self._dealt = {}, {}
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a module whose weights are partly on other ranks load a whole state dict."""
+    for name, parameter in module.named_parameters(recurse=False):
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor) and parameter.shape[:1] == (0,) and given.dim():
+            state[prefix + name] = given[:0]
 
 
 def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:

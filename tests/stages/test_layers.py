@@ -285,14 +285,33 @@ def test_inputs_are_told_apart() -> None:
         take_apart(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
 
 
+class Branches(nn.Module):
+    def __init__(self, net: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.net, self.head = net, head
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.head(self.net(x, edge_index), edge_index)
+
+
 def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None:
     root = nn.Module()
     root.encode = nn.Linear(D, D)
     root.net = Residual()
     assert find_pipelined(root, None) == ("net", root.net)
     root.head = gnn.GCNConv(D, D)
-    assert find_pipelined(root, None) == ("", root)
+    with pytest.raises(UnsupportedError, match="got 'net' and 'head'.*Name one by"):
+        find_pipelined(root, None)
     assert find_pipelined(root, "net") == ("net", root.net)
+    whole = Branches(root.net, root.head)
+    assert find_pipelined(whole, None) == ("", whole)
+    root.head.requires_grad_(False)
+    assert find_pipelined(root, None) == ("net", root.net)
+    assert find_pipelined(whole, None) == ("", whole)
+    del root.head
+    for alias in (root.net.convs, nn.ModuleList(root.net.convs), root.net.convs[0], root.net):
+        root.alias = alias
+        assert find_pipelined(root, None) == ("net", root.net)
     with pytest.raises(ConfigError, match="'pipelined_module' to name a submodule"):
         find_pipelined(root, "nets")
     with pytest.raises(UnsupportedError, match="message-passing layers"):
