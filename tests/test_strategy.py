@@ -10,16 +10,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
 from torch.utils.data import DataLoader
+from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader as PyGDataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.history import StalenessMethod
 from lightning_gnnpipe.types import OrderName, StalenessName
-from tests.helpers.realistic import Realistic, realistic_graph
+from tests.helpers.realistic import Realistic, TiedNet, realistic_graph
 from tests.helpers.trainers import (
     assert_same,
     datamodule,
@@ -94,18 +97,62 @@ def test_p6_a_resumed_run_saves_what_an_undisturbed_one_does(tmp_path: Path) -> 
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
 
 
-def test_an_attribute_that_changes_is_read_each_step() -> None:
-    class Anneals(Realistic):
-        def on_train_epoch_start(self) -> None:
-            self.net.strength = 1.0 / (1 + self.current_epoch)
+class Annealed(TiedNet):
+    """Reads an attribute of its own, options of the LightningModule, and the rank."""
 
+    def __init__(self, owner: L.LightningModule) -> None:
+        super().__init__()
+        self._factor, self.owner = 1.0, [owner]
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().forward(*args, **kwargs)
+        factor = self._factor * self.owner[0].hparams["factor"]
+        factor = factor if self.owner[0].global_rank >= 0 else 0.0
+        return {"h": found["h"] * factor, "both": found["both"]}
+
+
+class Anneals(Realistic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"factor": 1.0})
+        self.net = Annealed(self)
+
+    def on_train_epoch_start(self) -> None:
+        self.net.strength = 1.0 / (1 + self.current_epoch)
+        self.net._factor = 1.0 + (self.current_epoch > 1)
+        self.hparams["factor"] = 0.5 + (self.current_epoch > 2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_an_attribute_that_changes_is_read_each_step(num_stages: int) -> None:
     def fit(num_stages: int) -> L.LightningModule:
         L.seed_everything(1, verbose=False)
         module = Anneals()
         make_trainer(num_stages, 4).fit(module, datamodule=datamodule())
         return module
 
-    assert_same(fit(2), fit(0))
+    assert_same(fit(num_stages), fit(0))
+
+
+@pytest.mark.parametrize("name", ["current_epoch", "trainer", "log"])
+def test_a_forward_that_reads_the_progress_is_refused(name: str) -> None:
+    class Reads(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SAGEConv(5, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            assert getattr(self, name) is not None
+            return self.conv(x, edge_index)
+
+        def training_step(self, data: Data, batch_idx: int) -> Tensor:
+            return self(data.x, data.edge_index).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    with pytest.raises(ValueError, match=rf"got self.{name}.*log in training_step"):
+        make_trainer(1, 1).fit(Reads(), datamodule=datamodule())
 
 
 def test_random_numbers_of_the_training_step_equal_plain_lightning() -> None:

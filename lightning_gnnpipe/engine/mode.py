@@ -21,7 +21,8 @@ class Mode:
         stages: The stages, once the layers are dealt out.
         reads: What decides which histories are read: modes with the same share them.
         is_training: Whether the module was in training mode.
-        options: Number of the plain values that its forward reads beside its arguments.
+        options: Number of the plain values that its forward reads beside its arguments, and of the
+            shapes of its weights.
         frozen: Which weights need no gradient.
     """
 

@@ -278,7 +278,8 @@ class PipelinedModel:
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = first, layers.outside.values()
         reads = reads_key(self.module, call, self.intercepted.norms.values())
-        options = text_fingerprint(repr(layers.outside.plain(key[1])))
+        shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
+        options = text_fingerprint(repr((layers.outside.plain(key[1]), shapes)))
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
         return key

@@ -128,13 +128,16 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         return () if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    package = kind.__module__.partition(".")[0]
+    if package in ("lightning", "lightning_fabric", "pytorch_lightning"):
+        return ()  # a Trainer changes in each step
     slots = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     names = chain.from_iterable((one,) if isinstance(one, str) else one for one in slots)
     held = dict(getattr(value, "__dict__", {}))
     held |= {name: getattr(value, name) for name in names if hasattr(value, name)}
     held.pop("__dict__", None)
     held.pop("__weakref__", None)
-    if kind.__module__.partition(".")[0] in FRAMEWORKS - {"numpy"} or kind.__module__ == "logging":
+    if package in FRAMEWORKS - {"numpy"} or package == "logging":
         held = {name: one for name, one in held.items() if type(one) in _PLAIN}
     if kind.__module__.startswith(_WITH_STATE):  # iterators and generators of random numbers
         try:

@@ -283,6 +283,25 @@ def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
             torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
 
 
+def widen(net: Any) -> None:
+    torch.manual_seed(1)
+    net.parts[0].conv, net.parts[0].norm = gnn.SAGEConv(D, 7), nn.LayerNorm(7)
+    net.parts[1].conv = gnn.SAGEConv(7, D)
+    net.double()
+
+
+def test_layers_of_another_width_read_no_rows_of_those_before() -> None:
+    net, engine, inputs = make(lambda net, h: h)
+    engine.controls.is_exact = False
+    for number in range(6):
+        if number == 3:
+            widen(net)
+        engine.progress.step_index = number
+        found = engine.forward(inputs, {})
+        torch.testing.assert_close(found, net(*inputs))
+        found.sum().backward()
+
+
 def test_the_grad_mode_is_read() -> None:
     net, engine, inputs = make(lambda net, h: h * 2 if torch.is_grad_enabled() else h)
     engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
@@ -389,3 +408,7 @@ def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> No
             net._scale, _ = float(number), net.mask.fill_(number)
             engine.forward(inputs, {})
     assert caplog.text.count("Forward reads _scale, which changes often") == 1
+    num_modes = len(engine.model._modes)
+    net.mask.fill_(0.5)
+    torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+    assert len(engine.model._modes) == num_modes

@@ -300,7 +300,7 @@ def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None
     root.net = Residual()
     assert find_pipelined(root, None) == ("net", root.net)
     root.head = gnn.GCNConv(D, D)
-    with pytest.raises(UnsupportedError, match="got 'net' and 'head'.*Name one by"):
+    with pytest.raises(UnsupportedError, match=r"got 'net' and 'head'.*Name one by"):
         find_pipelined(root, None)
     assert find_pipelined(root, "net") == ("net", root.net)
     whole = Branches(root.net, root.head)
