@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def _look(value: Any, seen: set[int]) -> Hashable:
     if isinstance(value, Tensor):
         return Same(value, -1 if isinstance(value, nn.Parameter) else version_of(value))
     if isinstance(value, MethodType):
-        return value.__func__, Same(value.__self__)
+        return value.__func__, _look(value.__self__, seen)
     if isinstance(value, np.ndarray):
         return kind, value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, int | float | str | np.generic):
@@ -123,6 +124,8 @@ def _parts(value: Any) -> Iterable[Any]:
     kind = type(value)
     if isinstance(value, partial):
         return value.func, value.args, value.keywords
+    if isinstance(value, ReferenceType):
+        return (value(),)
     if isinstance(value, torch.Generator):
         return (value.get_state().numpy(),)
     if isinstance(value, GeneratorType):

@@ -103,7 +103,7 @@ class _Walk:
         known = 0
         while known != (known := len(self._sources) + len(self._seen)):
             for space in list(self._spaces.values()):
-                for name in self._names & vars(space).keys():
+                for name in {n for n in self._names if n[:2] != "__"} & vars(space).keys():
                     self._member(space, name)
         for name in sorted(self._names & _GLOBAL_STATE.keys()):
             self._source(name, _GLOBAL_STATE[name], os)

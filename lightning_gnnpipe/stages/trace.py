@@ -140,7 +140,8 @@ def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
     Yields:
         What else to call then.
     """
-    held = [one for m in module.modules() if _is_traced_through(m) for one in vars(m).values()]
+    attributes = [vars(m) for m in module.modules() if _is_traced_through(m)]
+    held = [*(one for named in attributes for one in named.values()), *attributes]
     with ExitStack() as undo:
         for one in held:
             if isinstance(one, list | dict | set):

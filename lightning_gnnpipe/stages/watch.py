@@ -71,7 +71,7 @@ def watching(watched: Watched) -> Iterator[None]:
 
     def get(module: nn.Module, name: str) -> Any:
         frame = cast(FrameType, currentframe()).f_back
-        if not name.startswith("__") and _is_of_forward(frame):
+        if _is_read(name, frame):
             if name in _PROGRESS and hasattr(type(module), "current_epoch"):
                 _check_progress(name, frame)
             watched.reads[module, name] = None
@@ -90,15 +90,26 @@ def watching(watched: Watched) -> Iterator[None]:
         kind.__setattr__ = set_attribute
 
 
+def _is_read(name: str, frame: FrameType | None) -> bool:
+    """Whether a forward asks for the attribute `name` in `frame`."""
+    if name == "__dict__":  # in which torch and functools look others up
+        return _origin(frame)[0] not in ("torch", "functools") and _is_of_forward(frame)
+    return not name.startswith("__") and _is_of_forward(frame)
+
+
 def _is_of_forward(frame: FrameType | None) -> bool:
     """Whether the forward, or what it calls, runs in `frame`, rather than torch.fx or we do."""
     while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
         if frame.f_code is CALL_OF_MODULE:  # hooks and the forward of a module
             return True
         frame = frame.f_back
-    name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    parts = name.split(".")
+    parts = _origin(frame)
     return parts[:2] != ["torch", "fx"] and (parts[0] != _OWN or parts[1:2] == ["models"])
+
+
+def _origin(frame: FrameType | None) -> list[str]:
+    """Return the name of the Python module whose code runs in `frame`, in parts."""
+    return ("" if frame is None else str(frame.f_globals.get("__name__"))).split(".")
 
 
 def _check_progress(name: str, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import random
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,17 @@ class Config:
 class Options:
     scale: float = 1.0
     inner: dict[str, Any] = field(default_factory=lambda: {"shifts": [0.0, 1.0]})
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.values, self.step = [1.0, 3.0], 0
+
+    def value(self) -> float:
+        return self.values[self.step]
+
+
+OWNER = Options()
 
 
 def scaled(h: Tensor) -> Tensor:
@@ -100,6 +112,7 @@ class Net(Base):
         self.partial = functools.partial(shifted, shift=1.0)
         self.array, self.number = np.ones(D), torch.tensor(1.0)
         self.counter, self._it = itertools.count(1), None
+        self.schedule, self.owner = Schedule().value, weakref.ref(OWNER)
         self.random = random.Random(0)
         self.weight = nn.Parameter(torch.ones(D))
         self.register_buffer("mask", torch.ones(D))
@@ -112,6 +125,14 @@ class Net(Base):
     @mangled.setter
     def mangled(self, value: float) -> None:
         self.__mangled = value
+
+    @functools.cached_property
+    def rows(self) -> Any:
+        return self.latest * 2
+
+    def first_rows(self, h: Tensor) -> Tensor:
+        self.__dict__["latest"] = h
+        return self.rows
 
     @classmethod
     def of_class(cls, h: Tensor) -> Tensor:
@@ -172,6 +193,7 @@ def add_layer(net: Any) -> None:
 
 CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "private": (lambda net, h: h * net._scale, set_to("_scale", 3.0)),
+    "vars": (lambda net, h: h * vars(net)["_scale"], set_to("_scale", 3.0)),
     "branch": (lambda net, h: h * 2 if net._scale > 2 else h, set_to("_scale", 3.0)),
     "mangled": (lambda net, h: h * net.mangled, set_to("mangled", 3.0)),
     "slot": (lambda net, h: h * net._slot, set_to("_slot", 3.0)),
@@ -202,6 +224,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
     "parent's method": (lambda net, h: net.ends(h), lambda _: setattr(SETTINGS, "scale", 3.0)),
     "config class": (lambda net, h: h * Config.scale, lambda _: setattr(Config, "scale", 3.0)),
     "closure": (lambda net, h: net.function(h), lambda net: net.change(3.0)),
+    "method of an object": (
+        lambda net, h: h * net.schedule(),
+        lambda net: setattr(net.schedule.__self__, "step", 1),
+    ),
+    "weak reference": (lambda net, h: h * net.owner().scale, lambda _: setattr(OWNER, "scale", 3)),
     "function": (lambda net, h: net.function(h), set_to("function", torch.tanh)),
     "partial": (lambda net, h: net.partial(h), set_to("partial.keywords.shift", 3.0)),
     "default": (lambda net, h: shifted(h), lambda _: setattr(shifted, "__defaults__", (3.0,))),
@@ -253,6 +280,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put globals and classes back after each test."""
     for owner, name in ((Base, "scale"), (Config, "scale"), (SETTINGS, "scale")):
         monkeypatch.setattr(owner, name, 1.0)
+    monkeypatch.setattr(OWNER, "scale", 1.0)
     monkeypatch.setattr(shifted, "__defaults__", (0.0,))
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setitem(globals(), "KEPT", [])
@@ -346,6 +374,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "dict": (lambda net, h: net._cache.setdefault("h", h), STORES + "_cache"),
     "object": (lambda net, h: setattr(net._options, "h", h) or h, STORES + "_options"),
     "layer": (lambda net, h: setattr(net.parts[0].conv, "h", h) or h, STORES + "h"),
+    "cached property": (lambda net, h: h * net.first_rows(h), STORES + ".*rows"),
     "global list": (keep, STORES + "tests.engine.test_reads.KEPT"),
     "count": (put(_count=lambda net: getattr(net, "_count", 0) + 1), STORES + "_count"),
     "list of counts": (lambda net, h: net._list.append(1.0) or h, CHANCE + ".*_list"),
