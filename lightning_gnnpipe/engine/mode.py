@@ -55,10 +55,14 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
 
 
 def options_number(module: nn.Module) -> int:
-    """Return a number of the plain values that a trace bakes in, the same in every process."""
+    """Return a number of the plain values that a trace bakes in, the same in every process.
+
+    Whether a module is in training mode is none of them.
+    """
     held = [(*one._buffers.values(), *vars(one).values()) for one in module.modules()]
     tensors = {id(one) for values in held for one in values if isinstance(one, Tensor)}
-    return text_fingerprint(repr([one for one in traced_options(module) if one[1] not in tensors]))
+    options = (one for one in traced_options(module) if not one[0].endswith(".training"))
+    return text_fingerprint(repr([one for one in options if one[1] not in tensors]))
 
 
 def state_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
