@@ -18,6 +18,7 @@ from lightning_gnnpipe.engine.contents import ContentNumbers
 from lightning_gnnpipe.engine.sources import find_sources
 from lightning_gnnpipe.graph import fold, text_fingerprint
 from lightning_gnnpipe.stages import Call, Inputs, Kind
+from lightning_gnnpipe.types import CrossChunkEdges
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,13 @@ class InputIdentity:
     Args:
         module: The pipelined module.
         contents: Numbers of tensors.
+        cross_edges: What training does with edges between chunks.
     """
 
-    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
-        self._contents = contents
+    def __init__(
+        self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
+    ) -> None:
+        self._contents, self._cross_edges = contents, cross_edges
         self._held = _HeldTensors(module, contents)
         self._random_state: Callable[[], Mapping[str, Any]] = dict
         self._before: Mapping[str, Any] = {}
@@ -94,7 +98,7 @@ class InputIdentity:
             batch: Fingerprint of the user's batch.
             only_graph: Whether it is the same where graph and options are.
         """
-        parts = {"option": text_fingerprint(repr(call.signature))}
+        parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]
