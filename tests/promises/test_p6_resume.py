@@ -139,8 +139,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "shards": {"graph_parallel": 2},
-    "inputs": {"num_inputs": 3},
-    "inputs_refresh": {"num_inputs": 3, "callbacks": [EmbeddingRefresh(3)]},
+    "inputs": {"num_inputs": 3, "callbacks": [EmbeddingRefresh(3)]},
+    "inputs_shards": {"num_inputs": 3, "graph_parallel": 2},
 }
 
 
