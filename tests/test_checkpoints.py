@@ -276,7 +276,7 @@ def test_a_run_saved_when_it_is_over_goes_on_from_an_exact_step(
     with caplog.at_level(logging.WARNING, logger="lightning_gnnpipe"):
         fit(tmp_path / "again", kinds, num_stages=1, epochs=5, resume=path)
     assert kinds.was_exact == [True, False]
-    assert "has no histories of this graph" in caplog.text
+    assert "has no histories of this input" in caplog.text
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "planning",
         "precision",
+        "randomness",
         "refuse",
         "summary",
     },

@@ -89,7 +89,7 @@ class PipelineEngine:
         self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._state = PassState()
         self.contents = ContentNumbers()
-        self.identity = InputIdentity(module, self.contents)
+        self.identity = InputIdentity(module, self.contents, options.chunks.cross_edges)
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         is_quiet = not transport.world.is_root
@@ -254,7 +254,7 @@ class PipelineEngine:
             )
             for number, own in self._kept_inputs()
         ]
-        return (*waiting, *states)
+        return tuple(sorted((*waiting, *states), key=lambda one: one.number))
 
     def _kept_inputs(self) -> list[tuple[int, Histories]]:
         """Return those whose histories are read, with their numbers."""

@@ -6,7 +6,7 @@ compared by content. Of those that trained weights have computed, the data behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_gnnpipe.engine.contents import ContentNumbers
 from lightning_gnnpipe.engine.sources import find_sources
 from lightning_gnnpipe.graph import fold, text_fingerprint
 from lightning_gnnpipe.stages import Call, Inputs, Kind
+from lightning_gnnpipe.types import CrossChunkEdges
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,13 @@ class InputIdentity:
     Args:
         module: The pipelined module.
         contents: Numbers of tensors.
+        cross_edges: What training does with edges between chunks.
     """
 
-    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
-        self._contents = contents
+    def __init__(
+        self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
+    ) -> None:
+        self._contents, self._cross_edges = contents, cross_edges
         self._held = _HeldTensors(module, contents)
         self._random_state: Callable[[], Mapping[str, Any]] = dict
         self._before: Mapping[str, Any] = {}
@@ -94,7 +98,7 @@ class InputIdentity:
             batch: Fingerprint of the user's batch.
             only_graph: Whether it is the same where graph and options are.
         """
-        parts = {"option": text_fingerprint(repr(call.signature))}
+        parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]
@@ -140,40 +144,43 @@ class _HeldTensors:
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
         self._module, self._contents = module, contents
-        self._accepted: dict[str, tuple[Tensor, int, int]] = {}
+        self._held: dict[str, _Held] = {}
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of the tensors, by name."""
-        found = {}
-        for name, tensor in self._tensors():
-            known = self._accepted.get(name)
-            is_same = known is not None and known[0] is tensor
-            if known is not None and is_same and known[1] == version_of(tensor) >= 0:
-                number = known[2]
-            else:
-                number = self._contents.of(tensor)
-                self._accepted[name] = tensor, version_of(tensor), number
-            found[f"'{name}' of the module"] = number
-        return found
-
-    def accept(self) -> None:
-        """Take the present state of all tensors for that of their numbers."""
-        for name, tensor in self._tensors():
-            if name in self._accepted:
-                self._accepted[name] = tensor, version_of(tensor), self._accepted[name][2]
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        before, self._held = self._held, {}
         for prefix, module in self._module.named_modules():
             if "running_mean" in module._buffers:
                 continue
-            for name, value in _own_tensors(module):
-                yield f"{prefix}.{name}" if prefix else name, value
+            for place in (module._buffers, vars(module)):
+                for key, tensor in place.items():
+                    if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                        name = f"'{prefix}.{key}' of the module"
+                        known, version = before.get(name), version_of(tensor)
+                        is_known = known is not None and known.tensor is tensor
+                        if known is None or not is_known or known.version != version or version < 0:
+                            number = self._contents.of(tensor)
+                            known = _Held(place, key, tensor, version, number)
+                        self._held[name] = known
+        return {name: held.number for name, held in self._held.items()}
+
+    def accept(self) -> None:
+        """Take the present state of all tensors for that of their numbers."""
+        for held in self._held.values():
+            tensor = held.place.get(held.key)
+            if isinstance(tensor, Tensor):
+                held.tensor, held.version = tensor, version_of(tensor)
 
 
-def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    buffers = [(n, b) for n, b in module._buffers.items() if b is not None]
-    plain = [(n, v) for n, v in vars(module).items() if isinstance(v, Tensor)]
-    return [(n, v) for n, v in (*buffers, *plain) if v.layout is torch.strided]
+@dataclass(slots=True)
+class _Held:
+    """A tensor under `place[key]`, and its number when it was last given from outside."""
+
+    place: Mapping[str, Any]
+    key: str
+    tensor: Tensor
+    version: int
+    number: int
 
 
 def _is_equal(one: Any, other: Any) -> bool:

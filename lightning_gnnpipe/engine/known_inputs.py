@@ -70,15 +70,13 @@ class KnownInputs:
             number: Of the input.
             num_bytes: Bytes of the largest histories on any rank.
         """
-        if number in self.saved or not (self._kept or self.saved):
+        if number in self.saved or not self._kept:
             return True
         if number not in self.seen:
             return False
         most = max(1, min(_MOST_KEPT, _MOST_BYTES // max(num_bytes, 1)))
         if len(self._kept) + len(self.saved) < most:
             return True
-        if not self._kept:
-            return False
         oldest = min(self._kept, key=lambda one: self._kept[one].last_step)
         if self._kept[oldest].last_step < self.seen[number]:
             self._kept.pop(oldest).drain()

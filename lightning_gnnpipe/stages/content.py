@@ -57,7 +57,7 @@ def content_of(value: Any) -> Hashable:
         KeptProxyError: If a trace has left a proxy in it.
     """
     kind = type(value)
-    return (kind, value) if kind in _PLAIN else _look(value, set())
+    return (kind, value) if kind in _PLAIN else _look(value, {})
 
 
 def plain_of(content: Hashable) -> Any:
@@ -91,7 +91,7 @@ class Same:
 _BY_IDENTITY = (nn.Module, FunctionType, BuiltinFunctionType, ModuleType, type, Enum, Same)
 
 
-def _look(value: Any, seen: set[int]) -> Hashable:
+def _look(value: Any, seen: dict[int, Any]) -> Hashable:
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -109,7 +109,7 @@ def _look(value: Any, seen: set[int]) -> Hashable:
         return kind, value
     if id(value) in seen or len(seen) > _MOST:
         return Same(value)
-    seen.add(id(value))
+    seen[id(value)] = value  # kept alive, so that nothing else is given its place
     if isinstance(value, Mapping):
         return kind, *[(_look(key, seen), _look(item, seen)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque):

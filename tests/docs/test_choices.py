@@ -11,6 +11,7 @@ import pytest
 import lightning_gnnpipe
 from lightning_gnnpipe.callbacks.refresh import RefreshHow
 from lightning_gnnpipe.types import (
+    ChangingInputs,
     CodecName,
     CrossChunkEdges,
     OrderName,
@@ -30,6 +31,7 @@ VALUES = {
         "partition": PartitionMethod,
         "cross_chunk_edges": CrossChunkEdges,
         "how": RefreshHow,
+        "changing_inputs": ChangingInputs,
     }.items()
 }
 CHOICES = [(option, value) for option, values in VALUES.items() for value in values]

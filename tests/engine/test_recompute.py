@@ -187,7 +187,7 @@ def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: 
             assert output.dtype == torch.float32
             net.zero_grad()
             output.square().sum().backward()
-        store = engine.graphs._trained.store
+        store = engine.graphs.trained.store
         assert {store.rows(key).dtype for key in store} == {dtype or torch.float32}
         found[dtype] = [output.detach(), *(p.grad for p in net.parameters())]
     for rounded, exact in zip(found[torch.bfloat16], found[None], strict=True):

@@ -146,7 +146,7 @@ def test_shares_of_a_mean_are_kept_a_chunk_not_a_node() -> None:
     net = Net(gnn.HANConv)
     engine = one_process_engine(net, partition=CHUNKS)
     engine.forward(batch, {}).sum().backward()
-    store = engine.graphs._trained.store
+    store = engine.graphs.trained.store
     sizes = {k.argument: store.rows(k).shape for k in store if k.layer.endswith("0")}
     assert sizes == {"x": (N, 2, D // 2), "alpha": (N, 2), "statistics": (3, 2, D)}
 

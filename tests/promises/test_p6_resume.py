@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Iterator
@@ -52,16 +53,17 @@ class Net(nn.Module):
 
 
 class Noisy(L.LightningModule):
-    """Draws from every stream of random numbers in its step."""
+    """Draws from every stream of random numbers in its step, for its features as well or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_noise: bool) -> None:
         super().__init__()
-        self.net = Net()
+        self.net, self.has_noise = Net(), has_noise
         self.losses: list[float] = []
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         noise = random.random() + np.random.rand() + torch.rand(()).item()
-        out = self.net(F.dropout(data.x, 0.1) * (1 + 0.1 * noise), data.edge_index)
+        x = F.dropout(data.x, 0.1) * (1 + 0.1 * noise) if self.has_noise else data.x
+        out = self.net(x, data.edge_index)
         loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
         self.losses.append(loss.item())
         self.log("loss", loss, batch_size=1)
@@ -76,9 +78,13 @@ class Noisy(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
 
-def loader(shuffle: bool = False) -> DataLoader:
+def loader(num_inputs: int, shuffle: bool = False) -> DataLoader:
+    """Return a loader of as many graphs with the same edges, and with other features each."""
     graph = realistic_graph().apply(lambda value: value.to(torch.get_default_dtype()), "x")
-    return DataLoader([graph], batch_size=None, shuffle=shuffle)
+    graphs = [copy.copy(graph) for _ in range(num_inputs)]
+    for factor, one in enumerate(graphs, start=1):
+        one.x = graph.x * factor
+    return DataLoader(graphs, batch_size=None, shuffle=shuffle)
 
 
 class NotesKind(L.Callback):
@@ -99,13 +105,15 @@ def fit(
     resume: Path | None = None,
     callbacks: list[L.Callback] | None = None,
     precision: Any = None,
+    num_inputs: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, save every epoch as `epoch=<n>.ckpt`, return the last checkpoint."""
     # A resumed process was started with other random numbers.
     L.seed_everything(1 if resume is None else 2, verbose=False)
     saver = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
-    options = {"num_chunks": 5, **options}
+    is_one = num_inputs == 1
+    options = {"num_chunks": 5, "changing_inputs": "allow" if is_one else "exact", **options}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages * options.get("graph_parallel", 1),
@@ -117,7 +125,8 @@ def fit(
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Noisy(), train_dataloaders=loader(True), val_dataloaders=loader(), ckpt_path=resume)
+    loaders = loader(num_inputs, shuffle=True), loader(num_inputs)
+    trainer.fit(Noisy(has_noise=is_one), *loaders, ckpt_path=resume)
     return torch.load(folder / f"epoch={epochs - 1}.ckpt", weights_only=True)
 
 
@@ -130,6 +139,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "shards": {"graph_parallel": 2},
+    "inputs": {"num_inputs": 3, "callbacks": [EmbeddingRefresh(3)]},
+    "inputs_shards": {"num_inputs": 3, "graph_parallel": 2},
 }
 
 
@@ -163,7 +174,7 @@ def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "refresh"])
+@pytest.mark.parametrize("variant", ["defaults", "snapshot", "refresh", "inputs"])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:
@@ -214,7 +225,7 @@ def test_p6_histories_of_all_edges_are_not_those_without(
     options |= {"epochs": SAVED_AT + 2, "resume": saved, "callbacks": [kinds]}
     fit(tmp_path / "second", cross_chunk_edges=second, **options)
     assert kinds.was_exact == [True, False]
-    assert "has no histories of this graph" in caplog.text
+    assert "has no histories of this input" in caplog.text
 
 
 def assert_same(found: Any, expected: Any, name: str) -> None:
@@ -244,8 +255,9 @@ def test_p6_a_snapshot_is_not_taken_by_another_method(tmp_path: Path) -> None:
     ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
     path = histories_folder(saved, ident) / "stage_0.pt"
     stage = torch.load(path, weights_only=True)
-    assert any(one["kept"] is not None for one in stage["histories"])
-    for one in stage["histories"]:
+    (histories,) = [part["histories"] for parts in stage.values() for part in parts]
+    assert any(one["kept"] is not None for one in histories)
+    for one in histories:
         one.update(kept=None, kept_step=-1)
     torch.save(stage, path)
     wanted = fit(tmp_path / "wanted", **more)
