@@ -101,6 +101,11 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     dist.distributed_c10d._set_pg_timeout(timeout, group or dist.group.WORLD)
 
 
+def default_store() -> dist.Store:
+    """Return the store in which all ranks have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:
     """Write `tensors`, together with all other ranks if there are any."""
     if "no_dist" in inspect.signature(save).parameters:  # torch 2.6

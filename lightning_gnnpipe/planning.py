@@ -25,6 +25,7 @@ from lightning_gnnpipe.engine import (
     check_replicas,
     check_schedule,
     forecast,
+    num_nodes,
     switched,
 )
 from lightning_gnnpipe.errors import ConfigError, explain
@@ -91,7 +92,7 @@ def plan_pipeline(
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs = _capture(module, pipelined, batch)
-    call = take_apart(pipelined, args, kwargs)
+    call = take_apart(pipelined, args, kwargs, partial(num_nodes, batch))
     inputs = classify(call)
     if inputs.graphs is not None:
         raise ConfigError(

@@ -22,6 +22,7 @@ from lightning_gnnpipe.engine import (
     PipelineStats,
     drop_foreign_states,
     graph_of_node,
+    num_nodes,
 )
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.loops import PipeLoops
@@ -260,6 +261,7 @@ class GNNPipeStrategy(PipeLoops):
         batch = super().batch_to_device(batch, device, dataloader_idx)
         self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
         self.engine.progress.graph_of_node = graph_of_node(batch)
+        self.engine.progress.num_nodes = partial(num_nodes, batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -60,6 +60,7 @@ NAMES = [
     "torch.fx:Tracer._autowrap_search",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_set_pg_timeout",
     "torch.nn.modules.batchnorm:_BatchNorm",
     "torch.nn.modules.instancenorm:_InstanceNorm",

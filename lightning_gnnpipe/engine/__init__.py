@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node
+from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node, num_nodes
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
@@ -52,6 +52,7 @@ __all__ = [
     "full_state_dict",
     "graph_of_node",
     "merge_optimizer_states",
+    "num_nodes",
     "own_optimizer_state",
     "own_state_dict",
     "phases",

@@ -6,13 +6,22 @@ from collections.abc import Collection
 
 from torch import nn
 
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.graph_batch import Kind
 from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.trace import trace
-from lightning_gnnpipe.stages.values import draw_sample, learn_values
+from lightning_gnnpipe.stages.values import (
+    Sample,
+    draw_sample,
+    learn_values,
+    remedy_for_size,
+    remedy_for_weights,
+    sized_weights,
+    whole_sample,
+)
 
 _OF_GRAPHS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)  # what outputs may have rows of
 
@@ -24,6 +33,7 @@ def cut_module(
     served: Collection[nn.Module] = (),
     *,
     finds_repeatable: bool = True,
+    is_cut: bool = True,
 ) -> Layers:
     """Trace `module` in its present mode and cut it into layers.
 
@@ -34,14 +44,27 @@ def cut_module(
         served: Modules that do not run as they are on chunks.
         finds_repeatable: Whether to look for values that stages can compute again. Those of a
             batch of graphs are not: how many rows they spare is another number for each batch.
+        is_cut: Whether the graph is, or may be, cut into chunks. If not, a module with weights of
+            single nodes, which does not run on a small part of the graph, is run on all of it.
 
     Raises:
         UnsupportedError: If it cannot be traced or cut.
     """
     graph = trace(module, call)
-    values = learn_values(graph, module, draw_sample(module, call, inputs))
     has_graphs = inputs.graphs is not None
-    layers = cut_layers(graph, module, values, _OF_GRAPHS if has_graphs else (Kind.NODE,))
+
+    def learn_and_cut(sample: Sample) -> Layers:
+        values = learn_values(graph, module, sample, remedy_for_size(module, call, inputs))
+        kinds, remedy = (_OF_GRAPHS, "") if has_graphs else ((Kind.NODE,), of_weights)
+        return cut_layers(graph, module, values, kinds, remedy)
+
+    of_weights = "" if has_graphs else remedy_for_weights(module, inputs)
+    try:
+        layers = learn_and_cut(draw_sample(module, call, inputs))
+    except UnsupportedError:
+        if is_cut or has_graphs or sized_weights(module, inputs)[1]:
+            raise
+        return learn_and_cut(whole_sample(call, inputs))
     if has_graphs or not finds_repeatable:
         return layers
     return find_repeatable(layers, module, call, inputs, served)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gnnpipe.errors import GraphError, explain
+from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
 from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets
+from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets, is_edges
 from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 
 
@@ -61,6 +61,8 @@ def classify_graph(call: Call) -> Inputs:
         elif rows == num_nodes and not is_edge_name:
             kind = Kind.NODE
         elif is_edge_name:
+            if is_edges(leaf):
+                raise _decodes(name, leaf)
             wanted = " or ".join(map(str, edges.sizes))
             raise GraphError(
                 explain(
@@ -72,6 +74,18 @@ def classify_graph(call: Call) -> Inputs:
         kinds.append(kind)
         numbers.append(number)
     return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
+
+
+def _decodes(name: str, leaf: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected="the pipelined module to give rows of nodes, and pairs of nodes to be scored "
+            "outside",
+            found=f"'{name}' of shape {list(leaf.shape)}",
+            remedy="Return z, the rows of all nodes, from forward; compute "
+            "(z[edge_label_index[0]] * z[edge_label_index[1]]).sum(-1) in training_step.",
+        )
+    )
 
 
 def _count_nodes(call: Call, edges: EdgeSets) -> int:
@@ -91,14 +105,17 @@ def _count_nodes(call: Call, edges: EdgeSets) -> int:
             return leaf.size(0)
     for _, leaf in others:
         return leaf.size(0)
-    raise GraphError(
-        explain(
-            expected="a tensor with one row a node among the arguments of the pipelined module",
-            found=", ".join(call.names),
-            remedy="Pass node features; learned embeddings can be looked up with a node-level "
-            "index.",
+    counted = None if call.batch_nodes is None else call.batch_nodes()
+    if counted is None:
+        raise GraphError(
+            explain(
+                expected="a tensor with one row a node among the arguments of the pipelined module",
+                found=", ".join(call.names),
+                remedy="Pass node features; for learned embeddings pass "
+                "torch.arange(num_nodes), and look them up with it.",
+            )
         )
-    )
+    return counted
 
 
 def _check_features(call: Call, num_nodes: int) -> None:

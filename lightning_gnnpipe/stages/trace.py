@@ -18,12 +18,14 @@ from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
 from lightning_gnnpipe.stages.traceable import traceable
+from lightning_gnnpipe.user_code import at, line_here, line_of
 
 _ROOT = "module"
+_LINE = "line"
 NUM_GRAPHS = "leaf_num_graphs"
 """Placeholder for the number of graphs, in a batch of graphs."""
 
@@ -34,6 +36,18 @@ _POOLS = (
 )
 _POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
 _PLAIN = bool | int | float | str
+
+
+_REMEDY = (
+    "Write it without control flow on the values or shapes of tensors and without calls of "
+    "self.log, move such code into training_step or into a submodule without message passing, "
+    "name a smaller module by GNNPipeStrategy(pipelined_module=...), or list its layers in a "
+    "method 'pipeline_layers' (README, limits)."
+)
+_REMEDY_ITEMS = (
+    "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, h), which makes a "
+    "new tensor."
+)
 
 
 def trace(module: nn.Module, call: Call) -> fx.Graph:
@@ -80,12 +94,8 @@ def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
         raise UnsupportedError(
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
-                found=f"{type(error).__name__}: {error}",
-                remedy="Write it without control flow on the values or shapes of tensors and "
-                "without calls of self.log, move such code into training_step or into a submodule "
-                "without message passing, name a smaller module by "
-                "GNNPipeStrategy(pipelined_module=...), or list its layers in a method "
-                "'pipeline_layers' (README, limits).",
+                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+                remedy=_REMEDY_ITEMS if "item assignment" in str(error) else _REMEDY,
             )
         ) from error
     finally:
@@ -165,6 +175,11 @@ def root_of(module: nn.Module) -> nn.Module:
     return root
 
 
+def line_of_node(node: fx.Node) -> str:
+    """Return the user's line that a node was traced from; empty if there is none."""
+    return str(node.meta.get(_LINE, ""))
+
+
 def strip_root(target: str) -> str:
     """Return the name of a traced module or parameter in the user's module."""
     return target.removeprefix(_ROOT).removeprefix(".")
@@ -203,6 +218,11 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
         passing = [m for m in module.modules() if contains_passing(m)]
         search_in(self, {*_POOL_MODULES, *(sys.modules[type(m).__module__] for m in passing)})
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta[_LINE] = line_here()
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._listed or not _is_traced_through(m)

@@ -1,0 +1,97 @@
+"""The pipelined module run plainly: what fails there is the user's own error, and raised as it is.
+
+A refusal says that a module does not fit a pipeline, and what to do about it. Where the module
+fails without a pipeline as well, on the same batch, that would mislead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gnnpipe.engine.switch import own_forward
+from lightning_gnnpipe.engine.trial import flatten
+from lightning_gnnpipe.errors import GNNPipeError
+from lightning_gnnpipe.stages import Call, Inputs, Sample, draw_sample, undisturbed
+
+
+@contextmanager
+def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterator[None]:
+    """Raise the error of `module` itself, if it has one, for what fails within the block.
+
+    The module runs on a small part of the batch; where it fails there, on the batch as well, which
+    has the rows that its weights may be made for.
+
+    Args:
+        module: The pipelined module, with all of its parameters.
+        call: Its arguments.
+        inputs: What they are.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception:
+        own = _error_on_sample(module, call, inputs) and _error_on_batch(module, call)
+        if own is None:
+            raise
+    if own is not None:
+        raise own from None
+
+
+@contextmanager
+def raising_wrong_arguments(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Raise Python's own error, if `forward` has other parameters, for what fails in the block."""
+    try:
+        yield
+    except GNNPipeError:
+        with own_forward(module):
+            try:
+                inspect.signature(module.forward).bind(*args, **kwargs)
+            except TypeError:
+                module.forward(*args, **kwargs)
+        raise
+
+
+def gives_rows_of_nodes(module: nn.Module, call: Call, inputs: Inputs) -> bool:
+    """Whether all outputs of `module` have one row a node, on a small part of one graph."""
+    try:
+        sample = draw_sample(module, call, inputs)
+        outputs = flatten(_run_on_sample(module, call, sample))
+    except Exception:  # it will fail again, where the error is told
+        return False
+    rows = [output.size(0) if output.dim() else -1 for output in outputs]
+    return bool(rows) and set(rows) == {sample.num_nodes}
+
+
+def _error_on_sample(module: nn.Module, call: Call, inputs: Inputs) -> Exception | None:
+    try:
+        _run_on_sample(module, call, draw_sample(module, call, inputs))
+    except Exception as error:
+        return error
+    return None
+
+
+def _error_on_batch(module: nn.Module, call: Call) -> Exception | None:
+    args, kwargs = call.arguments
+    try:
+        with own_forward(module), undisturbed(module):
+            module.forward(*args, **kwargs)
+    except torch.OutOfMemoryError:  # says nothing of a pipeline
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
+def _run_on_sample(module: nn.Module, call: Call, sample: Sample) -> Any:
+    count = None if sample.graphs is None else sample.graphs.num_graphs
+    args, kwargs = call.rebuild(sample.leaves, count)
+    with own_forward(module), undisturbed(module):
+        return module.forward(*args, **kwargs)
