@@ -98,7 +98,8 @@ def change_overflows(
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Let collective calls of `group`, or of all ranks, fail after `timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group or dist.group.WORLD)
+    public = getattr(dist, "set_timeout", None)  # from torch 2.14, which deprecates the private one
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout, group or dist.group.WORLD)
 
 
 def default_store() -> dist.Store:

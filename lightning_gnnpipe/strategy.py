@@ -197,6 +197,10 @@ class GNNPipeStrategy(PipeLoops):
         )
         self._fingerprints = BatchFingerprints()
 
+    def __repr__(self) -> str:
+        # What the Trainer of the other package quotes, which takes strategies of its own alone.
+        return "<GNNPipeStrategy, for the Trainer of lightning.pytorch, not of pytorch_lightning>"
+
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
         return self.engine.last_step.stats()
@@ -222,6 +226,8 @@ class GNNPipeStrategy(PipeLoops):
             # Logged values are equal on all ranks by construction, so this advice would be wrong.
             advice = ".*recommended to use `self.log.*sync_dist=True"
             warnings.filterwarnings("ignore", message=advice)
+        # One step an epoch is how a whole graph trains, no mistake of the logging interval.
+        warnings.filterwarnings("ignore", message=r".*number of training batches \(1\) is smaller")
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -284,7 +290,8 @@ class GNNPipeStrategy(PipeLoops):
         output = super().training_step(*args, **kwargs)
         engine.batches.early_loss.run = None
         self.controls.reset()  # what callbacks ask for is for one step
-        check_was_called(self._prefix, engine.num_training_passes > passes)
+        was_called = engine.num_training_passes > passes
+        check_was_called(self._prefix, was_called, self.lightning_module)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)

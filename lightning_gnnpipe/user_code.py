@@ -31,6 +31,10 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARY = _folders()
+_HERE = os.path.dirname(__file__) + os.sep
+_MOST_BEHIND = 4  # frames of libraries behind the user's last
+_OWN = "is_users_own"
+_SILENT = "is_told_by_another_process"
 _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 
 
@@ -73,33 +77,46 @@ def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def shorten(error: BaseException) -> None:
     """Leave of the traceback of `error`, and of its causes, the user's lines and where it failed.
 
-    An error of this package ends at the user's line. Of another error, what is called from the last
-    line of the user's stays. The whole traceback is logged at the level DEBUG.
+    An error of this package says its cause, and ends at the user's line. Of another error, what is
+    called from the last line of the user's stays. All of it is logged at the level DEBUG.
     """
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", "".join(traceback.format_exception(None, error, error.__traceback__)))
+    if isinstance(error, GNNPipeError):
+        error.__context__ = error.__cause__ or error.__context__
+        error.__cause__, error.__suppress_context__ = None, True
     seen: set[int] = set()
-    is_ours = isinstance(error, GNNPipeError)
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
-        frames = list(_frames(one.__traceback__))
+        is_ours, frames = isinstance(one, GNNPipeError), list(_frames(one.__traceback__))
         if any(is_users(frame.tb_frame.f_code) for frame in frames):
-            one.__traceback__ = _joined(_telling(frames, is_ours=is_ours))
+            one.__traceback__ = _joined(_telling(frames, is_ours or _OWN in vars(one)))
         elif is_ours:
             one.__traceback__ = None
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
+def mark_own(error: BaseException) -> None:
+    """Let `error` be known as the user's own, though this package has made the call."""
+    vars(error)[_OWN] = True
+
+
 def silence(error: BaseException) -> None:
     """Print nothing when the program ends by `error`: another process prints the same."""
+    vars(error)[_SILENT] = True
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error:
+        if not is_silent(value):
             shown(kind, value, trace)
 
     sys.excepthook = show
+
+
+def is_silent(error: BaseException) -> bool:
+    """Whether another process prints `error`."""
+    return _SILENT in vars(error)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -108,12 +125,19 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _telling(frames: list[TracebackType], *, is_ours: bool) -> list[TracebackType]:
-    """Return the frames of the user's, and, of errors that are not ours, all behind the last."""
+def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
+    """Return the frames of the user's, and the last ones behind them.
+
+    Those of this package tell something of errors alone that are neither its own nor the user's.
+    """
     last = max(i for i, one in enumerate(frames) if is_users(one.tb_frame.f_code))
     kept = [one for one in frames[: last + 1] if is_users(one.tb_frame.f_code)]
-    behind = [] if is_ours else frames[last + 1 :]
-    return [*kept, *(one for one in behind if not _is_a_call(one.tb_frame.f_code))]
+    behind = [one for one in frames[last + 1 :] if not _is_a_call(one.tb_frame.f_code)]
+    if is_ours:
+        names = [one.tb_frame.f_code.co_filename for one in behind]
+        ours = [i for i, name in enumerate(names) if name.startswith(_HERE)]
+        behind = behind[ours[-1] + 1 :] if ours else behind
+    return [*kept, *behind[-_MOST_BEHIND:]]
 
 
 def _is_a_call(code: CodeType) -> bool:

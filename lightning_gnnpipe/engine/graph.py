@@ -179,7 +179,9 @@ class GraphCache:
         if not self._has_warned:
             log.warning(
                 "The graph changed between training steps: from pipelined steps to an exact step "
-                "for each change, since histories belong to one graph."
+                "for each change, since histories belong to one graph. If each batch is another "
+                "one (NeighborLoader), no step overlaps: train on one device, or on the whole "
+                "graph."
             )
         self._has_warned = True
 

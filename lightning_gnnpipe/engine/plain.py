@@ -18,6 +18,7 @@ from lightning_gnnpipe.engine.switch import own_forward
 from lightning_gnnpipe.engine.trial import flatten
 from lightning_gnnpipe.errors import GNNPipeError
 from lightning_gnnpipe.stages import Call, Inputs, Sample, draw_sample, undisturbed
+from lightning_gnnpipe.user_code import mark_own
 
 
 @contextmanager
@@ -36,10 +37,11 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
     try:
         yield
     except Exception:
-        own = _error_on_sample(module, call, inputs) and _error_on_batch(module, call)
+        own = _error_on_sample(module, call, inputs) and _error_of(module, *call.arguments)
         if own is None:
             raise
     if own is not None:
+        mark_own(own)
         raise own from None
 
 
@@ -55,7 +57,10 @@ def raising_wrong_arguments(
             try:
                 inspect.signature(module.forward).bind(*args, **kwargs)
             except TypeError:
-                module.forward(*args, **kwargs)
+                error = _error_of(module, args, kwargs)
+                if error is not None:
+                    mark_own(error)
+                    raise error from None
         raise
 
 
@@ -78,8 +83,9 @@ def _error_on_sample(module: nn.Module, call: Call, inputs: Inputs) -> Exception
     return None
 
 
-def _error_on_batch(module: nn.Module, call: Call) -> Exception | None:
-    args, kwargs = call.arguments
+def _error_of(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Exception | None:
     try:
         with own_forward(module), undisturbed(module):
             module.forward(*args, **kwargs)

@@ -82,7 +82,7 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
         UnsupportedError: If several tensors could be edges, and their names do not tell.
     """
     named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
-    shaped = [i for i, leaf in enumerate(call.leaves) if is_edges(leaf)]
+    shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
     found = named or shaped
     if not found and needs_edges:
         raise GraphError(
@@ -103,7 +103,7 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
             )
         )
     for i in found:
-        if len(found) > 1 and not is_edges(call.leaves[i]):
+        if len(found) > 1 and not _is_edges(call.leaves[i]):
             raise GraphError(
                 explain(
                     expected=f"'{call.names[i]}' to hold integers in shape [2, num_edges]",
@@ -116,10 +116,14 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
     return EdgeSets(tuple(found), tuple(call.names[i] for i in found), sizes)
 
 
-def is_edges(leaf: Tensor) -> bool:
-    """Whether a tensor has the shape and type of edges."""
+def _is_edges(leaf: Tensor) -> bool:
     is_index = leaf.dtype in (torch.int64, torch.int32)
     return is_index and leaf.dim() == 2 and leaf.size(0) == 2
+
+
+def is_label_name(name: str) -> bool:
+    """Whether a tensor of this name is of pairs of nodes to be scored, which are no edges."""
+    return name.rsplit(".", 1)[-1].startswith("edge_label")
 
 
 def _stem(name: str) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.errors import GraphError, explain
 from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets, is_edges
+from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets, is_label_name
 from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 
 
@@ -52,7 +52,7 @@ def classify_graph(call: Call) -> Inputs:
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
-        is_edge_name = edges.is_edge_name(name)
+        is_edge_name = edges.is_edge_name(name) and not is_label_name(name)
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)
@@ -61,8 +61,6 @@ def classify_graph(call: Call) -> Inputs:
         elif rows == num_nodes and not is_edge_name:
             kind = Kind.NODE
         elif is_edge_name:
-            if is_edges(leaf):
-                raise _decodes(name, leaf)
             wanted = " or ".join(map(str, edges.sizes))
             raise GraphError(
                 explain(
@@ -74,18 +72,6 @@ def classify_graph(call: Call) -> Inputs:
         kinds.append(kind)
         numbers.append(number)
     return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
-
-
-def _decodes(name: str, leaf: Tensor) -> UnsupportedError:
-    return UnsupportedError(
-        explain(
-            expected="the pipelined module to give rows of nodes, and pairs of nodes to be scored "
-            "outside",
-            found=f"'{name}' of shape {list(leaf.shape)}",
-            remedy="Return z, the rows of all nodes, from forward; compute "
-            "(z[edge_label_index[0]] * z[edge_label_index[1]]).sum(-1) in training_step.",
-        )
-    )
 
 
 def _count_nodes(call: Call, edges: EdgeSets) -> int:

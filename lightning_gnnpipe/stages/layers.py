@@ -156,7 +156,7 @@ def _check_outputs(
                     expected=f"every output of the pipelined module to have one row {rows}",
                     found=(values[name].words if name in values else "several results in one")
                     + at(line_of_node(node)),
-                    remedy=remedy or _remedy(values.get(name)),
+                    remedy=remedy or _remedy(values.get(name), line_of_node(node)),
                 )
             )
     if not found:
@@ -170,8 +170,8 @@ def _check_outputs(
     return tuple(found)
 
 
-def _remedy(value: Value | None) -> str:
-    if value is None:
+def _remedy(value: Value | None, line: str) -> str:
+    if value is None or "return_attention_weights" in line:
         return _REMEDY_SEVERAL
     return _REMEDY_EDGES if value.kind is Kind.EDGE else _REMEDY_OUTPUTS
 

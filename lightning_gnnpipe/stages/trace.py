@@ -50,6 +50,23 @@ _REMEDY_ITEMS = (
 )
 
 
+# What torch.fx says, and what the user's line does.
+_FAULTS = {
+    "item assignment": "an assignment to some rows of a tensor",
+    "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
+    "cannot be iterated": "a loop over a tensor",
+    "'len' is not supported": "len() of a tensor, where x.size(0) is supported",
+}
+
+
+def _words(error: Exception) -> str:
+    for text, words in _FAULTS.items():
+        if text in str(error):
+            return words
+    text = first_line(error).replace("'Proxy' object", "a tensor of the trace")
+    return f"{type(error).__name__}: {text.replace('Proxy', 'a tensor of the trace')}"
+
+
 def trace(module: nn.Module, call: Call) -> fx.Graph:
     """Return the graph of `module.forward` for the tensors of `call`.
 
@@ -94,7 +111,7 @@ def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
         raise UnsupportedError(
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
-                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+                found=f"{_words(error)}{at(line_of(error))}",
                 remedy=_REMEDY_ITEMS if "item assignment" in str(error) else _REMEDY,
             )
         ) from error

@@ -38,8 +38,8 @@ _REMEDY_EDGES = (
     "pass it to forward as 'edge_weight'."
 )
 _REMEDY_INDEX = (
-    "If '{}' holds numbers of nodes, let forward return the rows of all nodes, and take those rows "
-    "in training_step."
+    "If '{}' holds numbers of nodes, such as pairs to be scored, let forward return z, the rows of "
+    "all nodes, and compute z[pairs[0]] * z[pairs[1]] in training_step."
 )
 _REMEDY_SETS = (
     " An edge-level argument belongs to one edge set, that of its number of rows or of its name: "
