@@ -28,9 +28,10 @@ class FrankParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print `message` without the page of usage before it, and end with status 2."""
-        parser = getattr(ex, "subcommand_parser", None) or self
-        command = parser.prog.replace(" [options]", "")
-        self.exit(2, f"{command}: {message}\nThe options: {command} --help\n")
+        is_command = " [options]" in self.prog
+        name = self.prog.replace(" [options]", "")
+        listed = f"{name} --help" if is_command else f"{name} COMMAND --help"
+        self.exit(2, f"{name}: {message}\nAll options: {listed}\n")
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Register `instantiator` for a class, as jsonargparse does; its errors pass through."""

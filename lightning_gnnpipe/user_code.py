@@ -6,6 +6,7 @@ call of `fit` and the user's line that fails. `shorten` leaves the user's lines.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import logging
 import os
@@ -14,6 +15,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from types import CodeType, FrameType, TracebackType
+
+from torch import nn
 
 from lightning_gnnpipe.errors import GNNPipeError
 
@@ -31,6 +34,7 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARY = _folders()
+_CALLS = inspect.getsourcefile(nn.Module)
 _HERE = os.path.dirname(__file__) + os.sep
 _MOST_BEHIND = 4  # frames of libraries behind the user's last
 _OWN = "is_users_own"
@@ -48,7 +52,7 @@ def is_users(code: CodeType) -> bool:
 
 def line_here() -> str:
     """Return the innermost line of the user's that is running; empty if there is none."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back
     return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
@@ -142,7 +146,7 @@ def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
 
 def _is_a_call(code: CodeType) -> bool:
     """Whether `code` only hands on to the forward of a module."""
-    return code.co_name in ("_wrapped_call_impl", "_call_impl")
+    return code.co_filename == _CALLS
 
 
 def _joined(frames: Iterable[TracebackType]) -> TracebackType | None:

@@ -461,20 +461,18 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("make", "call"),
+    ("make", "call", "devices"),
     [
-        (Embeds, by_edges),
-        (Embeds, lambda net, data: net(data.edge_index, data.x)),
-        (WithoutFeatures, by_type),
-        (lambda: gnn.LINKX(N, D, 8, D, 2), lambda net, data: net(data.x, data.edge_index)),
+        (Embeds, by_edges, 1),
+        (Embeds, by_edges, 2),
+        (Embeds, lambda net, data: net(data.edge_index, data.x), 1),
+        (WithoutFeatures, by_type, 1),
+        (lambda: gnn.LINKX(N, D, 8, D, 2), lambda net, data: net(data.x, data.edge_index), 1),
     ],
 )
-@pytest.mark.parametrize("devices", [1, 2])
 def test_weights_of_nodes_train_with_one_chunk(
     make: Callable[[], nn.Module], call: Forward, devices: int
 ) -> None:
-    if devices == 2 and make is not Embeds:
-        pytest.skip("one layer is left for the second stage")
     modules = []
     for num_chunks in (0, 1):
         torch.manual_seed(0)
