@@ -80,8 +80,8 @@ class GNNPipeStrategy(PipeLoops):
             50 after a pipelined step; at most one step in 20.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
-        balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
-            the number of layers of each stage.
+        balance: How layers are dealt out to stages: "measured" (by a few timed passes), "uniform",
+            or the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
             that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so
             many bits a value, rounded at random so that the mean is right. A pair is one for rows,

@@ -26,13 +26,11 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import GNNPipeError, GraphError, UnsupportedError
+from tests.helpers.texts import INSIDES
 
 N, E, D = 40, 160, 4
 ROOT = Path(__file__).parents[1]
 SCREEN = 24  # lines
-INSIDES = re.compile(
-    r"leaf_\d|Value\(|<?Kind\.|%\w+|module_\w+|Proxy|num_users|call_(module|function)|_Slot|Segment"
-)
 
 Forward = Callable[[Any, Data], Any]
 

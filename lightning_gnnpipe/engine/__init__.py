@@ -13,6 +13,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
+from lightning_gnnpipe.engine.plain import is_one_graph
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.splitting import Balance
@@ -51,6 +52,7 @@ __all__ = [
     "forecast",
     "full_state_dict",
     "graph_of_node",
+    "is_one_graph",
     "merge_optimizer_states",
     "num_nodes",
     "own_optimizer_state",

@@ -36,7 +36,7 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.plain import gives_rows_of_nodes, raising_wrong_arguments
+from lightning_gnnpipe.engine.plain import is_one_graph, raising_wrong_arguments
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.resume import save_rank, take_histories
 from lightning_gnnpipe.engine.run_state import RunState, SavedRun
@@ -52,7 +52,6 @@ from lightning_gnnpipe.stages import (
     Inputs,
     KnownKinds,
     Layers,
-    classify,
     find_graphs,
     take_apart,
 )
@@ -184,11 +183,9 @@ class PipelineEngine:
             return call
         if self.progress.graph_of_node is not None or not vector.numel() or vector.any():
             return call
-        single = replace(call, is_one_graph=True)
         if self._is_one_graph is None:
-            module = self.model.module
-            self._is_one_graph = gives_rows_of_nodes(module, single, classify(single))
-        return single if self._is_one_graph else call
+            self._is_one_graph = is_one_graph(self.model.module, call)
+        return replace(call, is_one_graph=self._is_one_graph)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came, or has failed."""

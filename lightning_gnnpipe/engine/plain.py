@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from lightning_gnnpipe.engine.switch import own_forward
 from lightning_gnnpipe.engine.trial import flatten
 from lightning_gnnpipe.errors import GNNPipeError
-from lightning_gnnpipe.stages import Call, Inputs, Sample, draw_sample, undisturbed
+from lightning_gnnpipe.stages import Call, Inputs, Sample, classify, draw_sample, undisturbed
 from lightning_gnnpipe.user_code import mark_own
 
 
@@ -64,11 +65,15 @@ def raising_wrong_arguments(
         raise
 
 
-def gives_rows_of_nodes(module: nn.Module, call: Call, inputs: Inputs) -> bool:
-    """Whether all outputs of `module` have one row a node, on a small part of one graph."""
+def is_one_graph(module: nn.Module, call: Call) -> bool:
+    """Whether `call`, with a batch vector of zeros, is one of a single graph to cut into chunks.
+
+    It is where outputs have one row a node, as on a small part of the graph.
+    """
+    single = replace(call, is_one_graph=True)
     try:
-        sample = draw_sample(module, call, inputs)
-        outputs = flatten(_run_on_sample(module, call, sample))
+        sample = draw_sample(module, single, classify(single))
+        outputs = flatten(_run_on_sample(module, single, sample))
     except Exception:  # it will fail again, where the error is told
         return False
     rows = [output.size(0) if output.dim() else -1 for output in outputs]

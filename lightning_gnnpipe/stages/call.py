@@ -89,7 +89,7 @@ class DataView:
             return self.x.size(-1)
         if name in _OPTIONAL:
             return None
-        raise AttributeError(f"the graph has no '{name}'")
+        raise AttributeError(f"the graph has no dense tensor or plain value '{name}'")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -44,10 +44,12 @@ _REMEDY = (
     "name a smaller module by GNNPipeStrategy(pipelined_module=...), or list its layers in a "
     "method 'pipeline_layers' (README, limits)."
 )
-_REMEDY_ITEMS = (
-    "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, h), which makes a "
-    "new tensor."
-)
+_REMEDIES = {
+    "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
+    "h), which makes a new tensor.",
+    "the graph has no": "Other attributes do not reach the pipelined module: pass 'edge_index' "
+    "rather than a sparse matrix, and use lists and objects in training_step.",
+}
 
 
 # What torch.fx says, and what the user's line does.
@@ -112,7 +114,7 @@ def _trace_once(module: nn.Module, call: Call) -> fx.Graph:
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
                 found=f"{_words(error)}{at(line_of(error))}",
-                remedy=_REMEDY_ITEMS if "item assignment" in str(error) else _REMEDY,
+                remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
             )
         ) from error
     finally:
