@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.distributed_c10d import Store
 
 _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -106,7 +107,13 @@ def change_overflows(
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Let collective calls of `group`, or of all ranks, fail after `timeout`."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group or dist.group.WORLD)
+    public = getattr(dist, "set_timeout", None)  # from torch 2.14, which deprecates the private one
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout, group or dist.group.WORLD)
+
+
+def default_store() -> Store:
+    """Return the store in which all ranks have found each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:

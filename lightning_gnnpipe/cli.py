@@ -10,10 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning_utilities.core.imports import RequirementCache
 
@@ -21,6 +26,7 @@ import lightning_gnnpipe.models  # noqa: F401  its classes can be named without 
 from lightning_gnnpipe.cli_parser import FrankParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
 from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.user_code import is_silent
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +109,44 @@ class GNNPipeCLI(LightningCLI):
         """Return Lightning's commands and `plan`, each with the arguments that a config gives."""
         return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
 
+    def before_predict(self) -> None:
+        """Have predictions saved, unless a callback of the config writes them."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(one, BasePredictionWriter) for one in callbacks):
+            callbacks.append(SavePredictions())
+
     def instantiate_classes(self) -> None:
         assert isinstance(self.parser, FrankParser)
         with raising(self.parser):
             super().instantiate_classes()
+
+
+class SavePredictions(BasePredictionWriter):
+    """Saves what `predict_step` returned for all batches, a list, as `predictions.pt`.
+
+    The folder is that of the logger, or else `default_root_dir`. All stages and shards have the
+    same predictions; each of several replicas saves its own, with its number in the name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        options = getattr(trainer.strategy, "options", None)
+        num_replicas = 1 if options is None else options.data_parallel
+        replica, place = divmod(trainer.global_rank, trainer.world_size // num_replicas)
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if place == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"predictions{f'_{replica}' if num_replicas > 1 else ''}.pt"
+            torch.save(predictions, path)
+            sys.stdout.write(f"The predictions are in {path}.\n")
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -142,7 +182,8 @@ def main() -> int:
             parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
         )
     except (GNNPipeError, MisconfigurationException) as error:
-        sys.stderr.write(f"gnnpipe: {error}\n")
+        if not is_silent(error):
+            sys.stderr.write(f"gnnpipe: {error}\n")
         return 1
     return 0
 

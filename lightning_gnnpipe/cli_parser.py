@@ -1,4 +1,4 @@
-"""A parser of LightningCLI's that lets errors of the classes it builds out as they are.
+"""A parser of LightningCLI's with short errors, and those of the classes it builds as they are.
 
 jsonargparse tries the members of a union one after the other and turns what any of them raises into
 the text of one long `ValueError`, so that a refused option could not be told from a wrong type.
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -24,7 +24,14 @@ class _Raised(BaseException):
 
 
 class FrankParser(LightningArgumentParser):
-    """Builds classes inside of `raising` without hiding their errors."""
+    """Builds classes inside of `raising` without hiding their errors; says what is wrong alone."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print `message` without the page of usage before it, and end with status 2."""
+        is_command = " [options]" in self.prog
+        name = self.prog.replace(" [options]", "")
+        listed = f"{name} --help" if is_command else f"{name} COMMAND --help"
+        self.exit(2, f"{name}: {message}\nAll options: {listed}\n")
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Register `instantiator` for a class, as jsonargparse does; its errors pass through."""

@@ -26,7 +26,8 @@ class FullGraphDataModule(L.LightningDataModule):
     """Serve the whole graph as the only batch of fit, validate, test and predict.
 
     Masks are taken from the graph (one column of ``[num_nodes, num_splits]`` masks), from an OGB
-    data set's own split, or drawn at random where there are none. The graph handed in is not
+    data set's own split, or drawn at random where there are none. A graph with a training mask may
+    lack others: no step may ask for them. The graph handed in is not
     changed: ``datamodule.data`` is a shallow copy that shares its tensors.
 
     Example::
@@ -234,19 +235,28 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
 
 def _select_split(graph: Data, split: int) -> None:
     """Reduce every mask of ``graph`` to the column ``split``, ``[num_nodes]``."""
-    for name in MASKS:
-        mask = graph.get(name)
-        if mask is None or mask.dtype != torch.bool or mask.dim() > 2:
+    given = [name for name in MASKS if name in graph]
+    if MASKS[0] not in given:
+        raise GraphError(
+            explain(
+                expected=f"a '{MASKS[0]}', since there are other masks",
+                found=", ".join(given),
+                remedy=f"Give the graph a '{MASKS[0]}', or no mask at all to draw all three.",
+            )
+        )
+    for name in given:
+        mask = graph[name]
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() > 2:
             raise GraphError(
                 explain(
                     expected=f"a boolean '{name}' of shape [num_nodes] or [num_nodes, num_splits]",
                     found=_describe(mask),
-                    remedy=f"Give all of {', '.join(MASKS)}, or none to draw them at random.",
+                    remedy="Make it of node numbers by torch_geometric.utils.index_to_mask.",
                 )
             )
-    num_splits = max(graph[name].size(1) if graph[name].dim() == 2 else 1 for name in MASKS)
+    num_splits = max(graph[name].size(1) if graph[name].dim() == 2 else 1 for name in given)
     _check_split(split, num_splits)
-    for name in MASKS:
+    for name in given:
         if graph[name].dim() == 2:
             graph[name] = graph[name][:, split].contiguous()
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.randomness import random_state
+from lightning_gnnpipe.user_code import shorten
 
 _STOPPED = "stopped by SIGTERM"
 
@@ -46,7 +47,8 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             _compat.teardown(trainer)
             if index == 0:
                 results.put(_STOPPED)
-        except BaseException:
+        except BaseException as error:
+            shorten(error)
             trainer.strategy.abandon()
             raise
 

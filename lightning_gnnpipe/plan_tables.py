@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_gnnpipe.engine import LayoutForecast, PipelinePlan
@@ -18,13 +19,13 @@ def print_plan(plan: PipelinePlan, console: Console) -> None:
     console.print(_graph_table(plan))
     console.print(_step_table(plan))
     for line in plan.advice:
-        console.print(f"[yellow]![/] {line}")
+        console.print(f"[yellow]![/] {escape(line)}")
 
 
 def _model_table(plan: PipelinePlan) -> Table:
     table = Table(title=f"Model: {len(plan.layer_names)} layers in {len(plan.stages)} stages")
     for name in ("stage", "layers", "forward + backward [ms]", "parameters", "memory [MiB]"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
+        table.add_column(escape(name), justify="left" if name == "layers" else "right")
     for index, stage in enumerate(plan.stages):
         last = stage.first_layer + stage.num_layers - 1
         names = plan.layer_names[stage.first_layer], plan.layer_names[last]
@@ -62,7 +63,7 @@ def _step_table(plan: PipelinePlan) -> Table:
         caption=f"* best for {math.prod(plan.layout)} devices: {plan.best.options}",
     )
     for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(escape(name), justify="right" if name else "left")
     table.add_row("", "one device", f"{plan.one_device_s:.3f}", "0", "", "")
     for one in plan.layouts:
         is_own = (one.num_stages, one.num_shards) == plan.layout

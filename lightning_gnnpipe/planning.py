@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,6 +26,9 @@ from lightning_gnnpipe.engine import (
     check_replicas,
     check_schedule,
     forecast,
+    graph_of_node,
+    is_one_graph,
+    num_nodes,
     switched,
 )
 from lightning_gnnpipe.errors import ConfigError, explain
@@ -91,7 +95,10 @@ def plan_pipeline(
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs = _capture(module, pipelined, batch)
-    call = take_apart(pipelined, args, kwargs)
+    call = take_apart(pipelined, args, kwargs, partial(num_nodes, batch))
+    vector = call.batch_vector
+    if vector is not None and graph_of_node(batch) is None and not vector.any():
+        call = replace(call, is_one_graph=is_one_graph(pipelined, call))
     inputs = classify(call)
     if inputs.graphs is not None:
         raise ConfigError(
@@ -185,6 +192,8 @@ def _capture(
     except _Captured as captured:
         return captured.arguments
     except (RuntimeError, AttributeError, TypeError) as error:
+        if "trainer" not in str(error).lower():  # the user's own
+            raise
         raise ConfigError(
             explain(
                 expected="training_step to reach the pipelined module without a Trainer",

@@ -30,6 +30,7 @@ from lightning_gnnpipe.comm import (
     abandon_groups,
     choose_wire,
     end_groups_at_exit,
+    first_rank_tells,
     restart_store,
     set_group_timeout,
 )
@@ -37,6 +38,7 @@ from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.randomness import random_state, set_random_state
+from lightning_gnnpipe.user_code import shorten, silence
 
 T = TypeVar("T")
 
@@ -223,13 +225,17 @@ class PipeProcesses(_compat.LightningStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
         super().on_exception(exception)
+        shorten(exception)
         if not self._has_peers:
             return
         if self._is_interrupted:
             self.abandon()
         if isinstance(exception, SIGTERMException):  # all ranks stop
             return
-        if not isinstance(exception, PeerError | KeyboardInterrupt):
+        is_peers = isinstance(exception, PeerError)
+        if first_rank_tells(repr(exception), self.global_rank, is_peers=is_peers):
+            silence(exception)
+        elif self.global_rank and not isinstance(exception, PeerError | KeyboardInterrupt):
             log.error("Rank %d failed: %r", self.global_rank, exception)
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)

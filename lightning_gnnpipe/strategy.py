@@ -22,6 +22,7 @@ from lightning_gnnpipe.engine import (
     PipelineStats,
     drop_foreign_states,
     graph_of_node,
+    num_nodes,
 )
 from lightning_gnnpipe.history import Staleness
 from lightning_gnnpipe.loops import PipeLoops
@@ -87,8 +88,8 @@ class GNNPipeStrategy(PipeLoops):
             inputs, stale rows leak the labels that a step hides.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
-        balance: How layers are dealt out to stages: "measured" (by one timed pass), "uniform", or
-            the number of layers of each stage.
+        balance: How layers are dealt out to stages: "measured" (by a few timed passes), "uniform",
+            or the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
             that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so
             many bits a value, rounded at random so that the mean is right. A pair is one for rows,
@@ -206,6 +207,10 @@ class GNNPipeStrategy(PipeLoops):
         )
         self._fingerprints = BatchFingerprints()
 
+    def __repr__(self) -> str:
+        # What the Trainer of the other package quotes, which takes strategies of its own alone.
+        return "<GNNPipeStrategy, for the Trainer of lightning.pytorch, not of pytorch_lightning>"
+
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
         return self.engine.last_step.stats()
@@ -231,6 +236,8 @@ class GNNPipeStrategy(PipeLoops):
             # Logged values are equal on all ranks by construction, so this advice would be wrong.
             advice = ".*recommended to use `self.log.*sync_dist=True"
             warnings.filterwarnings("ignore", message=advice)
+        # One step an epoch is how a whole graph trains, no mistake of the logging interval.
+        warnings.filterwarnings("ignore", message=r".*number of training batches \(1\) is smaller")
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -270,6 +277,7 @@ class GNNPipeStrategy(PipeLoops):
         batch = super().batch_to_device(batch, device, dataloader_idx)
         self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
         self.engine.progress.graph_of_node = graph_of_node(batch)
+        self.engine.progress.num_nodes = partial(num_nodes, batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -293,7 +301,8 @@ class GNNPipeStrategy(PipeLoops):
         output = super().training_step(*args, **kwargs)
         engine.batches.early_loss.run = None
         self.controls.reset()  # what callbacks ask for is for one step
-        check_was_called(self._prefix, engine.num_training_passes > passes)
+        was_called = engine.num_training_passes > passes
+        check_was_called(self._prefix, was_called, self.lightning_module)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)

@@ -1,4 +1,4 @@
-"""What every test has to leave as it was: the environment, processes, process groups."""
+"""What every test has to leave as it was; and no error has names of the package's insides."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+
+from lightning_gnnpipe.errors import GNNPipeError
+from tests.helpers.texts import INSIDES
 
 settings.register_profile("any machine", deadline=None)  # busy ones miss any
 settings.load_profile("any machine")
@@ -39,6 +42,22 @@ def leaves_nothing_behind() -> Iterator[None]:
     leaks = [*_end_leaked_processes(before), *_end_leaked_group()]
     if leaks:
         pytest.fail(f"The test left behind: {', '.join(leaks)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def says_nothing_of_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail on errors of the package, of this process, whose text is not for users."""
+    texts: list[str] = []
+
+    def note(self: GNNPipeError, *args: object) -> None:
+        texts.extend(map(str, args))
+        ValueError.__init__(self, *args)
+
+    monkeypatch.setattr(GNNPipeError, "__init__", note)
+    yield
+    found = [text for text in texts if INSIDES.search(text)]
+    if found:
+        pytest.fail(f"Errors have names of insides: {found}", pytrace=False)
 
 
 def _children() -> list[psutil.Process]:

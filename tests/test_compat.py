@@ -10,14 +10,19 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch import nn
 
-PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_gnnpipe"
 COMPAT = sorted(PACKAGE.glob("_compat*.py"))
 
 LAUNCHERS = "lightning.pytorch.strategies.launchers"
@@ -60,6 +65,7 @@ NAMES = [
     "torch.fx:Tracer._autowrap_search",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
+    "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.distributed_c10d:_set_pg_timeout",
     "torch.nn.modules.batchnorm:_BatchNorm",
     "torch.nn.modules.instancenorm:_InstanceNorm",
@@ -265,3 +271,33 @@ def test_what_compat_finds_is_what_users_write() -> None:
     assert _compat_torch.has_hooks(linear)
     assert not _compat_torch.is_compiled(linear)
     assert _compat_torch.is_compiled(torch.compile(linear))
+
+
+def test_timeouts_of_groups_are_set_by_the_public_function_of_newer_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The private one prints a deprecation there."""
+    from lightning_gnnpipe import _compat_torch
+
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "set_timeout", lambda *args: given.append(args), raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    group: Any = object()
+    _compat_torch.set_group_timeout(timedelta(seconds=3), group)
+    assert given == [(timedelta(seconds=3), group)]
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
+def test_compromised_releases_are_not_installed(name: str) -> None:
+    """GHSA-w37p-236h-pfx3."""
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    required = map(Requirement, [*project["dependencies"], *chain.from_iterable(extras)])
+    for one in required:
+        if one.name == name:
+            assert not {"2.6.2", "2.6.3"} & set(one.specifier.filter(["2.6.2", "2.6.3"]))
+    files = [ROOT / "constraints.txt", ROOT / "constraints-oldest.txt"]
+    pinned = [line.strip() for path in files for line in path.read_text().splitlines()]
+    assert not {f"{name}==2.6.2", f"{name}==2.6.3"} & set(pinned)
+    assert any(Requirement(one).name == "lightning" for one in project["dependencies"])

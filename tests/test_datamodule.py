@@ -94,6 +94,15 @@ def test_one_test_mask_may_serve_several_splits():
     assert [data[name].nonzero().item() for name in MASKS] == [2, 3, 9]
 
 
+@pytest.mark.parametrize("num_splits", [None, 5])
+@pytest.mark.parametrize("missing", ["val_mask", "test_mask"])
+def test_a_graph_may_lack_masks_that_no_step_asks_for(num_splits, missing):
+    masks = masks_of(0, num_splits) if num_splits else masks_of(0)
+    data = FullGraphDataModule(build_graph(**masks | {missing: None})).data
+    assert missing not in data
+    assert data.train_mask.shape == (NUM_NODES,)
+
+
 def test_random_masks_are_disjoint_seeded_and_of_the_given_shares():
     data = FullGraphDataModule(build_graph(), seed=1).data
     assert [int(data[name].sum()) for name in MASKS] == [6, 2, 2]
@@ -178,7 +187,7 @@ BAD_GRAPHS = {
         r"'val_mask' to have one row for each of the 10 nodes \(got \[11\], torch.bool\)",
     ),
     "mask of numbers": (masks_of(0) | dict(test_mask=torch.ones(10)), r"a boolean 'test_mask'"),
-    "mask missing": (masks_of(0) | dict(val_mask=None), r"a boolean 'val_mask'.*none to draw"),
+    "no training mask": (masks_of(0) | dict(train_mask=None), r"a 'train_mask'.*no mask at all"),
 }
 
 

@@ -12,12 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
 
 # What each part may import of ours; these are open to all.
-SHARED = {"types", "errors", "removed", "nested", "_compat_pyg", "_compat_torch"}
+SHARED = {"types", "errors", "removed", "nested", "user_code", "_compat_pyg", "_compat_torch"}
 PARTS = ("graph", "stages", "passing", "schedule", "history", "comm")
 ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in PARTS},
     "types": set(),
     "errors": set(),
+    "user_code": set(),
     "removed": set(),
     "nested": set(),
     "controls": set(),

@@ -405,3 +405,21 @@ def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
     module = Impatient(GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=4), NUM_CLASSES)
     with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
         GNNPipeStrategy().plan(module, data)
+
+
+def test_the_users_own_error_is_raised_as_it_is() -> None:
+    module, data = make()
+    data.x = data.x[:, :-1]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        GNNPipeStrategy().plan(module, data)
+
+
+def test_one_graph_with_a_batch_vector_of_zeros_is_planned() -> None:
+    class Vectored(NodeClassifier):
+        def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+            return self.net(batch.x, batch.edge_index, batch=batch.batch).square().mean()
+
+    _, data = make()
+    data.batch = torch.zeros(data.num_nodes, dtype=torch.long)
+    net = gnn.GCN(NUM_FEATURES, WIDTH, num_layers=4, norm="graph_norm")
+    assert len(GNNPipeStrategy(num_chunks=4).plan(Vectored(net, 2), data).chunk_rows) == 4

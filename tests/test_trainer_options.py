@@ -327,3 +327,15 @@ def test_a_script_of_many_runs_equals_plain_lightning(num_stages: int, tmp_path:
         for name, value in found.items():
             theirs = expected[name]
             torch.testing.assert_close(value, theirs, rtol=1e-8, atol=1e-6, msg=name)
+
+
+def test_the_trainer_of_the_other_package_says_which_one_is_meant() -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(ValueError, match=r"the Trainer of lightning\.pytorch, not of pyt"):
+        other.Trainer(accelerator="cpu", strategy=GNNPipeStrategy())
+
+
+@pytest.mark.filterwarnings("error:.*smaller than the logging interval")
+def test_one_step_an_epoch_is_no_mistake_of_the_logging_interval(tmp_path: Path) -> None:
+    trainer = make_trainer(1, 1, logger=CSVLogger(tmp_path))
+    trainer.fit(make_module(), datamodule=datamodule())

@@ -7,7 +7,11 @@ from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
 from lightning_gnnpipe.comm.codec import Codecs, get_codec, get_codecs
 from lightning_gnnpipe.comm.collect import share_tensors
 from lightning_gnnpipe.comm.collectives import Collectives
-from lightning_gnnpipe.comm.leaving import abandon_groups, end_groups_at_exit
+from lightning_gnnpipe.comm.leaving import (
+    abandon_groups,
+    end_groups_at_exit,
+    first_rank_tells,
+)
 from lightning_gnnpipe.comm.link import Link
 from lightning_gnnpipe.comm.mesh import Members, Mesh, World
 from lightning_gnnpipe.comm.meter import Meter
@@ -36,6 +40,7 @@ __all__ = [
     "abandon_groups",
     "choose_wire",
     "end_groups_at_exit",
+    "first_rank_tells",
     "get_codec",
     "get_codecs",
     "load_shards",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node
+from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node, num_nodes
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
@@ -13,6 +13,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
+from lightning_gnnpipe.engine.plain import is_one_graph
 from lightning_gnnpipe.engine.run_state import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.splitting import Balance
@@ -52,7 +53,9 @@ __all__ = [
     "forecast",
     "full_state_dict",
     "graph_of_node",
+    "is_one_graph",
     "merge_optimizer_states",
+    "num_nodes",
     "own_optimizer_state",
     "own_state_dict",
     "phases",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch_geometric.data import Batch
+from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
@@ -24,6 +24,10 @@ def _unscaled() -> float:
     return 1.0  # no lambda: where processes are spawned, it is pickled
 
 
+def _unknown() -> None:
+    return None
+
+
 def _never() -> bool:
     return False
 
@@ -36,6 +40,7 @@ class Progress:
         step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
         batch_fingerprint: Of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
+        num_nodes: Returns the nodes of the batch, if it is a graph.
         loss: The last loss, to be compared between ranks.
         loss_scale: Returns the factor on the loss before it goes backward.
         validates_next: Returns whether validation will run before the next step, with its weights.
@@ -49,6 +54,7 @@ class Progress:
     step_index: int = 0
     batch_fingerprint: int = 0
     graph_of_node: Tensor | None = None
+    num_nodes: Callable[[], int | None] = _unknown
     loss: float = 0.0
     loss_scale: Callable[[], float] = _unscaled
     validates_next: Callable[[], bool] = _never
@@ -84,11 +90,21 @@ class BatchFingerprints:
 
 def graph_of_node(batch: Any) -> Tensor | None:
     """Return the batch vector of a PyG `Batch`, or of the first one in a tuple or list."""
-    if isinstance(batch, list | tuple):
-        found = (graph_of_node(item) for item in batch)
-        return next((one for one in found if one is not None), None)
-    vector = batch.batch if isinstance(batch, Batch) else None
-    return vector if isinstance(vector, Tensor) and vector.numel() else None
+    graphs = (one.batch for one in _graphs(batch) if isinstance(one, Batch))
+    return next((one for one in graphs if isinstance(one, Tensor) and one.numel()), None)
+
+
+def num_nodes(batch: Any) -> int | None:
+    """Return the nodes of a PyG `Data`, or of the first one in a tuple or list."""
+    return next((one.num_nodes for one in _graphs(batch)), None)
+
+
+def _graphs(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Batch | Data):
+        yield batch
+    elif isinstance(batch, list | tuple):
+        for item in batch:
+            yield from _graphs(item)
 
 
 class Agreed(NamedTuple):

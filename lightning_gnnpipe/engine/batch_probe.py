@@ -29,9 +29,11 @@ from lightning_gnnpipe.stages import (
     Inputs,
     Layers,
     draw_sample,
+    line_of_node,
     strip_root,
     undisturbed,
 )
+from lightning_gnnpipe.user_code import at
 
 REMEDY = (
     "Something looks at several graphs at once: normalise and pool with the batch vector, compute "
@@ -159,12 +161,14 @@ def _run_layers(
 
 
 def _compare_all(layers: Layers, ours: Results, theirs: Results) -> None:
+    ends = layers.segments[-1].ends
     for name, a, b in zip(layers.outputs, ours[0], theirs[0], strict=True):
+        output = f"an output{at(line_of_node(ends[name]))}"
         if a.shape != b.shape:
-            raise _refuse(f"output '{name}' of shape {list(a.shape)} instead of {list(b.shape)}")
+            raise _refuse(f"shape {list(a.shape)} instead of {list(b.shape)} of {output}")
         if not compare(a, b):
             size = float((a.double() - b.double()).abs().nan_to_num().max())
-            raise _refuse(f"a difference of {size:.2g} in output '{name}'")
+            raise _refuse(f"a difference of {size:.2g} in {output}")
     largest = max((float(g.double().norm()) for g in theirs[1] if g is not None), default=0.0)
     for one, other in zip(ours[1], theirs[1], strict=True):
         known = [grad for grad in (one, other) if grad is not None]

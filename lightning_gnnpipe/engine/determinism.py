@@ -23,6 +23,15 @@ def _mean_rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, **_: Any)
     return F.leaky_relu(x, (lower + upper) / 2)
 
 
+def _first_choice(p: Tensor, num_samples: int, *_: Any, **__: Any) -> Tensor:
+    return p.new_zeros((*p.shape[:-1], num_samples), dtype=torch.int64)
+
+
+def _softmax(logits: Tensor, tau: float = 1, hard: bool = False, *_: Any, **rest: Any) -> Tensor:
+    soft = (logits / tau).softmax(rest.get("dim", -1))
+    return soft.round() + (soft - soft.detach()) if hard else soft
+
+
 _RANDOM: dict[Any, Callable[..., Tensor]] = {
     F.rrelu: _mean_rrelu,
     torch.normal: _no_normal,
@@ -34,17 +43,32 @@ _RANDOM: dict[Any, Callable[..., Tensor]] = {
     Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
     Tensor.normal_: lambda x, *_, **__: x.zero_(),
     Tensor.uniform_: lambda x, *_, **__: x.zero_(),
+    Tensor.exponential_: lambda x, *_, **__: x.fill_(1),
+    Tensor.log_normal_: lambda x, *_, **__: x.fill_(1),
+    Tensor.cauchy_: lambda x, *_, **__: x.zero_(),
+    Tensor.geometric_: lambda x, *_, **__: x.fill_(1),
+    Tensor.random_: lambda x, *_, **__: x.zero_(),
+    F.gumbel_softmax: _softmax,
+    torch.multinomial: _first_choice,
+    torch.poisson: lambda rates, *_, **__: rates,
 }
+
+# Functions with dropout inside. Its rate is their only positional float.
+_WITH_DROPOUT = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_WITH_DROPOUT |= {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoRandomness(TorchFunctionMode):
     """Makes dropout the identity, whatever `training` says, and random numbers constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _RANDOM:
             kwargs.pop("generator", None)
             return _RANDOM[func](*args, **kwargs)
+        if func in _WITH_DROPOUT:
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+            kwargs |= {name: 0.0 for name in kwargs if name == "dropout_p"}
         return func(*args, **kwargs)

@@ -38,6 +38,7 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.pass_state import PassState
+from lightning_gnnpipe.engine.plain import is_one_graph, raising_wrong_arguments
 from lightning_gnnpipe.engine.resume import save_rank
 from lightning_gnnpipe.engine.run_state import InputState, RankHistories, RunState, SavedRun
 from lightning_gnnpipe.engine.running_statistics import RunningStatistics
@@ -74,8 +75,10 @@ class PipelineEngine:
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
+        self.model = PipelinedModel(
+            module, transport, options.splitting, self._check_layers, self.graphs.is_cut
+        )
         self.progress = Progress()
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
@@ -97,6 +100,7 @@ class PipelineEngine:
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # the loss of the last step, on this rank
         self._was_exact: bool | None = None  # the last step over one graph; None for graphs
+        self._is_one_graph: bool | None = None  # where batch vectors are all zeros
         self._unguard: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
@@ -134,8 +138,10 @@ class PipelineEngine:
                     remedy="Call the module once a step, or the second time in torch.no_grad().",
                 )
             )
-        call = take_apart(self.model.module, args, kwargs)
-        call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
+        with raising_wrong_arguments(self.model.module, args, kwargs):
+            call = take_apart(self.model.module, args, kwargs, self.progress.num_nodes)
+            call = self._as_one_graph(call)
+            call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
         has_graphs = inputs.graphs is not None
         key = None
         if has_graphs:
@@ -191,6 +197,21 @@ class PipelineEngine:
     def tell_changes(self) -> None:
         """Say how many steps were exact because of their inputs, if any were."""
         self.graphs.inputs.tell_share(self.num_training_passes)
+
+    def _as_one_graph(self, call: Call) -> Call:
+        """Return the call as one of a single graph, if it is: one to cut into chunks.
+
+        Its batch vector is all zeros, and outputs have one row a node. A PyG `Batch` is one of a
+        loader, whose other batches may hold several.
+        """
+        vector, has_replicas = call.batch_vector, self.transport.world.num_replicas > 1
+        if vector is None or has_replicas or self._checks.has_seen_graphs:
+            return call
+        if self.progress.graph_of_node is not None or not vector.numel() or vector.any():
+            return call
+        if self._is_one_graph is None:
+            self._is_one_graph = is_one_graph(self.model.module, call)
+        return replace(call, is_one_graph=self._is_one_graph)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came, or has failed."""

@@ -21,6 +21,7 @@ from lightning_gnnpipe.engine.measured import LayoutOptions, Measured
 from lightning_gnnpipe.engine.names import LayerNames
 from lightning_gnnpipe.engine.norms import stages_of_norms
 from lightning_gnnpipe.engine.pipeline_plan import PipelinePlan, choose_layout, with_advice
+from lightning_gnnpipe.engine.plain import raising_own_errors
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.errors import ConfigError, explain
@@ -95,14 +96,14 @@ def forecast(
     is_cut = options.num_chunks * num_shards > 1
     check_support(module, options.num_chunks, num_shards)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-    with without_memory(find_convs(module)):
+    with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
         repeats = bool(options.layouts.repeat_encoder)
         served = find_layers(module).all
-        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats)
-    if options.layout is not None:
-        _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
-    if options.self_check and (is_cut or is_listed(module)):
-        check_layers(module, layers, call, inputs, on_chunks=is_cut)
+        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
+        if options.layout is not None:
+            _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
+        if options.self_check and (is_cut or is_listed(module)):
+            check_layers(module, layers, call, inputs, on_chunks=is_cut)
     edge_index = inputs.edge_index.cpu()
     assignment = partition_nodes(
         edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=options.partition

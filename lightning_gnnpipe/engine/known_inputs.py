@@ -19,6 +19,17 @@ from lightning_gnnpipe.engine.run_state import SavedHistories
 
 log = logging.getLogger(__name__)
 
+_RANDOM = (
+    "If they are new in every step, draw the random numbers in the module's forward, shaped like "
+    "its tensors (dropout, torch.rand_like). For small augmentation there is "
+    "GNNPipeStrategy(changing_inputs='allow'); with known labels among the inputs it leaks the "
+    "hidden ones."
+)
+_SAMPLED = (
+    "If each batch is another graph (NeighborLoader, dropped edges), no step overlaps: train on "
+    "one device, or on the whole graph."
+)
+
 _MOST_KEPT = 32
 _MOST_BYTES = 2 << 30
 _MOST_SEEN = 1024
@@ -109,15 +120,14 @@ class KnownInputs:
         self.num_changed += bool(names)
         if names and not self._is_quiet:
             self._is_quiet = True
+            remedy = _RANDOM if self.last is None or key.graph == self.last.graph else _SAMPLED
             log.warning(
                 "The pipelined module was given another %s than in the step before: from pipelined "
                 "steps to an exact step for each new input, since rows of neighbours are read from "
                 "earlier steps on the same input only. Inputs that come again are pipelined from "
-                "their third step on. If they are new in every step, draw the random numbers in "
-                "the module's forward, shaped like its tensors (dropout, torch.rand_like). For "
-                "small augmentation there is GNNPipeStrategy(changing_inputs='allow'); with known "
-                "labels among the inputs it leaks the hidden ones. Shown once.",
+                "their third step on. %s Shown once.",
                 " and another ".join(names[:3]),
+                remedy,
             )
 
     def tell_share(self, num_steps: int) -> None:

@@ -20,6 +20,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.gradients import GradientSums
 from lightning_gnnpipe.engine.mode import Mode, reads_key, trace_key
 from lightning_gnnpipe.engine.norms import check_norms
+from lightning_gnnpipe.engine.plain import raising_own_errors
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
@@ -62,6 +63,7 @@ class PipelinedModel:
         splitting: How layers are dealt out.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
+        is_cut: Returns whether a graph may be trained on in several chunks, or shards.
     """
 
     def __init__(
@@ -70,12 +72,13 @@ class PipelinedModel:
         transport: Transport,
         splitting: Splitting,
         check: Check,
+        is_cut: Callable[[Inputs], bool],
     ) -> None:
         self.module = module
         self.intercepted = find_layers(module)
         self._transport = transport
         self._splitting = splitting
-        self._check = check
+        self._check, self._is_cut = check, is_cut
         self._modes: dict[Key, Mode] = {}  # the last one used comes last
         self._num_changes = 0  # of what the forward reads
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
@@ -264,6 +267,7 @@ class PipelinedModel:
             own_forward(self.module),
             without_memory(self.intercepted.convs),
             torch.inference_mode(False),
+            raising_own_errors(self.module, call, inputs),
         ):
             served, repeats = self.intercepted.all, bool(self._splitting.repeat_encoder)
             layers = cut_module(
@@ -273,6 +277,7 @@ class PipelinedModel:
                 served,
                 finds_repeatable=repeats,
                 is_grad_enabled=records,
+                is_cut=self._is_cut(inputs),
             )
             self._check(layers, call, inputs)
         first = trace_key(self.module, call, inputs, self._transport.world.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_gnnpipe.passing import find_convs
-from lightning_gnnpipe.stages import Segment, strip_root
+from lightning_gnnpipe.stages import Segment, line_of_node, strip_root
 
 
 class LayerNames:
@@ -21,10 +21,11 @@ class LayerNames:
 
     @staticmethod
     def of_repeated(part: Segment) -> tuple[str, ...]:
-        """Return the names of what has weights in a part that is computed again, or of its values.
+        """Return the names of what has weights in a part that is computed again, or its lines.
 
         A weight of no submodule goes by its own name.
         """
         names = [strip_root(name) for name, _ in part.module.named_parameters()]
         owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
-        return tuple(owners) or part.outputs
+        lines = (line_of_node(end).partition(",")[0] for end in part.ends.values())
+        return tuple(owners) or tuple(dict.fromkeys(lines))

@@ -16,6 +16,7 @@ from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
 from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import MessageContext, find_layers, intercept
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Segment
+from lightning_gnnpipe.user_code import at, line_of
 
 NUM_CHUNKS = 3
 REMEDY = (
@@ -139,11 +140,11 @@ def refusing_errors(part: str, remedy: str) -> Iterator[None]:
         yield
     except UnsupportedError:
         raise
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except Exception as error:
         raise UnsupportedError(
             explain(
                 expected=f"the model to run on {part}",
-                found=f"{type(error).__name__}: {first_line(error)}",
+                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
                 remedy=remedy,
             )
         ) from error

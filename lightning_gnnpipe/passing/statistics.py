@@ -104,15 +104,16 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
-        if kind is gnn.GraphSizeNorm and store is not None and len(args) + len(kwargs) == 1:
-            return next(iter((*args, *kwargs.values()))) * context.whole.num_nodes**-0.5
+        given = (value for value in (*args, *kwargs.values()) if value is not None)
+        x, *others = (value for value in given if store is None or not _means_one_graph(value))
+        if kind is gnn.GraphSizeNorm and store is not None and not others:
+            return cast(Tensor, x * context.whole.num_nodes**-0.5)
         if name in context.replaced and not _uses_statistics(norm):
-            _replace_running(norm, (*args, *kwargs.values())[0], context.next_key(name), context)
+            _replace_running(norm, x, context.next_key(name), context)
         is_split = store is not None and store.shards is not None
         is_known = context.is_whole and context.is_replay and not is_split
         if store is None or is_known or not _uses_statistics(norm):
             return cast(Tensor, original(*args, **kwargs))
-        x, *others = (value for value in (*args, *kwargs.values()) if value is not None)
         key = context.next_key(name)
         if kind is gnn.BatchNorm and (is_split or not context.is_whole):
             return cast(Tensor, norm.module(x))  # around nn.BatchNorm1d
@@ -144,6 +145,13 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
+
+
+def _means_one_graph(value: Any) -> bool:
+    """Whether an argument of a norm says that there is one graph: a batch vector, or a number."""
+    if isinstance(value, Tensor):
+        return value.dim() == 1 and not value.is_floating_point() and not value.any()
+    return value == 1
 
 
 def _keep(

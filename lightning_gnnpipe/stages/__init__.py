@@ -27,7 +27,12 @@ from lightning_gnnpipe.stages.split import (
     repeat_costs,
     split_layers,
 )
-from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace
+from lightning_gnnpipe.stages.trace import (
+    NUM_GRAPHS,
+    line_of_node,
+    strip_root,
+    trace,
+)
 from lightning_gnnpipe.stages.values import (
     Sample,
     Value,
@@ -67,6 +72,7 @@ __all__ = [
     "find_users",
     "is_listed",
     "learn_values",
+    "line_of_node",
     "make_husks",
     "part_of",
     "repeat_costs",

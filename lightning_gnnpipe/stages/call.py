@@ -59,6 +59,8 @@ class Slices:
     raised: Tensor | None
 
 
+CountNodes = Callable[[], int | None]
+
 COUNTS = ("num_graphs", "batch_size", "size")
 """Names of arguments that hold the number of graphs, where there is a batch vector."""
 
@@ -87,7 +89,7 @@ class DataView:
             return self.x.size(-1)
         if name in _OPTIONAL:
             return None
-        raise AttributeError(f"the graph has no '{name}'")
+        raise AttributeError(f"the graph has no dense tensor or plain value '{name}'")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -104,6 +106,9 @@ class Call:
         num_nodes: As a PyG `Data` among the arguments says.
         counts: By name, what is the number of graphs where there is a batch vector.
         slices: By leaf, how it was put together from the graphs of a PyG `Batch`.
+        arguments: As they came: `(args, kwargs)`.
+        is_one_graph: Whether there is one graph, whatever batch vector comes with it.
+        batch_nodes: Returns the nodes of the user's batch, for a call without a tensor of nodes.
     """
 
     leaves: tuple[Tensor, ...]
@@ -112,14 +117,22 @@ class Call:
     num_nodes: int | None
     counts: tuple[tuple[str, int], ...] = ()
     slices: Mapping[int, Slices] = field(default_factory=dict)
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] = field(default=((), {}), repr=False)
+    is_one_graph: bool = False
+    batch_nodes: CountNodes | None = None
+
+    @property
+    def batch_vector(self) -> Tensor | None:
+        """The graph of each node, if that is among the arguments."""
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            if is_batch_name(name) and leaf.dim() == 1 and not leaf.is_floating_point():
+                return leaf
+        return None
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there is a batch vector: the graph of each node."""
-        return any(
-            is_batch_name(name) and leaf.dim() == 1 and not leaf.is_floating_point()
-            for name, leaf in zip(self.names, self.leaves, strict=True)
-        )
+        """Whether there is a batch of graphs, with a batch vector."""
+        return not self.is_one_graph and self.batch_vector is not None
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -148,8 +161,19 @@ def is_batch_name(name: str) -> bool:
     return _last(name) == "batch"
 
 
-def take_apart(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def take_apart(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    batch_nodes: CountNodes | None = None,
+) -> Call:
     """Take the arguments of `module.forward(*args, **kwargs)` apart.
+
+    Args:
+        module: The pipelined module.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        batch_nodes: Returns the nodes of the user's batch, if that is known.
 
     Raises:
         UnsupportedError: If an argument is a heterogeneous graph or a sparse adjacency matrix.
@@ -165,6 +189,8 @@ def take_apart(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         collector.num_nodes,
         tuple(collector.counts),
         collector.slices,
+        (args, kwargs),
+        batch_nodes=batch_nodes,
     )
 
 

@@ -121,6 +121,11 @@ def _is_edges(leaf: Tensor) -> bool:
     return is_index and leaf.dim() == 2 and leaf.size(0) == 2
 
 
+def is_label_name(name: str) -> bool:
+    """Whether a tensor of this name is of pairs of nodes to be scored, which are no edges."""
+    return name.rsplit(".", 1)[-1].startswith("edge_label")
+
+
 def _stem(name: str) -> str:
     """Return what a name has in common with those of other tensors of the same edges."""
     return re.sub("edge_[a-z]+", "edge", name)

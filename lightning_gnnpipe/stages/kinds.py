@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import GraphError, explain
 from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets
+from lightning_gnnpipe.stages.edges import EdgeSets, find_edge_sets, is_label_name
 from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 
 
@@ -52,7 +52,7 @@ def classify_graph(call: Call) -> Inputs:
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
-        is_edge_name = edges.is_edge_name(name)
+        is_edge_name = edges.is_edge_name(name) and not is_label_name(name)
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)
@@ -91,14 +91,17 @@ def _count_nodes(call: Call, edges: EdgeSets) -> int:
             return leaf.size(0)
     for _, leaf in others:
         return leaf.size(0)
-    raise GraphError(
-        explain(
-            expected="a tensor with one row a node among the arguments of the pipelined module",
-            found=", ".join(call.names),
-            remedy="Pass node features; learned embeddings can be looked up with a node-level "
-            "index.",
+    counted = None if call.batch_nodes is None else call.batch_nodes()
+    if counted is None:
+        raise GraphError(
+            explain(
+                expected="a tensor with one row a node among the arguments of the pipelined module",
+                found=", ".join(call.names),
+                remedy="Pass node features; for learned embeddings pass "
+                "torch.arange(num_nodes), and look them up with it.",
+            )
         )
-    )
+    return counted
 
 
 def _check_features(call: Call, num_nodes: int) -> None:

@@ -22,8 +22,27 @@ from lightning_gnnpipe.stages.effects import is_named_random
 from lightning_gnnpipe.stages.graph_batch import Kind
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder
-from lightning_gnnpipe.stages.trace import contains_passing, root_of, strip_root
+from lightning_gnnpipe.stages.trace import (
+    contains_passing,
+    line_of_node,
+    root_of,
+    strip_root,
+)
 from lightning_gnnpipe.stages.values import Value
+from lightning_gnnpipe.user_code import at
+
+_REMEDY_OUTPUTS = (
+    "Compute other results in training_step (of a single graph, pool there as well), or name a "
+    "smaller module by GNNPipeStrategy(pipelined_module=...)."
+)
+_REMEDY_EDGES = (
+    "Return rows of nodes, and compute those of edges from them in training_step: "
+    "z[edge_index[0]] * z[edge_index[1]]."
+)
+_REMEDY_SEVERAL = (
+    "Return tensors, and leave return_attention_weights out: after fit, call the layer by itself "
+    "where you need its weights."
+)
 
 _CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)
 
@@ -84,6 +103,7 @@ def cut_layers(
     module: nn.Module,
     values: dict[str, Value],
     output_kinds: Collection[Kind] = (Kind.NODE,),
+    remedy: str = "",
 ) -> Layers:
     """Cut `graph` into as many segments as it has message-passing calls.
 
@@ -95,13 +115,14 @@ def cut_layers(
         values: What is known of each tensor.
         output_kinds: What the rows of outputs may be: of nodes, or in a batch of graphs, which is
             cut by graph, of whatever there is.
+        remedy: What to do about outputs with other rows, if it is something special.
 
     Raises:
         UnsupportedError: If there is no message passing, or an output has other rows.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    outputs = _check_outputs(output, values, output_kinds)
+    outputs = _check_outputs(output, values, output_kinds, remedy)
     cutter = _Cutter(nodes, output, values, _find_free(nodes, values))
     starts = cutter.starts(_find_calls(nodes, module))
     crossing = tuple(cutter.alive(start) for start in starts)
@@ -132,19 +153,19 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
 
 
 def _check_outputs(
-    output: fx.Node, values: dict[str, Value], kinds: Collection[Kind]
+    output: fx.Node, values: dict[str, Value], kinds: Collection[Kind], remedy: str
 ) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name))
+    found: dict[str, fx.Node] = {}
+    fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name, node))
     rows = "a node" if Kind.GRAPH not in kinds else "a node, an edge or a graph of the batch"
-    for name in found:
+    for name, node in found.items():
         if name not in values or values[name].kind not in kinds:
             raise UnsupportedError(
                 explain(
                     expected=f"every output of the pipelined module to have one row {rows}",
-                    found=f"'{name}'" + (f" with rows of {values[name]}" if name in values else ""),
-                    remedy="Compute other results in training_step (of a single graph, pool there "
-                    "as well), or name a smaller module by GNNPipeStrategy(pipelined_module=...).",
+                    found=(values[name].words if name in values else "several results in one")
+                    + at(line_of_node(node)),
+                    remedy=remedy or _remedy(values.get(name), line_of_node(node)),
                 )
             )
     if not found:
@@ -156,6 +177,12 @@ def _check_outputs(
             )
         )
     return tuple(found)
+
+
+def _remedy(value: Value | None, line: str) -> str:
+    if value is None or "return_attention_weights" in line:
+        return _REMEDY_SEVERAL
+    return _REMEDY_EDGES if value.kind is Kind.EDGE else _REMEDY_OUTPUTS
 
 
 def _find_free(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:

@@ -21,15 +21,17 @@ from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
 from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.content import content_of
 from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.traceable import traceable
 from lightning_gnnpipe.stages.watch import Watched, watching
+from lightning_gnnpipe.user_code import at, line_here, line_of
 
 _ROOT = "module"
+_LINE = "line"
 NUM_GRAPHS = "leaf_num_graphs"
 """Placeholder for the number of graphs, in a batch of graphs."""
 
@@ -39,6 +41,37 @@ _POOLS = (
     torch_geometric.nn.global_mean_pool,
 )
 _POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
+
+
+_REMEDY = (
+    "Write it without control flow on the values or shapes of tensors and without calls of "
+    "self.log, move such code into training_step or into a submodule without message passing, "
+    "name a smaller module by GNNPipeStrategy(pipelined_module=...), or list its layers in a "
+    "method 'pipeline_layers' (README, limits)."
+)
+_REMEDIES = {
+    "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
+    "h), which makes a new tensor.",
+    "the graph has no": "Other attributes do not reach the pipelined module: pass 'edge_index' "
+    "rather than a sparse matrix, and use lists and objects in training_step.",
+}
+
+
+# What torch.fx says, and what the user's line does.
+_FAULTS = {
+    "item assignment": "an assignment to some rows of a tensor",
+    "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
+    "cannot be iterated": "a loop over a tensor",
+    "'len' is not supported": "len() of a tensor, where x.size(0) is supported",
+}
+
+
+def _words(error: Exception) -> str:
+    for text, words in _FAULTS.items():
+        if text in str(error):
+            return words
+    text = first_line(error).replace("'Proxy' object", "a tensor of the trace")
+    return f"{type(error).__name__}: {text.replace('Proxy', 'a tensor of the trace')}"
 
 
 def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tuple[fx.Graph, Reads]:
@@ -94,12 +127,8 @@ def _trace_once(
         raise UnsupportedError(
             explain(
                 expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
-                found=f"{type(error).__name__}: {error}",
-                remedy="Write it without control flow on the values or shapes of tensors and "
-                "without calls of self.log, move such code into training_step or into a submodule "
-                "without message passing, name a smaller module by "
-                "GNNPipeStrategy(pipelined_module=...), or list its layers in a method "
-                "'pipeline_layers' (README, limits).",
+                found=f"{_words(error)}{at(line_of(error))}",
+                remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
             )
         ) from error
     reads = Reads.of(module, caller.watched)
@@ -178,6 +207,11 @@ def root_of(module: nn.Module) -> nn.Module:
     return root
 
 
+def line_of_node(node: fx.Node) -> str:
+    """Return the user's line that a node was traced from; empty if there is none."""
+    return str(node.meta.get(_LINE, ""))
+
+
 def strip_root(target: str) -> str:
     """Return the name of a traced module or parameter in the user's module."""
     return target.removeprefix(_ROOT).removeprefix(".")
@@ -237,7 +271,9 @@ class _Tracer(fx.Tracer):
                     "passing.",
                 )
             )
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        node.meta[_LINE] = line_here()
+        return node
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):

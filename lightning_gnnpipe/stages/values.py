@@ -7,6 +7,7 @@ whether it has one row a node or one row an edge, or, in a batch of graphs, one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,24 @@ from lightning_gnnpipe.stages.call import Call
 from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
 from lightning_gnnpipe.stages.graph_sample import draw_graphs
 from lightning_gnnpipe.stages.kinds import Inputs
-from lightning_gnnpipe.stages.trace import root_of
+from lightning_gnnpipe.stages.trace import line_of_node, root_of
+from lightning_gnnpipe.user_code import at
 
-_REMEDY = (
-    "A parameter with one row a node cannot be cut: look it up by an nn.Embedding with a "
-    "node-level index, or pass it in as an argument."
+_REMEDY_SIZES = (
+    "Take sizes from the arguments (x.size(0)) rather than from the whole graph, or train with "
+    "num_chunks=1."
+)
+_REMEDY_NODES = (
+    "'{}' has one row for each of the {} nodes: pass torch.arange(num_nodes) as well and look it "
+    "up with that (nn.Embedding), or train with num_chunks=1."
+)
+_REMEDY_EDGES = (
+    "'{}' has one row an edge: make it a parameter of the LightningModule, and "
+    "pass it to forward as 'edge_weight'."
+)
+_REMEDY_INDEX = (
+    "If '{}' holds numbers of nodes, such as pairs to be scored, let forward return z, the rows of "
+    "all nodes, and compute z[pairs[0]] * z[pairs[1]] in training_step."
 )
 _REMEDY_SETS = (
     " An edge-level argument belongs to one edge set, that of its number of rows or of its name: "
@@ -51,6 +65,14 @@ class Value:
     requires_grad: bool
 
     @property
+    def words(self) -> str:
+        """What its rows are, for a message."""
+        if self.kind is Kind.WHOLE:
+            return "a tensor whose rows belong to no nodes"
+        counted = "graph" if self.kind is Kind.FILLED else self.kind.value
+        return f"a tensor with one row {'an' if counted[0] == 'e' else 'a'} {counted}"
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return torch.Size(self.row_shape).numel() * self.dtype.itemsize
@@ -65,6 +87,7 @@ class Sample:
     edge_index: Tensor
     edge_sizes: tuple[int, ...]
     graphs: GraphBatch | None = None
+    is_whole: bool = False
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -73,11 +96,16 @@ class Sample:
 
     @property
     def row_kinds(self) -> dict[int, tuple[Kind, int]]:
-        """What has so many rows, and of which set; nothing where it could be several."""
+        """What has so many rows, and of which set; nothing where it could be several.
+
+        Of all of a graph, whose sizes cannot be chosen, it is then the nodes.
+        """
         counted = [(self.num_nodes, Kind.NODE, 0)]
         counted += [(size, Kind.EDGE, number) for number, size in enumerate(self.edge_sizes)]
         if self.graphs is not None:
             counted += [(size, kind, 0) for size, kind in self.graphs.row_counts]
+        if self.is_whole:
+            counted = [one for one in counted[1:] if one[0] != self.num_nodes] + counted[:1]
         sizes = [size for size, _, _ in counted]
         return {size: (kind, n) for size, kind, n in counted if sizes.count(size) == 1}
 
@@ -132,6 +160,21 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
     return Sample(tuple(leaves), nodes.numel(), torch.cat(local, dim=1), tuple(counts))
 
 
+def whole_sample(call: Call, inputs: Inputs) -> Sample:
+    """Return all of a graph, for modules that run on nothing less."""
+    leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
+    sizes = inputs.edge_sizes
+    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, is_whole=True)
+
+
+def sized_weights(module: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
+    """Return the names of weights with as many rows as the graph has nodes, and edges."""
+    weights = [*module.named_parameters(), *module.named_buffers()]
+    rows = [(name, weight.size(0)) for name, weight in weights if weight.dim()]
+    of_edges = [name for name, size in rows if size in inputs.edge_sizes]
+    return [name for name, size in rows if size == inputs.num_nodes], of_edges
+
+
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
     """Return the numbers of about `count` of the edges, evenly spaced, in whole groups."""
     num_groups = edges.size(1) // group
@@ -141,41 +184,99 @@ def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
     return (first[:, None] + torch.arange(group, device=first.device)).flatten()
 
 
-def learn_values(graph: fx.Graph, module: nn.Module, sample: Sample) -> dict[str, Value]:
-    """Run `graph` on `sample` and return what is known of each of its tensors, by node name."""
+def learn_values(
+    graph: fx.Graph, module: nn.Module, sample: Sample, remedy: str = ""
+) -> dict[str, Value]:
+    """Run `graph` on `sample` and return what is known of each of its tensors, by node name.
+
+    Raises:
+        UnsupportedError: If it fails there, with `remedy`.
+    """
     values: dict[str, Value] = {}
+    running: list[fx.Node] = []
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
+            running[:] = [n]
             result = super().run_node(n)
             if isinstance(result, Tensor):
                 values[n.name] = _describe(result, n, sample)
             return result
 
     runner = Recorder(fx.GraphModule(root_of(module), graph))
+    runner.extra_traceback = False  # an error's own text, without the node
     try:
         with undisturbed(module), torch.enable_grad():
             runner.run(*sample.arguments)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except Exception as error:
+        line = line_of_node(running[0]) if running else ""
         raise UnsupportedError(
             explain(
                 expected="the model to run on a small part of the graph",
-                found=f"{type(error).__name__}: {first_line(error)}",
-                remedy=_REMEDY + (_REMEDY_SETS if len(sample.edge_sizes) > 1 else ""),
+                found=f"{type(error).__name__}: {first_line(error)}{at(line)}",
+                remedy=remedy,
             )
         ) from error
     return values
 
 
+def remedy_for_size(module: nn.Module, call: Call, inputs: Inputs) -> str:
+    """Return what to do about a module that does not run on a small part of the graph."""
+    remedy = remedy_for_weights(module, inputs)
+    index = [
+        name
+        for name, kind, leaf in zip(call.names, inputs.kinds, call.leaves, strict=True)
+        if kind is Kind.WHOLE and leaf.dim() and leaf.dtype in (torch.int64, torch.int32)
+    ]
+    if not remedy and index:
+        remedy = _REMEDY_INDEX.format(index[0])
+    return (remedy or _REMEDY_SIZES) + (_REMEDY_SETS if len(inputs.edge_sizes) > 1 else "")
+
+
+def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
+    """Return what to do about weights of single nodes or edges; nothing if there are none."""
+    of_nodes, of_edges = sized_weights(module, inputs)
+    if of_edges:
+        return _REMEDY_EDGES.format(of_edges[0])
+    return _REMEDY_NODES.format(of_nodes[0], inputs.num_nodes) if of_nodes else ""
+
+
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Leave the random number streams and the buffers of `module` as they were before the block."""
+    """Leave random number streams, buffers and plain attributes of `module` as they were before.
+
+    Lists, dicts and sets among the attributes get back what they held.
+    """
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    before = {(one, name): (value, _held(value)) for one, name, value in _attributes(module)}
     try:
         with torch.random.fork_rng(devices=_devices(module)):
             yield
     finally:
         restore_buffers(module, buffers)
+        for one, name, _ in list(_attributes(module)):
+            if (one, name) not in before:
+                object.__delattr__(one, name)
+        for (one, name), (value, held) in before.items():
+            if held is not None:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(held)
+            object.__setattr__(one, name, value)
+
+
+def _held(value: Any) -> Any:
+    """Return a copy of a list, dict or set; None for anything else."""
+    return copy.copy(value) if type(value) in (list, dict, set) else None
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield what modules hold beside weights, buffers, hooks and other modules."""
+    of_torch = vars(nn.Module())
+    for one in module.modules():
+        slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
+        for name in (*vars(one), *slots):
+            if name not in of_torch and hasattr(one, name):
+                yield one, name, object.__getattribute__(one, name)
 
 
 def _devices(module: nn.Module) -> list[torch.device]:

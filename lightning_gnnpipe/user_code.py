@@ -1,0 +1,156 @@
+"""The user's own lines: where a value was made, where an error began.
+
+A traceback of a run has about 30 frames of Lightning, torch and this package between the user's
+call of `fit` and the user's line that fails. `shorten` leaves the user's lines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from types import CodeType, FrameType, TracebackType
+
+from torch import nn
+
+from lightning_gnnpipe.errors import GNNPipeError
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("torch", "torch_geometric", "lightning", "pytorch_lightning", "torchmetrics", "wandb")
+
+
+def _folders() -> tuple[str, ...]:
+    own = os.path.dirname(__file__)
+    found = [os.path.join(own, name) for name in os.listdir(own) if name != "models"]
+    specs = (find_spec(name) for name in _PACKAGES)
+    found += [os.path.dirname(spec.origin) + os.sep for spec in specs if spec and spec.origin]
+    return (*found, os.path.dirname(os.__file__) + os.sep)
+
+
+_LIBRARY = _folders()
+_CALLS = inspect.getsourcefile(nn.Module)
+_HERE = os.path.dirname(__file__) + os.sep
+_MOST_BEHIND = 4  # frames of libraries behind the user's last
+_OWN = "is_users_own"
+_SILENT = "is_told_by_another_process"
+_GENERATED = ("<eval_with_key>", "<frozen", "<string>")
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether `code` is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
+    name = code.co_filename
+    if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
+        return False
+    return not name.startswith((*_LIBRARY, *_GENERATED))
+
+
+def line_here() -> str:
+    """Return the innermost line of the user's that is running; empty if there is none."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line of the user's on the way to `error`; empty if there is none."""
+    lines = [(f.f_code.co_filename, n) for f, n in _walk(error) if is_users(f.f_code)]
+    return _line(*lines[-1]) if lines else ""
+
+
+def at(line: str) -> str:
+    """Return a line of the user's as the end of a clause."""
+    return f" at {line}" if line else ""
+
+
+def _line(name: str, number: int) -> str:
+    text = linecache.getline(name, number).strip()
+    return f"{os.path.basename(name)}:{number}" + (f", `{text}`" if text else "")
+
+
+def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    return traceback.walk_tb(error.__traceback__)
+
+
+def shorten(error: BaseException) -> None:
+    """Leave of the traceback of `error`, and of its causes, the user's lines and where it failed.
+
+    An error of this package says its cause, and ends at the user's line. Of another error, what is
+    called from the last line of the user's stays. All of it is logged at the level DEBUG.
+    """
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", "".join(traceback.format_exception(None, error, error.__traceback__)))
+    if isinstance(error, GNNPipeError):
+        error.__context__ = error.__cause__ or error.__context__
+        error.__cause__, error.__suppress_context__ = None, True
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        is_ours, frames = isinstance(one, GNNPipeError), list(_frames(one.__traceback__))
+        if any(is_users(frame.tb_frame.f_code) for frame in frames):
+            one.__traceback__ = _joined(_telling(frames, is_ours or _OWN in vars(one)))
+        elif is_ours:
+            one.__traceback__ = None
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def mark_own(error: BaseException) -> None:
+    """Let `error` be known as the user's own, though this package has made the call."""
+    vars(error)[_OWN] = True
+
+
+def silence(error: BaseException) -> None:
+    """Print nothing when the program ends by `error`: another process prints the same."""
+    vars(error)[_SILENT] = True
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not is_silent(value):
+            shown(kind, value, trace)
+
+    sys.excepthook = show
+
+
+def is_silent(error: BaseException) -> bool:
+    """Whether another process prints `error`."""
+    return _SILENT in vars(error)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
+    """Return the frames of the user's, and the last ones behind them.
+
+    Those of this package tell something of errors alone that are neither its own nor the user's.
+    """
+    last = max(i for i, one in enumerate(frames) if is_users(one.tb_frame.f_code))
+    kept = [one for one in frames[: last + 1] if is_users(one.tb_frame.f_code)]
+    behind = [one for one in frames[last + 1 :] if not _is_a_call(one.tb_frame.f_code)]
+    if is_ours:
+        names = [one.tb_frame.f_code.co_filename for one in behind]
+        ours = [i for i, name in enumerate(names) if name.startswith(_HERE)]
+        behind = behind[ours[-1] + 1 :] if ours else behind
+    return [*kept, *behind[-_MOST_BEHIND:]]
+
+
+def _is_a_call(code: CodeType) -> bool:
+    """Whether `code` only hands on to the forward of a module."""
+    return code.co_filename == _CALLS
+
+
+def _joined(frames: Iterable[TracebackType]) -> TracebackType | None:
+    trace = None
+    for one in reversed(list(frames)):
+        trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return trace

@@ -1,0 +1,529 @@
+"""Users' own errors read as in plain Lightning; a refusal names the line and a way that works.
+
+Every error is one screen at most, and has no names of the package's insides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.errors import GNNPipeError, GraphError, UnsupportedError
+from tests.helpers.texts import INSIDES
+
+N, E, D = 40, 160, 4
+ROOT = Path(__file__).parents[1]
+SCREEN = 24  # lines
+
+Forward = Callable[[Any, Data], Any]
+
+
+class Net(nn.Module):
+    def __init__(self, *convs: nn.Module) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(convs or [gnn.GCNConv(D, D) for _ in range(3)])
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return x
+
+
+class Module(L.LightningModule):
+    def __init__(self, net: nn.Module | None = None, call: Forward | None = None) -> None:
+        super().__init__()
+        self.net = Net() if net is None else net
+        self.call = call or (lambda net, data: net(data.x, data.edge_index))
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out = self.call(self.net, data)
+        return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def graph(**changes: Any) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(N, D, generator=generator),
+        edge_index=torch.randint(0, N, (2, E), generator=generator),
+        y=torch.randint(0, D, (N,), generator=generator),
+        train_mask=torch.arange(N) % 2 == 0,
+        edge_label_index=torch.randint(0, N, (2, 30), generator=generator),
+        edge_type=torch.arange(E) % 3,
+    )
+    return data.update(changes)
+
+
+def fit(module: L.LightningModule, data: Data, num_chunks: int = 0, **options: Any) -> None:
+    """Train for two steps; 0 chunks is plain Lightning."""
+    has_pipe = num_chunks > 0
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=options.pop("devices", 1),
+        strategy=GNNPipeStrategy(num_chunks=num_chunks, **options) if has_pipe else "auto",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader([data], batch_size=None))
+
+
+def error_of(make: Callable[[], Module], data: Data, num_chunks: int = 0) -> Exception:
+    torch.manual_seed(0)
+    with pytest.raises(Exception) as raised:
+        fit(make(), data, num_chunks)
+    return raised.value
+
+
+def check_is_readable(error: Exception) -> None:
+    text = "".join(traceback.format_exception(error))
+    assert text.count("\n") <= SCREEN, text
+    assert not INSIDES.search(text), text
+    assert Path(__file__).name in text  # a line of the user's
+
+
+class NoLayer(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(self.lin(x), edge_index)
+
+
+class WrongWidth(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D + 1, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index)
+        x = self.lin(x)
+        return self.convs[1](x, edge_index)
+
+
+class TooManyRows(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = torch.cat([x, self.convs[0](x, edge_index)])
+        return self.convs[1](x, edge_index) + x[:N]
+
+
+class Takes(Net):
+    def forward(self, data: Data) -> Tensor:
+        return super().forward(data.x * data.scale, data.edge_index)
+
+
+OWN: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
+    "float labels": (Module, {"y": torch.rand(N)}),
+    "labels outside of the classes": (Module, {"y": torch.full((N,), 7)}),
+    "features of another width": (Module, {"x": torch.rand(N, D + 1)}),
+    "features without a width": (Module, {"x": torch.rand(N)}),
+    "features of integers": (Module, {"x": torch.ones(N, D, dtype=torch.long)}),
+    "double features": (Module, {"x": torch.ones(N, D).double()}),
+    "no features": (Module, {"x": None}),
+    "no mask": (Module, {"train_mask": None}),
+    "a short mask": (Module, {"train_mask": torch.ones(N - 1, dtype=torch.bool)}),
+    "no attribute of the module": (lambda: Module(NoLayer()), {}),
+    "no attribute of the graph": (lambda: Module(Takes(), lambda net, data: net(data)), {}),
+    "hidden rows of another width": (lambda: Module(WrongWidth()), {}),
+    "too many rows": (lambda: Module(TooManyRows()), {}),
+    "an argument too few": (lambda: Module(None, lambda net, data: net(data.x)), {}),
+    "an argument too many": (
+        lambda: Module(None, lambda net, data: net(data.x, data.edge_index, size=3)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_the_users_own_error_is_raised_as_it_is(name: str, num_chunks: int) -> None:
+    make, changes = OWN[name]
+    plain = error_of(make, graph(**changes))
+    found = error_of(make, graph(**changes), num_chunks)
+    assert type(found) is type(plain) and str(found) == str(plain)
+    assert found.__cause__ is None
+    check_is_readable(found)
+
+
+BETTER: dict[str, tuple[dict[str, Any], str]] = {
+    "one-based": (
+        {"edge_index": torch.randint(1, N + 1, (2, E)).fill_diagonal_(N)},
+        f"name nodes from 0 to {N - 1}.*got node {N}",
+    ),
+    "transposed": ({"edge_index": torch.randint(0, N, (E, 2))}, r"shape \[2, num_edges\]"),
+    "floats": ({"edge_index": torch.rand(2, E)}, r"hold integers.*edge_index.long\(\)"),
+    "no nodes": (
+        {
+            "x": torch.rand(0, D),
+            "y": torch.zeros(0, dtype=torch.long),
+            "train_mask": torch.zeros(0, dtype=torch.bool),
+            "edge_index": torch.zeros(2, 0, dtype=torch.long),
+        },
+        "a graph of at least one node",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETTER)
+def test_a_malformed_graph_reads_better_than_plainly(name: str) -> None:
+    changes, text = BETTER[name]
+    error = error_of(Module, graph(**changes), 4)
+    assert isinstance(error, GraphError) and re.search(text, str(error)), error
+    check_is_readable(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.full((N, D), torch.nan)},
+        {"edge_index": torch.zeros(2, 0, dtype=torch.long)},
+        {"edge_index": torch.arange(2 * N).view(2, N).remainder(N).repeat(1, 3)},
+        {"edge_index": torch.randint(0, N, (2, E), dtype=torch.int32)},
+        {"train_mask": torch.zeros(N, dtype=torch.bool)},
+    ],
+    ids=["NaN", "no edges", "duplicate edges", "int32 edges", "nobody trains"],
+)
+def test_an_unusual_graph_trains_as_plainly(changes: dict[str, Any]) -> None:
+    modules = []
+    for num_chunks in (0, 1):
+        torch.manual_seed(0)
+        modules.append(Module())
+        fit(modules[-1], graph(**changes), num_chunks)
+    fit(Module(), graph(**changes), 4)
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+class Attends(Net):
+    def __init__(self, *, returns_weights: bool = True) -> None:
+        super().__init__(gnn.GATConv(D, D), gnn.GATConv(D, D))
+        self.returns_weights = returns_weights
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x = self.convs[0](x, edge_index)
+        if self.returns_weights:
+            return self.convs[1](x, edge_index, return_attention_weights=True)
+        return self.convs[1](x, edge_index)
+
+
+class UnpacksWeights(Attends):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        x, (_, weights) = self.convs[0](x, edge_index, return_attention_weights=True)
+        return self.convs[1](x, edge_index), weights
+
+
+class WeighsEdges(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(E))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index, self.weight).relu()
+        return x
+
+
+class GivenWeights(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index, edge_weight).relu()
+        return x
+
+
+class ModuleWithWeights(Module):
+    def __init__(self) -> None:
+        super().__init__(GivenWeights())
+        self.weight = nn.Parameter(torch.ones(E))
+        self.call = lambda net, data: net(data.x, data.edge_index, self.weight)
+
+
+class WritesRows(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index)
+        x[mask] = 0.0
+        return self.convs[1](x, edge_index)
+
+
+class SelectsRows(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index)
+        x = torch.where(mask.unsqueeze(-1), 0.0, x)
+        return self.convs[1](x, edge_index)
+
+
+class Decodes(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_label_index: Tensor) -> Tensor:
+        z = super().forward(x, edge_index)
+        return (z[edge_label_index[0]] * z[edge_label_index[1]]).sum(-1)
+
+
+class TakesPairs(Net):
+    def forward(self, x: Tensor, edge_index: Tensor, pairs: Tensor) -> Tensor:
+        z = super().forward(x, edge_index)
+        return z[pairs[0]] * z[pairs[1]]
+
+
+class Scores(Module):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        z, (source, target) = self.net(data.x, data.edge_index), data.edge_label_index
+        return (z[source] * z[target]).sum(-1).sigmoid().mean()
+
+
+class Branches(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Net(), Net()
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out = self.left(data.x, data.edge_index) + self.right(data.x, data.edge_index)
+        return F.cross_entropy(out, data.y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Embeds(nn.Module):
+    """Rows of nodes are weights; in forward alone, beside features, or looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(N, D)
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(3))
+
+    def forward(self, edge_index: Tensor, x: Tensor | None = None) -> Tensor:
+        h = self.emb.weight if x is None else self.emb.weight + x
+        for conv in self.convs:
+            h = conv(h, edge_index).relu()
+        return h
+
+
+class LooksUp(Embeds):
+    def forward(self, node: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.emb(node)
+        for conv in self.convs:
+            h = conv(h, edge_index).relu()
+        return h
+
+
+class WithoutFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = gnn.FastRGCNConv(N, D, 3), gnn.FastRGCNConv(D, D, 3)
+
+    def forward(self, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        h = self.first(None, edge_index, edge_type).relu()
+        return self.second(h, edge_index, edge_type)
+
+
+class Counts(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x, edge_index) * len(x)
+
+
+class Means(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(x, edge_index)
+        return x, x.mean(0)
+
+
+class Decides(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x, edge_index) if x.max() > 0 else x
+
+
+class PairsOfEdges(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        z = super().forward(x, edge_index)
+        return z[edge_index[0]] * z[edge_index[1]]
+
+
+def by_edges(net: Any, data: Data) -> Tensor:
+    return net(data.edge_index)
+
+
+def by_type(net: Any, data: Data) -> Tensor:
+    return net(data.edge_index, data.edge_type)
+
+
+def masked(net: Any, data: Data) -> Tensor:
+    return net(data.x, data.edge_index, data.train_mask)
+
+
+def with_pairs(net: Any, data: Data) -> Tensor:
+    return net(data.x, data.edge_index, data.edge_label_index)
+
+
+def looked_up(net: Any, data: Data) -> Tensor:
+    return net(torch.arange(N), data.edge_index)
+
+
+Make = Callable[[], L.LightningModule]
+# What is refused, in which words, and what the remedy makes of it, with what options.
+REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
+    "attention weights": (
+        lambda: Module(Attends()),
+        "several results in one at .*leave return_attention_weights out",
+        lambda: Module(Attends(returns_weights=False)),
+        {},
+    ),
+    "unpacked attention weights": (
+        lambda: Module(UnpacksWeights()),
+        "rows belong to no nodes at .*leave return_attention_weights out",
+        None,
+        {},
+    ),
+    "a weight an edge": (
+        lambda: Module(WeighsEdges()),
+        "'weight' has one row an edge.*parameter of the LightningModule.*'edge_weight'",
+        ModuleWithWeights,
+        {},
+    ),
+    "rows written": (
+        lambda: Module(WritesRows(), masked),
+        r"assignment to some rows of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
+        lambda: Module(SelectsRows(), masked),
+        {},
+    ),
+    "pairs decoded": (
+        lambda: Module(Decodes(), with_pairs),
+        "If 'edge_label_index' holds numbers of nodes, such as pairs.*z, the rows of all nodes",
+        Scores,
+        {},
+    ),
+    "pairs by another name": (
+        lambda: Module(TakesPairs(), with_pairs),
+        "If 'pairs' holds numbers of nodes, such as pairs.*in training_step",
+        Scores,
+        {},
+    ),
+    "rows of edges": (
+        lambda: Module(PairsOfEdges()),
+        "one row an edge at .*compute those of edges from them in training_step",
+        Scores,
+        {},
+    ),
+    "two branches": (
+        Branches,
+        "'left', 'right', which it calls one by one.*pipelined_module='left'",
+        Branches,
+        {"pipelined_module": "left"},
+    ),
+    "weights of nodes": (
+        lambda: Module(Embeds(), by_edges),
+        rf"'emb.weight' has one row for each of the {N} nodes: pass torch.arange\(num_nodes\)",
+        lambda: Module(LooksUp(), looked_up),
+        {},
+    ),
+    "weights of nodes beside features": (
+        lambda: Module(Embeds(), lambda net, data: net(data.edge_index, data.x)),
+        r"`h = self.emb.weight if x is None.*or train with num_chunks=1",
+        lambda: Module(Embeds(), lambda net, data: net(data.edge_index, data.x)),
+        {"num_chunks": 1},
+    ),
+    "length": (lambda: Module(Counts()), r"len\(\) of a tensor", None, {}),
+    "a mean": (lambda: Module(Means()), "rows belong to no nodes at .*in training_step", None, {}),
+    "a decision": (lambda: Module(Decides()), "a decision on the values of a tensor", None, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> None:
+    make, text, mended, options = REFUSED[name]
+    error = error_of(make, graph(), 4)  # type: ignore[arg-type]
+    assert isinstance(error, UnsupportedError) and re.search(text, str(error)), error
+    check_is_readable(error)
+    if mended is not None:
+        module = mended()
+        fit(module, graph(), **{"num_chunks": 4, **options})
+        if name == "attention weights":  # the layer by itself, after fit
+            layer = module.net.convs[1]  # type: ignore[union-attr]
+            layer(graph().x, graph().edge_index, return_attention_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "devices"),
+    [
+        (Embeds, by_edges, 1),
+        (Embeds, by_edges, 2),
+        (Embeds, lambda net, data: net(data.edge_index, data.x), 1),
+        (WithoutFeatures, by_type, 1),
+        (lambda: gnn.LINKX(N, D, 8, D, 2), lambda net, data: net(data.x, data.edge_index), 1),
+    ],
+)
+def test_weights_of_nodes_train_with_one_chunk(
+    make: Callable[[], nn.Module], call: Forward, devices: int
+) -> None:
+    modules = []
+    for num_chunks in (0, 1):
+        torch.manual_seed(0)
+        modules.append(Module(make(), call))
+        options = {"devices": devices, "start_method": "fork"} if num_chunks else {}
+        fit(modules[-1], graph(num_nodes=N), num_chunks, **options)
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+from tests.test_user_errors import Module, fit, graph
+module = Module({net})
+fit(module, graph({changes}), 4, devices=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("net", "changes", "text"),
+    [
+        ("", "x=torch.rand(40, 5)", "RuntimeError: mat1 and mat2 shapes"),
+        ("", "edge_index=torch.rand(2, 9)", "GraphError: Expected 'edge_index' to hold integers"),
+    ],
+)
+def test_an_error_of_all_ranks_is_printed_once(
+    net: str, changes: str, text: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    seeded = "torch.manual_seed(0); " if "rand" in changes else ""
+    lines = SCRIPT.format(folder=str(ROOT), net=net, changes=changes)
+    script.write_text(textwrap.dedent(lines).replace("module =", f"{seeded}module =", 1))
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == done.stderr.count(text) == 1, done.stderr
+    told = done.stderr[done.stderr.index("Traceback") :]
+    assert told.count("\n") <= SCREEN, told
+    assert not INSIDES.search(told)
+    assert "PeerError" not in done.stderr
+
+
+def test_the_whole_traceback_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "lightning_gnnpipe.user_code"):
+        error_of(lambda: Module(Means()), graph(), 4)
+    assert "cut_layers" in caplog.text and "_call_and_handle_interrupt" in caplog.text
+    assert issubclass(UnsupportedError, GNNPipeError)
