@@ -61,6 +61,11 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def fills_grad_of(accumulator: Any) -> bool:
+    """Whether the backward that runs reaches a leaf's `grad`; `accumulator` is the leaf's node."""
+    return bool(torch._C._will_engine_execute_node(accumulator))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` is what torch.compile has returned."""
     return hasattr(module, "_orig_mod")

@@ -56,6 +56,7 @@ NAMES = [
     f"{CONNECTOR}._slurm_sigusr_handler_fn",
     f"{CONNECTOR}.received_sigterm",
     "torch:Tensor._version",
+    "torch:_C._will_engine_execute_node",
     "torch.amp:GradScaler._unscale_grads_",
     "torch.fx:Tracer._autowrap_search",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",

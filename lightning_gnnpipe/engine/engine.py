@@ -290,16 +290,29 @@ class PipelineEngine:
         self._state.end_forward(outputs)
         self.num_training_passes += 1
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
+        names, values = mode.layers.outputs, mode.layers.values
+        zeros = [(output.new_zeros(()), output.shape) for output in outputs]
 
-        def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
+        def backward(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+            used = [name for name, grad in zip(names, found, strict=True) if grad is not None]
+            absent = mode.without_gradient(self.model.module, used)
+            grads = [
+                like.expand(shape) if grad is None else grad
+                for (like, shape), grad in zip(zeros, found, strict=True)
+            ]
             self._state.begin_backward(grads)
-            leaf_grads = running.backward(grads, slots)
+            with self.model.without_gradients(absent):
+                leaf_grads = running.backward(grads, slots)
             is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
             self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
-            return leaf_grads
+            pairs = zip(slots, leaf_grads, strict=True)
+            return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
-        joined = join(backward, outputs, [call.leaves[slot] for slot in slots])
+        flows = [values[name].requires_grad for name in names]
+        if not any(flows):  # all is frozen: the step has a backward phase all the same
+            flows = [output.is_floating_point() for output in outputs]
+        joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.layers.rebuild_output(joined)
 
     def _infer(self, call: Call, inputs: Inputs) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, traced_options
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, find_reached, traced_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,29 @@ class Mode:
         stages: The stages, once the layers are dealt out.
         reads: What decides which histories are read: modes with the same share them.
         is_training: Whether the module was in training mode.
+        unreached: See `without_gradient`; by what it was asked for.
     """
 
     layers: Layers
     stages: tuple[Stage, ...]
     reads: Hashable
     is_training: bool
+    unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
+
+    def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
+        """Return the names of the leaves and of `module`'s parameters that get no gradient.
+
+        Args:
+            module: The pipelined module.
+            outputs: Names of the outputs that have one.
+        """
+        used = frozenset(outputs)
+        if used not in self.unreached:
+            names = {name for name, _ in module.named_parameters()}
+            names |= {name for segment in self.layers.segments for name in segment.inputs}
+            names |= set(self.layers.outputs)
+            self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
+        return self.unreached[used]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
         """Return the stages of this rank: they are dealt out in turn along the pipe axis."""

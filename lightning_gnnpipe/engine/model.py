@@ -8,7 +8,7 @@ as on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -196,6 +196,15 @@ class PipelinedModel:
         yield
         for weights in (self._weights, *self._copies):
             weights.empty(self._users)
+
+    @contextmanager
+    def without_gradients(self, names: Collection[str]) -> Iterator[None]:
+        """Give the parameters `names`, if they have no gradient yet, none within the block."""
+        named = dict(self.module.named_parameters()) if names else {}
+        absent = [named[name] for name in names if name in named and named[name].grad is None]
+        yield
+        for parameter in absent:
+            parameter.grad = None
 
     def begin_backward(self) -> GradientSums:
         """Return the sums of gradients over the ranks that share parameters."""
