@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "controls",
         "engine",
         "guests",
+        "hook_ends",
         "metrics",
         "next_batch",
         "passing",
@@ -67,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "refuse": set(),
     "replay": {"randomness"},
     "guests": {"engine", "_compat"},
+    "hook_ends": set(),
     "next_batch": {"_compat", "loaders"},
     "strategy": {
         *PARTS,
@@ -103,6 +105,7 @@ LIGHTNING = {
     "refuse",
     "replay",
     "guests",
+    "hook_ends",
     "next_batch",
     "loops",
     "planning",

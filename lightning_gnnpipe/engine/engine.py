@@ -75,6 +75,7 @@ class PipelineEngine:
         self.model = PipelinedModel(module, transport, options.splitting, self._check_layers)
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.progress = Progress()
+        self.model.reads.is_uneven = lambda: self.progress.is_uneven
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -115,6 +116,10 @@ class PipelineEngine:
         """
         if self.batches.early_loss.is_running:
             return self.batches.early_loss.answer()
+        with self.model.reads.inside():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_training = torch.is_grad_enabled() and self.options.is_fitting
         if is_training and self._state.awaits_backward:
             raise UnsupportedError(
@@ -124,6 +129,7 @@ class PipelineEngine:
                     remedy="Call the module once a step, or the second time in torch.no_grad().",
                 )
             )
+        self._checks.hooks()
         call = take_apart(self.model.module, args, kwargs)
         call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
         has_graphs = inputs.graphs is not None
@@ -134,6 +140,7 @@ class PipelineEngine:
             number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
         agreed = agree(
             self.transport,
+            self.model.reads,
             self.progress,
             number,
             is_training=is_training,
@@ -301,10 +308,11 @@ class PipelineEngine:
                 for (like, shape), grad in zip(zeros, found, strict=True)
             ]
             self._state.begin_backward(grads)
-            with self.model.without_gradients(absent):
-                leaf_grads = running.backward(grads, slots)
-            is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
-            self._state.end_backward([] if is_scaled else running.gradients())
+            with self.model.reads.inside():
+                with self.model.without_gradients(absent):
+                    leaf_grads = running.backward(grads, slots)
+                is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
+                self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
             pairs = zip(slots, leaf_grads, strict=True)
             return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]

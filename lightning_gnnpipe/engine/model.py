@@ -22,6 +22,7 @@ from lightning_gnnpipe.engine.norms import check_norms
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
+from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_layers, without_memory
@@ -81,6 +82,9 @@ class PipelinedModel:
         self.borrowed: dict[int, str] = {}  # see `check_borrowed`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
+        self.reads = WeightReads(
+            transport, lambda: (self._weights, *self._copies), lambda: self._users
+        )
         self.is_accumulating = False  # then gradients stay in this replica for now
 
     @property
@@ -179,11 +183,13 @@ class PipelinedModel:
 
     def restore(self) -> None:
         """Give every rank all parameters back, and forget the split."""
-        self._fill()
+        with self.reads.inside():
+            self._fill()
         self.forget()
 
     def forget(self) -> None:
         """Forget the split without talking to other ranks."""
+        self.reads.release()
         self._modes.clear()
         self._counts, self._users = None, {}
         for weights in (self._weights, *self._copies):
@@ -192,10 +198,12 @@ class PipelinedModel:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have all parameters within the block, and only this stage's after it; collective."""
-        self._fill()
-        yield
-        for weights in (self._weights, *self._copies):
-            weights.empty(self._users)
+        with self.reads.inside():
+            self._fill()
+            yield
+            for weights in (self._weights, *self._copies):
+                weights.empty(self._users)
+            self.reads.watch()
 
     @contextmanager
     def without_gradients(self, names: Collection[str]) -> Iterator[None]:

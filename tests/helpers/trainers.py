@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -75,3 +75,11 @@ def weights(module: torch.nn.Module) -> torch.Tensor:
 
 def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
     torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-10)
+
+
+def overflow(module: L.LightningModule, parameter: torch.nn.Parameter) -> None:
+    """Let a gradient overflow on the rank alone that has the parameter."""
+    engine = getattr(module.trainer.strategy, "engine", None)
+    with nullcontext() if engine is None else engine.model.reads.inside():
+        if parameter.grad is not None:
+            parameter.grad *= torch.inf
