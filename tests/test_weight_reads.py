@@ -225,6 +225,35 @@ def test_manual_optimization(tmp_path: Path) -> None:
     assert_as_plain(ByHand(), tmp_path)
 
 
+class Numbered(Net):
+    """Begins with an embedding of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(70, 8, sparse=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor, number: Tensor) -> dict[str, Any]:
+        return super().forward(self.embedding(number), edge_index, x)
+
+
+class WithNumbers(Scaled):
+    def __init__(self) -> None:
+        hooks = [lambda m: grad_norm(m, 2), lambda m: m.net.embedding.weight.grad.to_dense()]
+        super().__init__({"on_after_backward": hooks})
+        self.net = Numbered()
+
+    def forward(self, data: Any) -> Tensor:
+        found = self.net(data.x, data.edge_index, torch.arange(60) % 50)
+        return self.head(found["h"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_of_embeddings(tmp_path: Path) -> None:
+    assert_as_plain(WithNumbers(), tmp_path)
+
+
 class Everything(Scaled):
     """Uses what Lightning does with weights and gradients by itself."""
 

@@ -11,6 +11,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
+from lightning_gnnpipe.engine.buckets import flatten
 from lightning_gnnpipe.errors import UnsupportedError
 from tests.helpers.engines import one_process_engine
 
@@ -200,3 +201,10 @@ def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
         pair = [one.grad.coalesce() if one.grad.is_sparse else one.grad for one in (ours, theirs)]
         torch.testing.assert_close(*pair)
     assert not engine._is_lost
+
+
+def test_sparse_gradients_of_several_ranks_are_refused() -> None:
+    weight = nn.Parameter(torch.randn(3, D))
+    weight.grad = torch.ones(3, D).to_sparse(1)
+    with pytest.raises(UnsupportedError, match=r"a sparse one of 'w'.*sparse=False"):
+        flatten([("w", weight)])
