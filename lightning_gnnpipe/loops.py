@@ -25,7 +25,7 @@ from lightning_gnnpipe.next_batch import NextBatch
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import check_sharded
+from lightning_gnnpipe.refuse import check_pruning, check_sharded
 from lightning_gnnpipe.replay import StepReplay, check_replay
 from lightning_gnnpipe.replicas import PipeReplicas
 from lightning_gnnpipe.stages import find_pipelined
@@ -170,6 +170,8 @@ class PipeLoops(PipeReplicas):
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)
+        if self._has_stages:
+            check_pruning(callbacks)
         for average in filter(None, map(_compat.average_of, callbacks)):
             self._share_weights(average)
         self._guests.attach(
