@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.types import StartMethod
 from tests.helpers.realistic import Realistic, realistic_graph
+from tests.helpers.record import as_held
 
 
 @contextmanager
@@ -79,7 +80,6 @@ def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
 
 def overflow(module: L.LightningModule, parameter: torch.nn.Parameter) -> None:
     """Let a gradient overflow on the rank alone that has the parameter."""
-    engine = getattr(module.trainer.strategy, "engine", None)
-    with nullcontext() if engine is None else engine.model.reads.inside():
+    with as_held(module.trainer):
         if parameter.grad is not None:
             parameter.grad *= torch.inf
