@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch_geometric.nn as gnn
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
 
@@ -27,7 +27,7 @@ UNDECOMPOSED = {"_decomposed_layers": 1}
 SOURCE_ROWS = "_construct_src_node_feat"
 """HGTConv's method that copies keys and values of the source nodes."""
 
-_HOOKS = ("_propagate_", "_message_", "_aggregate_")
+_HOOKS = ("_propagate_", "_message_", "_aggregate_", "_edge_update_")
 
 
 def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
@@ -62,9 +62,12 @@ def source_rows(conv: gnn.HGTConv) -> Callable[..., Any]:
     return getattr(conv, SOURCE_ROWS)
 
 
-def has_passing_hooks(conv: MessagePassing) -> bool:
-    """Whether hooks look into `propagate`."""
-    return any(hooks for name, hooks in vars(conv).items() if name.startswith(_HOOKS))
+def passing_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that look into `propagate`, if `module` passes messages."""
+    if isinstance(module, MessagePassing):
+        for name, hooks in vars(module).items():
+            if name.startswith(_HOOKS):
+                yield from hooks.values()
 
 
 def has_own_propagate(kind: type[MessagePassing]) -> bool:

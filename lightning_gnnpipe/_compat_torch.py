@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -70,6 +71,39 @@ def registry_of(module: nn.Module, name: str) -> dict[str, Any] | None:
     return next((one for one in registries if name in one), None)
 
 
+def fills_grad_of(accumulator: Any) -> bool:
+    """Whether the backward that runs reaches a leaf's `grad`; `accumulator` is the leaf's node."""
+    return bool(torch._C._will_engine_execute_node(accumulator))
+
+
+TENSOR_FLAGS = {
+    *("requires_grad", "requires_grad_", "is_leaf", "retains_grad", "grad_fn", "name"),
+    *("dtype", "device", "get_device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_mps"),
+    *("is_meta", "is_quantized", "is_complex", "is_floating_point", "is_inference", "_version"),
+    *("ndim", "dim", "ndimension", "itemsize", "element_size"),
+    *("register_hook", "register_post_accumulate_grad_hook"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+}
+"""What a tensor tells of itself without its values: attributes and methods."""
+
+_DROPPING = {
+    inspect.unwrap(function).__code__
+    for function in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+}
+
+
+def is_dropping_gradients(frame: FrameType | None) -> bool:
+    """Whether `frame`, or one that has called it, is torch's own function that drops gradients."""
+    while frame is not None and frame.f_code not in _DROPPING:
+        frame = frame.f_back
+    return frame is not None
+
+
+def ignoring_classes() -> Any:
+    """Return a context in which torch treats tensors of all classes alike."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` is what torch.compile has returned."""
     return hasattr(module, "_orig_mod")
@@ -86,6 +120,30 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def hooks_of_module(module: nn.Module) -> Iterator[Any]:
+    """Yield all that calling `module`, and its backward, runs beside its forward."""
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        yield from hooks.values()
+
+
+def global_hooks() -> Iterator[Any]:
+    """Yield all that calling any module runs."""
+    for name, hooks in vars(nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict) and "always" not in name:
+            yield from (hook for hook in hooks.values() if callable(hook))
+
+
+def hooks_of_parameter(parameter: nn.Parameter) -> Iterator[Any]:
+    """Yield all that is run when `parameter` gets its gradient."""
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        yield from (hooks or {}).values()
+
+
 def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:
     """Have the tracer find its wrapped functions in the globals of `modules` as well."""
     tracer._autowrap_search.extend(modules)
@@ -94,14 +152,20 @@ def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:
 def change_overflows(
     scaler: torch.amp.GradScaler,
     change: Callable[[Mapping[torch.device, Tensor]], dict[torch.device, Tensor]],
+    inside: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Let `change` alter what `scaler` finds on each device; return what ends that.
+    """Let `change` alter what `scaler` finds, `inside`, on each device; return what ends that.
 
     All its ways lead through the method that is replaced on this one object: those of `unscale_`
     and of the check for optimizers that unscale by themselves (fused ones).
     """
     find_local = scaler._unscale_grads_
-    scaler.__dict__["_unscale_grads_"] = lambda *args, **kwargs: change(find_local(*args, **kwargs))
+
+    def find(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        with inside():
+            return change(find_local(*args, **kwargs))
+
+    scaler.__dict__["_unscale_grads_"] = find
     return lambda: scaler.__dict__.pop("_unscale_grads_", None)
 
 

@@ -165,11 +165,14 @@ class PipeCheckpoints(PipeProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        if not self._is_split or self._is_interrupted:
+        if not self._is_split:
             return module.state_dict()
-        if self.options.save_distributed_checkpoint:
-            return own_state_dict(module, self.engine.model, self._pipe.mesh)
-        return full_state_dict(module, self.engine.model)
+        with self.engine.model.reads.inside():
+            if self._is_interrupted:
+                return module.state_dict()
+            if self.options.save_distributed_checkpoint:
+                return own_state_dict(module, self.engine.model, self._pipe.mesh)
+            return full_state_dict(module, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)

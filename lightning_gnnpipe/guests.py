@@ -9,6 +9,7 @@ layers (BaseFinetuning) compare parameters by value: they are shown all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -44,6 +45,7 @@ class GuestCallbacks:
             average = _compat.average_of(callback)
             if average is not None:
                 self._serve_average(average, model, prefix, is_interrupted)
+                self._let_read(callback, model)
             if isinstance(callback, BaseFinetuning):
                 self._serve_finetuning(callback, model)
 
@@ -71,6 +73,15 @@ class GuestCallbacks:
         average.__dict__["state_dict"] = state_dict
         self._undo.append(lambda: average.__dict__.pop("state_dict", None))
 
+    def _let_read(self, callback: Callback, model: PipelinedModel) -> None:
+        """Let the hooks of Lightning's own callback read weights as they are here."""
+        for name in (name for name in dir(callback) if name.startswith("on_")):
+            hook = getattr(callback, name)
+            if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                continue
+            callback.__dict__[name] = _inside(model, hook)
+            self._undo.append(partial(callback.__dict__.pop, name, None))
+
     def _serve_finetuning(self, callback: BaseFinetuning, model: PipelinedModel) -> None:
         finetune = callback.finetune_function
 
@@ -80,3 +91,12 @@ class GuestCallbacks:
 
         callback.__dict__["finetune_function"] = with_all_weights
         self._undo.append(lambda: callback.__dict__.pop("finetune_function", None))
+
+
+def _inside(model: PipelinedModel, hook: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with model.reads.inside():
+            return hook(*args, **kwargs)
+
+    return run

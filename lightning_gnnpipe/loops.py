@@ -19,12 +19,13 @@ from lightning_gnnpipe import _compat
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.guests import GuestCallbacks
+from lightning_gnnpipe.hook_ends import HookEnds
 from lightning_gnnpipe.metrics import PipelineMetrics
 from lightning_gnnpipe.next_batch import NextBatch
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.precision import StagePrecision
 from lightning_gnnpipe.randomness import set_random_state
-from lightning_gnnpipe.refuse import check_sharded
+from lightning_gnnpipe.refuse import check_pruning, check_sharded
 from lightning_gnnpipe.replay import StepReplay, check_replay
 from lightning_gnnpipe.replicas import PipeReplicas
 from lightning_gnnpipe.stages import find_pipelined
@@ -46,6 +47,8 @@ class PipeLoops(PipeReplicas):
         self._guests = GuestCallbacks()
         self._precision = StagePrecision()
         self._next_batch = NextBatch()
+        self._hook_ends = HookEnds()
+        self._unserve: list[Callable[[], None]] = []
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -103,6 +106,7 @@ class PipeLoops(PipeReplicas):
     @contextmanager
     def _in_step(self, batch: Any, *others: Any) -> Iterator[None]:
         """Let the engine know what the user's step gets, and what the next one will."""
+        self.engine.model.reads.settle()
         self.engine.stream.enter_step(batch, lambda: self._next_batch.peek(self.root_device))
         try:
             yield
@@ -154,9 +158,20 @@ class PipeLoops(PipeReplicas):
         self._metrics.attach(module, self._gather_metrics())
         if self._has_peers:
             self._serve_guests(callbacks)
+        if self._has_stages:
+            reads = self._engine.model.reads
+            reads.is_closed = lambda: self._is_interrupted
+            self._hook_ends.attach(module.trainer, lambda name: reads.meet(f"the end of {name}"))
+
+    def _serve_optimizers(self) -> None:
+        if self._has_stages:
+            reads = self.engine.model.reads
+            self._unserve += [reads.serve(optimizer) for optimizer in self.optimizers]
 
     def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
         check_sharded(callbacks, self.options.save_distributed_checkpoint)
+        if self._has_stages:
+            check_pruning(callbacks)
         for average in filter(None, map(_compat.average_of, callbacks)):
             self._share_weights(average)
         self._guests.attach(
@@ -171,6 +186,9 @@ class PipeLoops(PipeReplicas):
         if engine.options.is_fitting:
             self._ended = engine.run_state().without_histories()
         engine.detach()
+        self._hook_ends.detach()
+        while self._unserve:
+            self._unserve.pop()()
         if not self._is_interrupted:
             engine.statistics.warn()
             engine.tell_changes()

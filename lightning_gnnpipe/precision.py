@@ -36,16 +36,24 @@ class StagePrecision:
             model: The pipelined model in it.
             pipe: The ranks.
         """
+        clip_by_value = plugin.clip_grad_by_value
 
         def clip(optimizer: Optimizer, clip_val: float) -> None:
             parameters = plugin.main_params(optimizer)
-            clip_by_total_norm(model, pipe, module, parameters, clip_val)
+            with model.reads.inside():
+                clip_by_total_norm(model, pipe, module, parameters, clip_val)
+
+        def clip_values(optimizer: Optimizer, clip_val: float) -> None:
+            with model.reads.inside():
+                clip_by_value(optimizer, clip_val)
 
         plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign]
         self._undo.append(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
+        self._undo.append(lambda: plugin.__dict__.pop("clip_grad_by_value", None))
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
-            self._undo.append(share_overflows(scaler, pipe))
+            self._undo.append(share_overflows(scaler, pipe, model.reads.inside))
 
     def detach(self) -> None:
         """Give the plugin back as it was."""

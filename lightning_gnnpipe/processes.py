@@ -97,6 +97,11 @@ class PipeProcesses(_compat.LightningStrategy):
         return self._transport is not None and self._transport.world.is_distributed
 
     @property
+    def _has_stages(self) -> bool:
+        """Whether ranks hold the weights of different stages."""
+        return self._has_peers and self._pipe.mesh.num_stages > 1
+
+    @property
     def _is_interrupted(self) -> bool:
         """Whether other ranks may be gone, so that none may wait for them."""
         return False

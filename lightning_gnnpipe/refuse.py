@@ -71,6 +71,23 @@ def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
             )
 
 
+def check_pruning(callbacks: Iterable[Callback]) -> None:
+    """Refuse to replace parameters by others, of which stages do not know.
+
+    Raises:
+        UnsupportedError: With the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, pl_callbacks.ModelPruning):
+            raise UnsupportedError(
+                explain(
+                    expected="callbacks that keep the parameters, with several stages",
+                    found=f"{type(callback).__name__}, which puts masked ones in their place",
+                    remedy="Prune after training, or with num_stages=1.",
+                )
+            )
+
+
 def check_was_called(name: str, was_called: bool, module: nn.Module | None) -> None:
     """Refuse a training step that went past the pipelined module.
 

@@ -128,6 +128,10 @@ class PipeReplicas(PipeCheckpoints):
         """Give all replicas the buffers of the first one, as DDP does before each step."""
         if self.options.data_parallel == 1:
             return
+        with self.engine.model.reads.inside():
+            self._share_all_buffers()
+
+    def _share_all_buffers(self) -> None:
         assert self.lightning_module is not None
         model, over = self.engine.model, self._pipe.replicas
         named = model.module.named_buffers()

@@ -256,6 +256,7 @@ class GNNPipeStrategy(PipeLoops):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
+        self._serve_optimizers()
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -291,6 +292,7 @@ class GNNPipeStrategy(PipeLoops):
         trainer = self.lightning_module.trainer
         engine.identity.begin_step(partial(random_state, self.root_device))
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
+        engine.model.reads.settle()
         self._share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
@@ -306,4 +308,6 @@ class GNNPipeStrategy(PipeLoops):
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
+        if self._has_stages:
+            engine.model.reads.meet("the end of training_step")
         return output

@@ -60,7 +60,11 @@ NAMES = [
     f"{CONNECTOR}._sigterm_notifier_fn",
     f"{CONNECTOR}._slurm_sigusr_handler_fn",
     f"{CONNECTOR}.received_sigterm",
+    "torch:Tensor._backward_hooks",
+    "torch:Tensor._post_accumulate_grad_hooks",
     "torch:Tensor._version",
+    "torch:_C._will_engine_execute_node",
+    "torch:_C.DisableTorchFunctionSubclass",
     "torch.amp:GradScaler._unscale_grads_",
     "torch.fx:Tracer._autowrap_search",
     "torch.distributed.checkpoint.filesystem:_StorageInfo",
@@ -69,6 +73,8 @@ NAMES = [
     "torch.distributed.distributed_c10d:_set_pg_timeout",
     "torch.nn.modules.batchnorm:_BatchNorm",
     "torch.nn.modules.instancenorm:_InstanceNorm",
+    "torch.nn:Module._backward_hooks",
+    "torch.nn:Module._backward_pre_hooks",
     "torch.nn:Module._buffers",
     "torch.nn:Module._call_impl",
     "torch.nn:Module._forward_hooks",
@@ -107,7 +113,8 @@ INSTANCES: dict[str, Any] = {
     "ParallelStrategy": None,
 }
 # Not attributes of anything before they are set: torch.compile's, and prefixes of names.
-UNLISTED = {"_orig_mod", "_propagate_", "_message_", "_aggregate_", "_propagate"}
+UNLISTED = {"_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_", "_propagate"}
+UNLISTED |= {"_global_"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "controls",
         "engine",
         "guests",
+        "hook_ends",
         "metrics",
         "next_batch",
         "passing",
@@ -68,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "refuse": set(),
     "replay": {"randomness"},
     "guests": {"engine", "_compat"},
+    "hook_ends": set(),
     "next_batch": {"_compat", "loaders"},
     "strategy": {
         *PARTS,
@@ -105,6 +107,7 @@ LIGHTNING = {
     "refuse",
     "replay",
     "guests",
+    "hook_ends",
     "next_batch",
     "loops",
     "planning",

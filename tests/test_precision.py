@@ -15,10 +15,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe._compat_torch import change_overflows
 from lightning_gnnpipe.callbacks.access import pipe_strategy
 from lightning_gnnpipe.types import StalenessName
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import datamodule, make_trainer, start_method
+from tests.helpers.trainers import datamodule, make_trainer, overflow, start_method
 
 
 class Converts(Realistic):
@@ -39,13 +40,9 @@ class Converts(Realistic):
             data[name] = data[name].to(self.head.weight.dtype)
         return super().forward(data)
 
-    def on_fit_start(self) -> None:
-        self.net.first.bias.register_hook(self.overflow)
-
-    def overflow(self, grad: Tensor) -> Tensor:
-        return (
-            grad * torch.inf if self.trainer.fit_loop.total_batch_idx == self.overflow_at else grad
-        )
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.total_batch_idx == self.overflow_at:
+            overflow(self, self.net.first.bias)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.fused:
@@ -70,7 +67,9 @@ class Disagrees(L.Callback):
     """Forgets the agreement between the stages: what a stage finds, it keeps to itself."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pipe_strategy(self, trainer)._precision._undo.pop()()
+        strategy, scaler = pipe_strategy(self, trainer), trainer.precision_plugin.scaler
+        strategy._precision._undo.pop()()
+        change_overflows(scaler, dict, strategy.engine.model.reads.inside)
 
 
 def precision_args(precision: str, growth_interval: int = 2) -> dict[str, Any]:

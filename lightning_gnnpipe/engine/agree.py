@@ -12,6 +12,7 @@ from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
 from lightning_gnnpipe.graph import fold, tensor_fingerprint
 from lightning_gnnpipe.nested import tensors_in
@@ -127,6 +128,7 @@ class Agreed(NamedTuple):
 
 def agree(
     transport: Transport,
+    reads: WeightReads,
     progress: Progress,
     graph: int,
     *,
@@ -142,6 +144,7 @@ def agree(
 
     Args:
         transport: The ranks.
+        reads: Lets them meet.
         progress: Of this rank.
         graph: Fingerprint of the graph.
         is_training: Whether this rank runs a training step.
@@ -157,7 +160,7 @@ def agree(
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
     numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
     numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
-    ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
+    ranks = reads.meet("a forward of the pipelined module", numbers)
     if len({rank[0] for rank in ranks}) > 1:
         raise GraphError(
             explain(
@@ -201,8 +204,7 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
             explain(
                 expected="the same loss on every rank",
                 found=", ".join(f"{loss:.6g}" for loss in losses),
-                remedy="On each rank the parameters of other stages are empty: use the optimizer's "
-                "weight_decay in place of a penalty on self.parameters(), and seed random numbers "
-                "in training_step.",
+                remedy="Seed random numbers in training_step, and compute the loss from what all "
+                "ranks have alike.",
             )
         )

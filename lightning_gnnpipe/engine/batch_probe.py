@@ -20,7 +20,7 @@ from lightning_gnnpipe.engine.chunk_run import run_segments
 from lightning_gnnpipe.engine.determinism import NoRandomness
 from lightning_gnnpipe.engine.probe import check_buffers, check_structure, compare, in_full
 from lightning_gnnpipe.engine.probe_gradients import some_gradient
-from lightning_gnnpipe.engine.trial import flatten, refusing_errors
+from lightning_gnnpipe.engine.trial import as_real, flatten, refusing_errors
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import Intercepted, NativeContext, find_layers, intercept
@@ -167,10 +167,11 @@ def _compare_all(layers: Layers, ours: Results, theirs: Results) -> None:
         if a.shape != b.shape:
             raise _refuse(f"shape {list(a.shape)} instead of {list(b.shape)} of {output}")
         if not compare(a, b):
-            size = float((a.double() - b.double()).abs().nan_to_num().max())
+            size = float((as_real(a).double() - as_real(b).double()).abs().nan_to_num().max())
             raise _refuse(f"a difference of {size:.2g} in {output}")
-    largest = max((float(g.double().norm()) for g in theirs[1] if g is not None), default=0.0)
-    for one, other in zip(ours[1], theirs[1], strict=True):
+    grads = [[None if g is None else as_real(g) for g in one[1]] for one in (ours, theirs)]
+    largest = max((float(g.double().norm()) for g in grads[1] if g is not None), default=0.0)
+    for one, other in zip(*grads, strict=True):
         known = [grad for grad in (one, other) if grad is not None]
         if not known:
             continue

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Members, Transport
+from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.types import TrafficKind
 
 _BUCKET_BYTES = 2**20  # enough for the time of a message to be small beside that of its bytes
@@ -92,7 +93,21 @@ class BucketSums:
 
 
 def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
-    """Return the gradients in one row, then a 1 for each that is there: one may have no use."""
+    """Return the gradients in one row, then a 1 for each that is there: one may have no use.
+
+    Raises:
+        UnsupportedError: If one is sparse.
+    """
+    for name, p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            raise UnsupportedError(
+                explain(
+                    expected="dense gradients where several ranks sum them",
+                    found=f"a sparse one of '{name}'",
+                    remedy="Use nn.Embedding(sparse=False), or let one rank alone have the layer: "
+                    "graph_parallel=1, data_parallel=1, repeat_encoder=False.",
+                )
+            )
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
     flags = grads[0].new_tensor([0.0 if p.grad is None else 1.0 for _, p in parameters])
     flat = torch.cat([*(grad.flatten() for grad in grads), flags])

@@ -9,6 +9,7 @@ import torch
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.graph import GraphCache
+from lightning_gnnpipe.engine.hooks import check_hooks
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.planned_graph import PlannedGraph
@@ -60,6 +61,16 @@ class EngineChecks:
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
+
+    def hooks(self) -> None:
+        """Refuse hooks on layers and weights that would not be called as in one whole pass."""
+        options, batches = self._options, self._batches
+        is_whole = options.chunks.expected == 1 and not self._transport.world.is_distributed
+        check_hooks(
+            self._model.module,
+            is_whole=is_whole and not options.histories.recomputes,
+            runs_again=batches.needs_loss,
+        )
 
     def chunks(self, graph: PlannedGraph, linear_scale: float) -> None:
         """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.

@@ -80,6 +80,7 @@ class PipelineEngine:
             module, transport, options.splitting, self._check_layers, self.graphs.is_cut
         )
         self.progress = Progress()
+        self.model.reads.is_uneven = lambda: self.progress.is_uneven
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -129,6 +130,10 @@ class PipelineEngine:
         """
         if self.batches.early_loss.is_running:
             return self.batches.early_loss.answer()
+        with self.model.reads.inside():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_training = torch.is_grad_enabled() and self.options.is_fitting
         if is_training and self._state.awaits_backward:
             raise UnsupportedError(
@@ -138,6 +143,7 @@ class PipelineEngine:
                     remedy="Call the module once a step, or the second time in torch.no_grad().",
                 )
             )
+        self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
             call = take_apart(self.model.module, args, kwargs, self.progress.num_nodes)
             call = self._as_one_graph(call)
@@ -156,6 +162,7 @@ class PipelineEngine:
             number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
         agreed = agree(
             self.transport,
+            self.model.reads,
             self.progress,
             number,
             is_training=is_training,
@@ -379,16 +386,30 @@ class PipelineEngine:
         self._state.end_forward(outputs)
         self.num_training_passes += 1
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
+        names, values = mode.layers.outputs, mode.layers.values
+        zeros = [(output.new_zeros(()), output.shape) for output in outputs]
 
-        def backward(grads: Sequence[Tensor]) -> list[Tensor | None]:
+        def backward(found: Sequence[Tensor | None]) -> list[Tensor | None]:
+            used = [name for name, grad in zip(names, found, strict=True) if grad is not None]
+            absent = mode.without_gradient(self.model.module, used)
+            grads = [
+                like.expand(shape) if grad is None else grad
+                for (like, shape), grad in zip(zeros, found, strict=True)
+            ]
             self._state.begin_backward(grads)
-            leaf_grads = running.backward(grads, slots)
-            is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
-            self._state.end_backward([] if is_scaled else running.gradients())
+            with self.model.reads.inside():
+                with self.model.without_gradients(absent):
+                    leaf_grads = running.backward(grads, slots)
+                is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
+                self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
-            return leaf_grads
+            pairs = zip(slots, leaf_grads, strict=True)
+            return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
-        joined = join(backward, outputs, [call.leaves[slot] for slot in slots])
+        flows = [values[name].requires_grad for name in names]
+        if not any(flows):  # all is frozen: the step has a backward phase all the same
+            flows = [output.is_floating_point() for output in outputs]
+        joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.layers.rebuild_output(joined)
 
     def _infer_on_graphs(self, call: Call, inputs: Inputs) -> Any:

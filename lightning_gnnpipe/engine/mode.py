@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Layers, Stage, find_reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Mode:
         options: Number of the plain values that its forward reads beside its arguments, and of the
             shapes of its weights.
         frozen: Which weights need no gradient.
+        unreached: See `without_gradient`; by what it was asked for.
     """
 
     layers: Layers
@@ -32,6 +33,22 @@ class Mode:
     is_training: bool
     options: int
     frozen: tuple[bool, ...]
+    unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
+
+    def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
+        """Return the names of the leaves and of `module`'s parameters that get no gradient.
+
+        Args:
+            module: The pipelined module.
+            outputs: Names of the outputs that have one.
+        """
+        used = frozenset(outputs)
+        if used not in self.unreached:
+            names = {name for name, _ in module.named_parameters()}
+            names |= {name for segment in self.layers.segments for name in segment.inputs}
+            names |= set(self.layers.outputs)
+            self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
+        return self.unreached[used]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
         """Return the stages of this rank: they are dealt out in turn along the pipe axis."""

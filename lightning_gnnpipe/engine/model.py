@@ -8,7 +8,7 @@ as on one device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from lightning_gnnpipe.engine.plain import raising_own_errors
 from lightning_gnnpipe.engine.splitting import Splitting
 from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
+from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_leaves, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import text_fingerprint
@@ -89,6 +90,9 @@ class PipelinedModel:
         self.borrowed: dict[int, str] = {}  # see `check_borrowed`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
+        self.reads = WeightReads(
+            transport, lambda: (self._weights, *self._copies), lambda: self._users
+        )
         self.is_accumulating = False  # then gradients stay in this replica for now
 
     @property
@@ -221,11 +225,13 @@ class PipelinedModel:
 
     def restore(self) -> None:
         """Give every rank all parameters back, and forget the split."""
-        self._fill()
+        with self.reads.inside():
+            self._fill()
         self.forget()
 
     def forget(self) -> None:
         """Forget the split without talking to other ranks."""
+        self.reads.release()
         self._modes.clear()
         self._counts, self._users = None, {}
         for weights in (self._weights, *self._copies):
@@ -234,10 +240,21 @@ class PipelinedModel:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have all parameters within the block, and only this stage's after it; collective."""
-        self._fill()
+        with self.reads.inside():
+            self._fill()
+            yield
+            for weights in (self._weights, *self._copies):
+                weights.empty(self._users)
+            self.reads.watch()
+
+    @contextmanager
+    def without_gradients(self, names: Collection[str]) -> Iterator[None]:
+        """Give the parameters `names`, if they have no gradient yet, none within the block."""
+        named = dict(self.module.named_parameters()) if names else {}
+        absent = [named[name] for name in names if name in named and named[name].grad is None]
         yield
-        for weights in (self._weights, *self._copies):
-            weights.empty(self._users)
+        for parameter in absent:
+            parameter.grad = None
 
     def begin_backward(self) -> GradientSums:
         """Return the sums of gradients over the ranks that share parameters."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.determinism import NoRandomness
 from lightning_gnnpipe.engine.probe_gradients import check_gradients
-from lightning_gnnpipe.engine.trial import Trial, flatten, refuse_difference
+from lightning_gnnpipe.engine.trial import Trial, as_real, flatten, refuse_difference
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing import find_convs, find_layers, without_memory
 from lightning_gnnpipe.stages import Call, Inputs, Layers, draw_sample, restore_buffers, undisturbed
@@ -104,6 +104,7 @@ def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
 
 def compare(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two results are the same, up to rounding."""
+    ours, theirs = as_real(ours), as_real(theirs)
     tolerance = _TOLERANCE.get(theirs.dtype)
     ours, theirs = ours.double(), theirs.double()
     if tolerance is not None:
@@ -114,7 +115,7 @@ def compare(ours: Tensor, theirs: Tensor) -> bool:
 
 def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
     if not compare(ours, theirs):
-        size = float((ours.double() - theirs.double()).abs().nan_to_num().max())
+        size = float((as_real(ours).double() - as_real(theirs).double()).abs().nan_to_num().max())
         raise refuse_difference("values", layer, size)
 
 

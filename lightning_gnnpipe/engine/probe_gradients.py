@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.trial import (
     Trial,
+    as_real,
     chunk_of_node,
     flatten,
     refuse_difference,
@@ -128,7 +129,7 @@ class _GradientCheck:
             if leaf.requires_grad
         ]
         pairs = dict(zip(map(id, parameters), zip(found, expected, strict=False), strict=False))
-        if not all(t.dtype in _TOLERANCE for t in (*parameters, *own)):
+        if not all(t.dtype.to_real() in _TOLERANCE for t in (*parameters, *own)):
             return
         for segment in reversed(segments):  # a wrong gradient spreads to the layers before
             self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
@@ -204,7 +205,7 @@ class _GradientCheck:
     def _compare(
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> None:
-        both = [(_filled(a, b).double(), _filled(b, a)) for a, b in pairs]
+        both = [(as_real(_filled(a, b)).double(), as_real(_filled(b, a))) for a, b in pairs]
         finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # NaN: not for us to judge
         largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
         for ours, theirs in finite:

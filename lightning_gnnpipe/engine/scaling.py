@@ -7,6 +7,7 @@ apart: some would take a step, with another scale for the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ from lightning_gnnpipe import _compat_torch
 from lightning_gnnpipe.comm import Transport
 
 
-def share_overflows(scaler: torch.amp.GradScaler, transport: Transport) -> Callable[[], None]:
-    """Let `scaler` find what any stage finds, from now on; return what gives it back as it was."""
+def share_overflows(
+    scaler: torch.amp.GradScaler,
+    transport: Transport,
+    inside: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Let `scaler` find what any stage finds, from now on; return what gives it back as it was.
+
+    It looks at gradients within the context `inside`.
+    """
 
     def over_stages(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         found = torch.zeros((), device=transport.world.device)
@@ -25,4 +33,4 @@ def share_overflows(scaler: torch.amp.GradScaler, transport: Transport) -> Calla
         transport.all_reduce(found, "control")
         return {found.device: found.clamp_(max=1.0)}  # fused kernels ask whether it is 1
 
-    return _compat_torch.change_overflows(scaler, over_stages)
+    return _compat_torch.change_overflows(scaler, over_stages, inside)

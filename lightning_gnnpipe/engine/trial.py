@@ -117,6 +117,12 @@ def flatten(output: object) -> list[Tensor]:
     return []
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the numbers of `tensor` as a dense, real one: complex ones as pairs."""
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def chunk_of_node(num_nodes: int) -> Tensor:
     """Return the chunk of each node of a small graph, `[num_nodes]`."""
     return torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)

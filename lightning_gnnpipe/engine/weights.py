@@ -18,6 +18,9 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.stages import Shape, fill_husks, make_husks
 
 Users = Mapping[str, set[int]]
+Gradients = Mapping[str, Tensor | None]
+
+_NONE: Gradients = {}
 
 
 def check_same(before: Users, users: Users) -> None:
@@ -140,6 +143,11 @@ class StageWeights:
             modules: list[Any] = list(self.module.modules())
             self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
 
+    def named(self, users: Users) -> dict[str, Tensor]:
+        """Return the tensors that belong to a stage, as they are here, by name."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {name: tensor for name, tensor in named.items() if name in users}
+
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return every tensor that belongs to a stage, on every rank, by name; collective."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -151,14 +159,46 @@ class StageWeights:
         shapes = {name: self.shape_of(name, named[name]) for name in owners}
         return share_tensors(self._transport, owners, named, shapes)
 
+    def assemble_gradients(self, users: Users) -> dict[str, Tensor | None]:
+        """Return those of the parameters that only other stages use, by name; collective."""
+        parameters = {n: p for n, p in self.module.named_parameters() if n in users}
+        mesh, here = self._transport.mesh, self._transport.world.rank
+        owners = {name: mesh.rank_of(min(users[name]), 0) for name in parameters}
+        forms = self._transport.all_gather_ints(
+            [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters.values()]
+        )
+        numbers = {rank: forms[i] for i, rank in enumerate(self._transport.members.ranks)}
+        form = {name: numbers[owner][i] for i, (name, owner) in enumerate(owners.items())}
+        own = {n: p.grad for n, p in parameters.items() if p.grad is not None and owners[n] == here}
+        grads = share_tensors(
+            self._transport,
+            {name: owner for name, owner in owners.items() if form[name]},
+            {name: grad.to_dense() if grad.is_sparse else grad for name, grad in own.items()},
+            {name: self.shape_of(name, p) for name, p in parameters.items()},
+        )
+        return {
+            name: grads[name].to_sparse(1) if form[name] > 1 else grads.get(name)
+            for name in parameters
+            if mesh.stage not in users[name]
+        }
+
     def fill(self, users: Users) -> None:
         """Give this rank all parameters and the right buffers back; collective."""
-        tensors = self.assemble(users)
+        self.take(self.assemble(users))
+
+    def take(self, tensors: Mapping[str, Tensor], grads: Gradients = _NONE) -> None:
+        """Take over what was assembled, and gradients of the parameters of other stages."""
+        parameters = dict(self.module.named_parameters())
         fill_husks(self.module, {name: tensors[name] for name in self._shapes})
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
-                    buffer.copy_(tensors[name])
+                    _renew(buffer, tensors[name])
+            for name, parameter in parameters.items():
+                if name in tensors and parameter.dim() == 0:  # is never emptied
+                    _renew(parameter, tensors[name])
+        for name, grad in grads.items():
+            parameters[name].grad = grad
         self.forget()
 
     def complete(
@@ -209,3 +249,9 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
                 remedy="Callbacks that replace them, such as ModelPruning, need one stage.",
             )
         )
+
+
+def _renew(tensor: Tensor, value: Tensor) -> None:
+    """Overwrite `tensor`, unless it is the same: autograd may have saved it."""
+    if not torch.equal(tensor, value):
+        tensor.copy_(value)

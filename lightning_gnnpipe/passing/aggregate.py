@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch_geometric.nn import MessagePassing, aggr
 
-from lightning_gnnpipe._compat_pyg import has_own_propagate, has_passing_hooks
+from lightning_gnnpipe._compat_pyg import has_own_propagate, passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.adjacency import Adjacency
 from lightning_gnnpipe.passing.kernels import entry_sums, multiply
@@ -81,7 +81,7 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
         and conv.node_dim in (-2, 0)
         and not has_own_propagate(kind)
         and not has_hooks(conv.aggr_module)
-        and not has_passing_hooks(conv)
+        and not any(passing_hooks(conv))
     )
     return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
 

@@ -18,6 +18,7 @@ from lightning_gnnpipe.stages.husk import Shape, fill_husks, make_husks
 from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.listed import is_listed
+from lightning_gnnpipe.stages.reach import find_reached
 from lightning_gnnpipe.stages.repeat import choose_repeated, find_repeatable, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, part_of
 from lightning_gnnpipe.stages.split import (
@@ -68,6 +69,7 @@ __all__ = [
     "fill_husks",
     "find_graphs",
     "find_pipelined",
+    "find_reached",
     "find_repeatable",
     "find_users",
     "is_listed",

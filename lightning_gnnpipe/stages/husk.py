@@ -20,11 +20,12 @@ def make_husks(module: nn.Module, users: Mapping[str, set[int]], stage: int) -> 
     """Empty the parameters of `module` that only other stages use; return their shapes by name."""
     shapes: dict[str, Shape] = {}
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 or stage in users.get(name, {stage}):
+        if stage in users.get(name, {stage}):
             continue
-        shapes[name] = (parameter.shape, parameter.dtype)
-        parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
         parameter.grad = None
+        if parameter.dim():  # a single number cannot be emptied
+            shapes[name] = (parameter.shape, parameter.dtype)
+            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
     return shapes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 
 from lightning_gnnpipe.stages.layers import Layers
 from lightning_gnnpipe.stages.segments import Segment, part_of
@@ -112,17 +112,24 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
 
     A tensor that is registered under several names is listed under the first.
     """
+    by_name = first_names(module)
+    users: dict[str, set[int]] = {}
+    for stage in stages:
+        for segment in stage.computed:
+            for node in segment.module.graph.nodes:
+                for name in names_used(node, module, by_name):
+                    users.setdefault(by_name[name], set()).add(stage.index)
+    return users
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Return, for each name of a parameter or buffer of `module`, the first one of that tensor."""
     first_name: dict[int, str] = {}
     by_name = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):
             by_name[name] = first_name.setdefault(id(tensor), name)
-    users: dict[str, set[int]] = {}
-    for stage in stages:
-        for segment in stage.computed:
-            for name in _names_used(segment, module, by_name):
-                users.setdefault(by_name[name], set()).add(stage.index)
-    return users
+    return by_name
 
 
 def choose_held(
@@ -157,15 +164,20 @@ def choose_held(
     return [name for name in repeated if is_held(name)]
 
 
-def _names_used(segment: Segment, module: nn.Module, registered: Container[str]) -> Iterable[str]:
-    for node in segment.module.graph.nodes:
-        name = strip_root(str(node.target))
-        if node.op == "get_attr" and name in registered:
-            yield name
-        elif node.op == "call_module":
-            layer = module.get_submodule(name)
-            for tensors in (layer.named_parameters, layer.named_buffers):
-                yield from (
-                    f"{name}.{inner}" if name else inner
-                    for inner, _ in tensors(remove_duplicate=False)
-                )
+def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> Iterable[str]:
+    """Yield the names of the parameters and buffers of `module` that `node` of a segment uses.
+
+    Args:
+        node: The node.
+        module: The pipelined module.
+        registered: The names of its parameters and buffers.
+    """
+    name = strip_root(str(node.target))
+    if node.op == "get_attr" and name in registered:
+        yield name
+    elif node.op == "call_module":
+        layer = module.get_submodule(name)
+        for tensors in (layer.named_parameters, layer.named_buffers):
+            yield from (
+                f"{name}.{inner}" if name else inner for inner, _ in tensors(remove_duplicate=False)
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ class Step:
     metrics: Named = field(default_factory=dict)
 
 
+def as_held(trainer: L.Trainer) -> AbstractContextManager[None]:
+    """Show weights as this rank holds them: empty if another one does."""
+    engine = getattr(trainer.strategy, "engine", None)
+    return nullcontext() if engine is None else engine.model.reads.inside()
+
+
 class StepRecorder(L.Callback):
     """Write the steps of this rank to ``folder/rank<r>.pt``: processes share nothing else.
 
@@ -38,18 +45,20 @@ class StepRecorder(L.Callback):
         self.gradients: Named = {}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        self.gradients = {
-            name: parameter.grad.detach().clone()
-            for name, parameter in module.named_parameters()
-            if parameter.numel() and parameter.grad is not None
-        }
+        with as_held(trainer):
+            self.gradients = {
+                name: parameter.grad.detach().clone()
+                for name, parameter in module.named_parameters()
+                if parameter.numel() and parameter.grad is not None
+            }
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        weights = {
-            name: parameter.detach().clone()
-            for name, parameter in module.named_parameters()
-            if parameter.numel()
-        }
+        with as_held(trainer):
+            weights = {
+                name: parameter.detach().clone()
+                for name, parameter in module.named_parameters()
+                if parameter.numel()
+            }
         self.steps.append(
             Step(
                 outputs=module.outputs,

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.types import StartMethod
 from tests.helpers.realistic import Realistic, realistic_graph
+from tests.helpers.record import as_held
 
 
 @contextmanager
@@ -75,3 +76,10 @@ def weights(module: torch.nn.Module) -> torch.Tensor:
 
 def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
     torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-10)
+
+
+def overflow(module: L.LightningModule, parameter: torch.nn.Parameter) -> None:
+    """Let a gradient overflow on the rank alone that has the parameter."""
+    with as_held(module.trainer):
+        if parameter.grad is not None:
+            parameter.grad *= torch.inf

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.staged import Staged, batches_of_all_sizes
 from tests.helpers.staged_fits import fit, single
+from tests.helpers.trainers import overflow
 
 
 def test_half_precision_is_that_of_fill_drain(tmp_path: Path) -> None:
@@ -36,11 +37,9 @@ def test_half_precision_is_that_of_fill_drain(tmp_path: Path) -> None:
 class Overflowing(Staged):
     """The gradient of a weight overflows in the third step."""
 
-    def on_fit_start(self) -> None:
-        self.net.convs[2].lin_l.bias.register_hook(self.overflow)
-
-    def overflow(self, grad: Tensor) -> Tensor:
-        return grad * torch.inf if self.num_steps == 3 else grad
+    def on_after_backward(self) -> None:
+        if self.num_steps == 3:
+            overflow(self, self.net.convs[2].lin_l.bias)
 
     def loss(self, kind: str, *args: Any) -> Tensor:
         self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), batch_size=1)

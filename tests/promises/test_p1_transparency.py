@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
 
+from lightning_gnnpipe import StalenessWarmup
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import NETS, ReferenceModule
@@ -34,8 +37,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 def fit_both(
     name: str, setting: str, case: GraphCase, num_stages: int, tmp_path: Path, num_shards: int = 1
 ) -> tuple[FitResult, FitResult]:
-    from lightning_gnnpipe import StalenessWarmup
-
     module_options, trainer_options, batches_per_epoch = SETTINGS[setting]
     shared: dict[str, Any] = {
         "max_epochs": NUM_STEPS,
@@ -109,6 +110,51 @@ def test_stages_equal_plain_lightning(
     for held in piped.held_by_rank:
         assert held
         assert held < names
+
+
+class ComplexModule(ReferenceModule):
+    """A complex value crosses the cut; two complex outputs, of which the loss reads one."""
+
+    def __init__(self) -> None:
+        super().__init__("gcn")
+        self.net = ComplexNet(self.net)
+
+    def loss(self, outputs: Tensor, data: Data) -> Tensor:
+        return super().loss(outputs[0].abs() + outputs[0].angle().sin(), data)
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = self.loss(self(data), data)
+        self.outputs = loss.detach()
+        self.log("train_loss", loss, batch_size=1)
+        return loss
+
+
+class ComplexNet(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.convs = net.convs
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.convs[0](x, edge_index)
+        turned = torch.polar(torch.ones_like(first), first)
+        x = self.convs[2](self.convs[1](first.tanh(), edge_index).tanh(), edge_index) * turned.imag
+        x = self.convs[3](x, edge_index)
+        return x * turned.sum(-1, keepdim=True), turned
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_complex_values_and_outputs(num_stages: int, tmp_path: Path) -> None:
+    case = communities(5)
+    shared: dict[str, Any] = {"max_epochs": 3, "tmp_path": tmp_path}
+    piped = run_fit(
+        ComplexModule(),
+        case.data,
+        num_stages=num_stages,
+        num_chunks=case.num_chunks,
+        callbacks=[StalenessWarmup(num_epochs=3)],
+        **shared,
+    )
+    assert_transparent(piped, run_plain(ComplexModule(), case.data, **shared))
 
 
 @pytest.mark.parametrize(("name", "num_stages"), [("gcn", 1), ("edge", 1), ("gat_jk", 2)])

@@ -1,0 +1,278 @@
+"""Weights, gradients and buffers that user code reads, whole: those of other stages are fetched.
+
+A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
+of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
+gets what other stages have:
+
+    rank 0   hook:  p.norm() - asks            reads on, hook ends  -  arrives
+    rank 1   hook:  nothing, hook ends  -  arrives, answers         -  arrives
+
+Ranks that ask in the same place ask together. What was fetched stays until the next step of
+training or of an optimizer: then the tensors of other stages are emptied again. Sizes, dtypes and
+flags are known everywhere, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gnnpipe._compat_torch import TENSOR_FLAGS, ignoring_classes, is_dropping_gradients
+from lightning_gnnpipe.comm import Collectives, Transport
+from lightning_gnnpipe.engine.weights import StageWeights
+from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+
+_ARRIVES, _ASKS = 0, 1
+_NUM_NUMBERS = 8  # at most, that ranks compare when they meet
+
+_SIZES = {"shape", "size", "numel", "nelement", "nbytes", "stride", "is_contiguous", "__len__"}
+_GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
+class WeightReads:
+    """Serves reads of a pipelined module's tensors, and of those of its copies.
+
+    Args:
+        transport: The ranks.
+        weights: Returns those of the module, and of its copies.
+        users: Returns the stages of each tensor of the module.
+
+    Attributes:
+        is_uneven: Returns whether replicas may be in different places, so that none may wait for
+            another.
+        is_closed: Returns whether an error may keep other ranks from answering.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        weights: Callable[[], Sequence[StageWeights]],
+        users: Callable[[], Mapping[str, set[int]]],
+    ) -> None:
+        self._transport, self._weights, self._users = transport, weights, users
+        self.is_uneven: Callable[[], bool] = lambda: False
+        self.is_closed: Callable[[], bool] = lambda: False
+        self._is_inside = self._is_full = False
+        self._refusal = ""
+        self._watched: list[tuple[Tensor, type, type]] = []
+        self._names: dict[int, tuple[str, StageWeights]] = {}
+        self._seen_parameter, self._seen_buffer = _make_classes(self)
+
+    def watch(self) -> None:
+        """Notice reads from now on, outside of `inside`; the tensors have just been emptied."""
+        self._is_full = False
+        if self._transport.mesh.num_stages == 1:
+            return
+        kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
+        self._watched, self._names = [], {}
+        for weights in self._weights():
+            for name, tensor in weights.named(self._users()).items():
+                if type(tensor) in kinds:  # none of a library's own
+                    self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
+                    self._names[id(tensor)] = name, weights
+
+    def release(self) -> None:
+        """Notice nothing any more."""
+        self._show()
+        self._is_full, self._watched, self._names = False, [], {}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let code that knows of stages read the tensors, as they are here, within the block."""
+        was_inside, self._is_inside = self._is_inside, True
+        self._show()
+        try:
+            yield
+        finally:
+            self._is_inside = was_inside
+            if not was_inside:
+                self._hide()
+
+    @contextmanager
+    def refusing(self, remedy: str) -> Iterator[None]:
+        """Refuse reads within the block, in which user code runs on some ranks only."""
+        was_inside, self._is_inside, self._refusal = self._is_inside, False, remedy
+        self._hide()
+        try:
+            yield
+        finally:
+            self._is_inside, self._refusal = was_inside, ""
+            if was_inside:
+                self._show()
+
+    def settle(self) -> None:
+        """Empty the tensors of other stages again, if they have been fetched."""
+        if self._is_full:
+            with self.inside():
+                for weights in self._weights():
+                    weights.empty(self._users())
+                self._is_full = False
+
+    def serve(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let `optimizer` change what this rank's stage has alone; return what ends that."""
+
+        def begin() -> None:
+            self.settle()
+            self._show()
+
+        def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            values = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+            closure = values.arguments.get("closure")
+            if closure is None:
+                begin()
+                return args, kwargs
+
+            def run() -> Any:
+                loss = closure()
+                begin()
+                return loss
+
+            values.arguments["closure"] = run
+            return values.args, values.kwargs
+
+        served = ExitStack()
+        served.callback(optimizer.register_step_pre_hook(before).remove)
+        served.callback(optimizer.register_step_post_hook(lambda *_: self._hide()).remove)
+        return served.close
+
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Wait for all ranks, and answer those that ask; a collective call.
+
+        Args:
+            place: Where this rank is.
+            numbers: To compare with those of other ranks.
+
+        Returns:
+            The numbers of each rank.
+
+        Raises:
+            GraphError: If a rank is in another place.
+        """
+        here = crc32(place.encode())
+        with self._transport.meter.paused():
+            ranks = self._gather([_ARRIVES, here, *numbers])
+            while any(rank[0] == _ASKS for rank in ranks):
+                self._share(ranks)
+                ranks = self._gather([_ARRIVES, here, *numbers])
+        if len({rank[1] for rank in ranks}) > 1:
+            names = self._over.all_gather_objects(place)
+            raise GraphError(
+                explain(
+                    expected="all ranks to run the same step",
+                    found=", ".join(f"rank {i}: {name}" for i, name in enumerate(names)),
+                    remedy="Let every rank take the same path through the LightningModule and the "
+                    "callbacks: no forward and no early return on one rank alone.",
+                )
+            )
+        return [rank[2 : 2 + len(numbers)] for rank in ranks]
+
+    def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what torch's `func` makes of arguments among which there are watched tensors."""
+        is_field = func.__name__ in ("__get__", "__set__")
+        name = func.__self__.__name__ if is_field else func.__name__
+        is_plain = name in TENSOR_FLAGS
+        if name == "grad" and is_field:
+            is_dropped = func.__name__ == "__set__" and args[1] is None
+            is_plain = is_dropped or is_dropping_gradients(inspect.currentframe())
+        with ignoring_classes():
+            if is_plain:
+                return func(*args, **kwargs)
+            if name in _SIZES:
+                return func(*(self._in_size(one) for one in args), **kwargs)
+        self.ask(func)
+        return func(*args, **kwargs)
+
+    def ask(self, func: Any = None) -> None:
+        """Get what other stages have; collective: other ranks ask or meet.
+
+        Raises:
+            UnsupportedError: If they cannot answer.
+        """
+        if func in _GRADIENTS_OF or self._refusal or self.is_closed():
+            raise self._refuse(func)
+        with self._transport.meter.paused():
+            ranks = self._gather([_ASKS, 0])
+            with self.inside():
+                self._share(ranks, takes=True)
+        self._is_full = True
+        self._show()
+
+    def _refuse(self, func: Any) -> UnsupportedError:
+        found, remedy = "other ranks, which hold some of them, out of reach", self._refusal
+        if func in _GRADIENTS_OF:
+            found = "a call that asks for the gradients of some weights"
+            remedy = "Call loss.backward(), and read their grad afterwards."
+        elif not remedy:
+            remedy = "An error has ended the run: load the last checkpoint."
+        return UnsupportedError(
+            explain(
+                expected="weights of pipelined layers to be read where all ranks can give theirs",
+                found=found,
+                remedy=remedy,
+            )
+        )
+
+    @property
+    def _over(self) -> Collectives:
+        return self._transport if self.is_uneven() else self._transport.everyone
+
+    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._over.all_gather_ints([*numbers, *[0] * (_NUM_NUMBERS + 2 - len(numbers))])
+
+    def _share(self, ranks: Sequence[Sequence[int]], *, takes: bool = False) -> None:
+        """Give the ranks of this replica that ask what the stages have, if there are any."""
+        own = self._transport.members.ranks
+        asking = ranks if self.is_uneven() else [ranks[rank] for rank in own]
+        if not any(rank[0] == _ASKS for rank in asking):
+            return
+        with self.inside(), torch.inference_mode(False), torch.no_grad():
+            for weights in self._weights():
+                tensors = weights.assemble(self._users())
+                grads = weights.assemble_gradients(self._users())
+                if takes:
+                    weights.take(tensors, grads)
+
+    def _in_size(self, value: Any) -> Any:
+        """Return, for a tensor that is empty here, one without data of its true size."""
+        if id(value) not in self._names:
+            return value
+        name, weights = self._names[id(value)]
+        shape, dtype = weights.shape_of(name, value)
+        return value if shape == value.shape else torch.empty(shape, dtype=dtype, device="meta")
+
+    def _show(self) -> None:
+        for tensor, kind, _ in self._watched:
+            tensor.__class__ = kind
+
+    def _hide(self) -> None:
+        for tensor, _, kind in self._watched:
+            tensor.__class__ = kind
+
+
+def _make_classes(reads: WeightReads) -> tuple[type, type]:
+    """Return classes for the parameters and buffers whose reads `reads` serves."""
+
+    class Seen:
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return reads.use(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            reads.ask()
+            return copy.deepcopy(self, memo)  # of another class by now
+
+    class SeenParameter(Seen, nn.Parameter): ...
+
+    class SeenBuffer(Seen, Tensor): ...
+
+    return SeenParameter, SeenBuffer

@@ -1,0 +1,297 @@
+"""Weights, gradients and buffers that users read in hooks: on stages as on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_gnnpipe.engine.weight_reads import WeightReads
+from tests.helpers.realistic import Realistic
+from tests.helpers.trainers import assert_same, datamodule, double_precision, make_trainer
+
+EPOCHS = 3
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with double_precision():
+        yield
+
+
+def norm_of(tensors: Any) -> Tensor:
+    return torch.stack([t.detach().square().sum() for t in tensors if t is not None]).sum()
+
+
+class Scaled(Realistic):
+    """Has a single number and running statistics in the layers as well.
+
+    Args:
+        hooks: By name, what is called with the module; what it returns is kept.
+    """
+
+    def __init__(self, hooks: dict[str, list[Callable[[Any], Any]]]) -> None:
+        super().__init__()
+        self.net = Net()
+        self.hooks = hooks
+        self.seen: list[Any] = []
+
+    def look(self, hook: str) -> None:
+        for call in self.hooks.get(hook, ()):
+            self.seen.append(copy.deepcopy(call(self)))
+
+    def on_after_backward(self) -> None:
+        self.look("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.look("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.look("on_train_epoch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.look("on_validation_epoch_end")
+
+    def on_train_end(self) -> None:
+        self.look("on_train_end")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(8, 8, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+        self.strength = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x, edge_index)).relu()
+        x = x * self.strength
+        return {"h": x, "both": (x, x * 2)}
+
+
+class SavesSeen(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        torch.save(pl_module.seen, self.folder / f"{trainer.global_rank}.pt")
+
+
+def fit(
+    folder: Path, num_stages: int, module: Scaled, *callbacks: L.Callback, **kwargs: Any
+) -> list[list[Any]]:
+    """Return what each rank has seen."""
+    folder.mkdir()
+    kwargs.setdefault("logger", TensorBoardLogger(folder))
+    trainer = make_trainer(num_stages, EPOCHS, *callbacks, SavesSeen(folder), **kwargs)
+    trainer.fit(module, datamodule=datamodule())
+    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
+
+
+def clip_by_hand(module: Any) -> Tensor:
+    found = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    torch.nn.utils.clip_grad_value_(module.parameters(), 0.02)
+    return found
+
+
+def halve(module: Any) -> None:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(0.5)
+        module.net.convs[0].lin_l.weight.data.clamp_(min=-0.1)
+
+
+def restart(module: Any) -> None:
+    if module.current_epoch == 1:
+        module.load_state_dict({k: v * 0.9 for k, v in module.state_dict().items()})
+
+
+def to_vector(module: Any) -> Tensor:
+    vector = nn.utils.parameters_to_vector(module.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
+    return vector.detach()
+
+
+def draw(module: Any) -> None:
+    """Only the first rank has a logger that does something."""
+    for name, p in module.named_parameters():
+        module.logger.experiment.add_histogram(name, p)
+        module.logger.experiment.add_histogram(f"{name}.grad", p.grad)
+
+
+READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
+    "read": {
+        "on_after_backward": [
+            lambda m: norm_of(p.grad for p in m.parameters()),
+            lambda m: m.net.convs[2].lin_l.weight.grad.clone(),
+            lambda m: m.net.norms[0].running_mean.clone(),
+        ],
+        "on_before_optimizer_step": [lambda m: grad_norm(m, norm_type=2)],
+        "on_train_batch_end": [lambda m: norm_of(m.parameters()), lambda m: grad_norm(m.net, 1)],
+        "on_train_epoch_end": [
+            lambda m: m.state_dict(),
+            lambda m: sum(p.numel() for p in m.parameters()),
+            lambda m: [tuple(p.shape) for p in m.parameters()],
+        ],
+        "on_validation_epoch_end": [
+            lambda m: norm_of(m.buffers()),
+            lambda m: m.net.convs[2].lin_l.weight.norm().detach(),
+            lambda m: dict(copy.deepcopy(m.net.convs).named_parameters()),
+        ],
+        "on_train_end": [lambda m: {n: p.data for n, p in m.net.named_parameters()}],
+    },
+    "read on one rank": {
+        "on_after_backward": [rank_zero_only(lambda m: grad_norm(m, norm_type=2)), draw],
+        "on_train_epoch_end": [rank_zero_only(lambda m: norm_of(m.parameters()))],
+        "on_train_end": [rank_zero_only(lambda m: m.state_dict())],
+    },
+    "written": {
+        "on_before_optimizer_step": [clip_by_hand],
+        "on_train_batch_end": [halve],
+        "on_train_epoch_end": [restart, to_vector],
+    },
+}
+
+
+def assert_seen(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_hook_reads_is_whole(name: str, tmp_path: Path) -> None:
+    assert_as_plain(Scaled(READS[name]), tmp_path)
+
+
+def assert_as_plain(plain: Scaled, folder: Path, **kwargs: Any) -> None:
+    ours = copy.deepcopy(plain)
+    [expected] = fit(folder / "0", 0, plain, **kwargs)
+    for found in fit(folder / "2", 2, ours, **kwargs):
+        assert_seen(found, expected)
+    assert_same(ours, plain)
+
+
+class Penalized(Scaled):
+    """Decays its weights by hand, before and after the call of the net, and keeps norms."""
+
+    def training_step(self, data: Any, batch_idx: int) -> Tensor:
+        before = sum(p.pow(2).sum() for p in self.net.parameters())
+        loss = super().training_step(data, batch_idx)
+        after = sum(p.abs().sum() for n, p in self.named_parameters() if "weight" in n)
+        self.seen.append(norm_of(self.parameters()))
+        return loss + 0.01 * before + 0.02 * after
+
+
+def test_penalties_on_weights_are_those_of_all_stages(tmp_path: Path) -> None:
+    module = Penalized({"on_after_backward": [lambda m: grad_norm(m, norm_type=2)]})
+    assert_as_plain(module, tmp_path, accumulate_grad_batches=2)
+
+
+class ByHand(Scaled):
+    """Clips and steps by hand."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.automatic_optimization = False
+
+    def training_step(self, data: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.step(data, "train"))
+        self.seen.append(nn.utils.clip_grad_norm_(self.net.parameters(), 0.1))
+        optimizer.step()
+        self.seen.append(norm_of(self.parameters()))
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    assert_as_plain(ByHand(), tmp_path)
+
+
+class Numbered(Net):
+    """Begins with an embedding of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(70, 8, sparse=True)
+
+    def forward(self, x: Tensor, edge_index: Tensor, number: Tensor) -> dict[str, Any]:
+        return super().forward(self.embedding(number), edge_index, x)
+
+
+class WithNumbers(Scaled):
+    def __init__(self) -> None:
+        hooks = [lambda m: grad_norm(m, 2), lambda m: m.net.embedding.weight.grad.to_dense()]
+        super().__init__({"on_after_backward": hooks})
+        self.net = Numbered()
+
+    def forward(self, data: Any) -> Tensor:
+        found = self.net(data.x, data.edge_index, torch.arange(60) % 50)
+        return self.head(found["h"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_of_embeddings(tmp_path: Path) -> None:
+    assert_as_plain(WithNumbers(), tmp_path)
+
+
+class Everything(Scaled):
+    """Uses what Lightning does with weights and gradients by itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=True)
+
+
+def test_nothing_is_fetched_that_nobody_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: WeightReads, func: Any = None) -> None:
+        raise AssertionError(f"{func} is read")
+
+    monkeypatch.setattr(WeightReads, "ask", refuse)
+    callbacks = [EMAWeightAveraging(decay=0.7), ModelCheckpoint(tmp_path, save_last=True)]
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fit(tmp_path / "2", 2, Everything({}), *callbacks, **options, accumulate_grad_batches=2)
+
+
+def alone(module: Any) -> None:
+    if module.global_rank == 0:
+        with torch.no_grad():
+            data = module.trainer.datamodule.data
+            module.net(torch.zeros(60, 8), data.edge_index, data.edge_attr)
+
+
+def gradients_of(module: Any) -> Any:
+    loss = norm_of([module.head.weight])
+    return torch.autograd.grad(loss, list(module.net.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (alone, r"all ranks to run the same step \(got rank 0: a forward .*on_train_epoch_end\)"),
+        (gradients_of, r"gradients of some weights.*loss\.backward"),
+    ],
+)
+def test_what_ranks_cannot_do_together_is_refused(use: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=message):
+        fit(tmp_path / "2", 2, Scaled({"on_train_epoch_end": [use]}))
