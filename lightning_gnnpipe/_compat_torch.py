@@ -104,6 +104,32 @@ def ignoring_classes() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+_SAVED = "_saved_"  # what the names of a function's tensors begin with
+_CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Mode", "Median", "Cum")
+"""Functions that save which rows they have chosen, by the values of weights."""
+
+
+def saved_data(node: Any) -> list[Tensor]:
+    """Return the tensors without a gradient that a function of autograd was given, and saved."""
+    if hasattr(node, "saved_tensors"):  # written in Python
+        values = list(node.saved_tensors)
+    else:
+        kind = node.name()
+        names = [name for name in dir(node) if name.startswith(_SAVED)]
+        values = [getattr(node, n) for n in names if _is_given(kind, n.removeprefix(_SAVED))]
+    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    return [one for one in flat if isinstance(one, Tensor) and not one.requires_grad]
+
+
+def _is_given(kind: str, name: str) -> bool:
+    """Whether what a function keeps under `name` was given to it, rather than computed by it."""
+    if name.startswith("result"):
+        return "Dropout" in kind  # its mask
+    if name.startswith("running"):
+        return False
+    return not (name == "indices" and kind.startswith(_CHOOSING))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` is what torch.compile has returned."""
     return hasattr(module, "_orig_mod")

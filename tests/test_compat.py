@@ -113,7 +113,15 @@ INSTANCES: dict[str, Any] = {
     "ParallelStrategy": None,
 }
 # Not attributes of anything before they are set: torch.compile's, and prefixes of names.
-UNLISTED = {"_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_", "_propagate"}
+UNLISTED = {
+    "_saved_",
+    "_orig_mod",
+    "_propagate_",
+    "_message_",
+    "_aggregate_",
+    "_edge_update_",
+    "_propagate",
+}
 UNLISTED |= {"_global_"}
 
 

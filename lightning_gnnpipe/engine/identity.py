@@ -150,33 +150,33 @@ class _HeldTensors:
         """Return the numbers of the tensors, by name."""
         before, self._held = self._held, {}
         for prefix, module in self._module.named_modules():
-            if "running_mean" in module._buffers:
+            held = dict(module.named_buffers(recurse=False)) | vars(module)
+            if "running_mean" in held:
                 continue
-            for place in (module._buffers, vars(module)):
-                for key, tensor in place.items():
-                    if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                        name = f"'{prefix}.{key}' of the module"
-                        known, version = before.get(name), version_of(tensor)
-                        is_known = known is not None and known.tensor is tensor
-                        if known is None or not is_known or known.version != version or version < 0:
-                            number = self._contents.of(tensor)
-                            known = _Held(place, key, tensor, version, number)
-                        self._held[name] = known
+            for key, tensor in held.items():
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                    name = f"'{prefix}.{key}' of the module".replace("'.", "'")
+                    known, version = before.get(name), version_of(tensor)
+                    is_known = known is not None and known.tensor is tensor
+                    if known is None or not is_known or known.version != version or version < 0:
+                        number = self._contents.of(tensor)
+                        known = _Held(module, key, tensor, version, number)
+                    self._held[name] = known
         return {name: held.number for name, held in self._held.items()}
 
     def accept(self) -> None:
         """Take the present state of all tensors for that of their numbers."""
         for held in self._held.values():
-            tensor = held.place.get(held.key)
+            tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):
                 held.tensor, held.version = tensor, version_of(tensor)
 
 
 @dataclass(slots=True)
 class _Held:
-    """A tensor under `place[key]`, and its number when it was last given from outside."""
+    """An attribute of a module, and its number when it was last given from outside."""
 
-    place: Mapping[str, Any]
+    module: nn.Module
     key: str
     tensor: Tensor
     version: int

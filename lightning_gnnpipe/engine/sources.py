@@ -13,13 +13,12 @@ saved:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import saved_data
+
 _MOST_NODES = 5000
-_CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Mode", "Median", "Cum")
-"""Functions that save which rows they have chosen, by the values of weights."""
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ def find_sources(tensor: Tensor) -> Sources:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        own = _saved(node)
+        own = saved_data(node)
         found.tensors += own
         # A norm without weights has nothing in their place.
         has_blank = any(following is None for following, _ in node.next_functions)
@@ -54,24 +53,3 @@ def find_sources(tensor: Tensor) -> Sources:
             found.is_hidden = True
             break
     return found
-
-
-def _saved(node: Any) -> list[Tensor]:
-    """Return the tensors without a gradient that a function was given, as far as it saved them."""
-    if hasattr(node, "saved_tensors"):  # written in Python
-        values = list(node.saved_tensors)
-    else:
-        kind = node.name()
-        names = (name for name in dir(node) if name.startswith("_saved_"))
-        values = [getattr(node, name) for name in names if _is_given(kind, name)]
-    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-    return [one for one in flat if isinstance(one, Tensor) and not one.requires_grad]
-
-
-def _is_given(kind: str, name: str) -> bool:
-    """Whether what a function keeps under `name` was given to it, rather than computed by it."""
-    if name.startswith("_saved_result"):
-        return "Dropout" in kind  # its mask
-    if name.startswith("_saved_running_"):
-        return False
-    return not (name == "_saved_indices" and kind.startswith(_CHOOSING))
