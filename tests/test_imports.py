@@ -12,17 +12,19 @@ PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
 
 # What each part may import of ours; these are open to all.
-SHARED = {"types", "errors", "removed", "nested", "_compat_pyg", "_compat_torch"}
+SHARED = {"types", "errors", "fallbacks", "removed", "nested", "_compat_pyg", "_compat_torch"}
 PARTS = ("graph", "stages", "passing", "schedule", "history", "comm")
 ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in PARTS},
     "types": set(),
     "errors": set(),
+    "fallbacks": set(),
     "removed": set(),
     "nested": set(),
     "controls": set(),
     "axis_options": set(),
-    "options": {"axis_options", "comm", "engine", "history"},
+    "idle_options": set(),
+    "options": {"axis_options", "comm", "engine", "history", "idle_options"},
     "metrics": set(),
     "loaders": set(),
     "models": set(),

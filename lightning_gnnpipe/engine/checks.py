@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
@@ -12,6 +13,7 @@ from lightning_gnnpipe.engine.graph import GraphCache, PlannedGraph
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.history import DENSE
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.stages import Call, Inputs, Layers, is_listed
@@ -42,6 +44,7 @@ class EngineChecks:
         self._transport, self._options = transport, options
         self._checked: set[bool] = set()
         self._has_warned_of_cut = self._has_warned_of_order = False
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     @property
     def has_seen_graphs(self) -> bool:
@@ -84,6 +87,63 @@ class EngineChecks:
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
                 "edges between chunks count more than once in every step. Use another order.",
                 f"{factor:g}",
+            )
+
+    def rows(self, graph: PlannedGraph, step: int, *, averages_weights: bool) -> None:
+        """Tell once if stale rows are to be those of validation, and are not there.
+
+        Args:
+            graph: The graph that is trained on.
+            step: The training pass that reads them.
+            averages_weights: Whether validation may run with averages of weights.
+        """
+        if not graph.takes_rows(step):
+            return
+        norms = self._model.intercepted.norms
+        if norms:
+            why = f"'{next(iter(norms))}' sees all nodes, otherwise in validation than in training"
+        elif self._options.messages.is_async:
+            why = "With async_halo shards do not wait for the rows of validation"
+        elif averages_weights:
+            why = "Validation may run with averages of the weights"
+        elif graph.was_renewed is False:
+            why = "Validation is given other inputs than training, or other weights"
+        else:
+            why = "No validation has run just before a pipelined step"
+        self._fallbacks.tell(
+            why,
+            origin="stale rows of validation",
+            to="those of the last step",
+            remedy="Validate after every epoch with the inputs of training if you can; "
+            "staleness='constant' never takes rows of validation.",
+        )
+
+    def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:
+        """Tell once if a batch of several graphs is run as one graph."""
+        if graph_of_node is not None and inputs.graphs is None and not call.has_graphs:
+            self._fallbacks.tell(
+                "Edges join graphs of the batch, or its nodes are not the module's",
+                origin="micro-batches of whole graphs",
+                to="chunks of one graph",
+            )
+
+    def new_reads(self, graph: PlannedGraph) -> None:
+        """Tell once if a step has to fill histories again in the middle of training."""
+        if graph.filled:
+            self._fallbacks.tell(
+                "The module runs in a way in which it has not run before",
+                origin="pipelined steps",
+                to="an exact step, which fills the histories",
+            )
+
+    def loss_of_rows(self) -> None:
+        """Tell once that what the last step has left may not be read."""
+        graph = self._graphs.trained
+        if graph is not None and graph.filled and graph.plan.num_chunks > 1:
+            self._fallbacks.tell(
+                "The last step failed midway, or its loss or gradients were not finite",
+                origin="pipelined steps",
+                to="an exact step, which fills the histories anew",
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:

@@ -125,7 +125,9 @@ class PipelineEngine:
                 )
             )
         call = take_apart(self.model.module, args, kwargs)
-        call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
+        graph_of_node = self._graph_of_node()
+        call, inputs = find_graphs(call, graph_of_node, self._known_kinds)
+        self._checks.graphs(call, inputs, graph_of_node)
         has_graphs = inputs.graphs is not None
         number = (self.batches.identify if has_graphs else self._identity.of)(inputs)
         if is_training or not has_graphs:
@@ -143,6 +145,7 @@ class PipelineEngine:
         if agreed.signals:
             self.on_signals(agreed.signals)
         if agreed.is_lost:
+            self._checks.loss_of_rows()
             self.graphs.drop_histories()
             self._state.settle()
             self.progress.loss = 0.0
@@ -255,7 +258,9 @@ class PipelineEngine:
         is_free = self._passes.is_free(graph)
         if saved is not None and not is_free:
             take_histories(saved, graph, mode, self.transport.mesh)
-        is_exact = is_exact or (mode.reads not in graph.filled and not is_free)
+        if mode.reads not in graph.filled and not is_free and not is_exact:
+            self._checks.new_reads(graph)
+            is_exact = True
         is_due = graph.is_refresh_due(self.num_training_passes, self.controls.refreshes)
         if is_due and not is_exact and not is_free:
             self._passes.refresh(call, inputs, graph)
@@ -268,6 +273,9 @@ class PipelineEngine:
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, graph.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
+        if not is_exact and not is_free:
+            averages = self.progress.averages_weights
+            self._checks.rows(graph, self.num_training_passes, averages_weights=averages)
         if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         graph.inputs.load(call, inputs)

@@ -14,6 +14,7 @@ from lightning_gnnpipe.engine.inputs import PlannedInputs
 from lightning_gnnpipe.engine.partitioner import ChunkOptions, Partitioner
 from lightning_gnnpipe.engine.renewal import TrainedCall
 from lightning_gnnpipe.engine.shared import SharedStore
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
@@ -125,8 +126,7 @@ class GraphCache:
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._trained: PlannedGraph | None = None
-        self._has_warned = False
-        self._has_warned_of_loss = False
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     @property
     def trained(self) -> PlannedGraph | None:
@@ -141,6 +141,12 @@ class GraphCache:
     def for_training(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks; a change of graph drops the last one's histories."""
         graph = self._get((fingerprint, True), lambda: self._cut(fingerprint, inputs))
+        if self.histories.is_too_narrow:
+            self._fallbacks.tell(
+                f"history_dtype {self.histories.dtype} has no room for small gradients",
+                origin="gradients that linear layers exchange in this dtype",
+                to="gradients as computed",
+            )
         if graph.is_complete:
             self._graphs.pop((fingerprint, False), None)
         if self._trained is not graph:
@@ -176,12 +182,11 @@ class GraphCache:
         return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device)
 
     def _warn_of_change(self) -> None:
-        if not self._has_warned:
-            log.warning(
-                "The graph changed between training steps: from pipelined steps to an exact step "
-                "for each change, since histories belong to one graph."
-            )
-        self._has_warned = True
+        self._fallbacks.tell(
+            "The graph changed between training steps",
+            origin="pipelined steps",
+            to="an exact step for each change, since histories belong to one graph",
+        )
 
     def _get(self, key: tuple[int, bool], make: Callable[[], PlannedGraph]) -> PlannedGraph:
         if key not in self._graphs:
@@ -211,17 +216,14 @@ class GraphCache:
         return self._planned(inputs, edge_index, assignment, fingerprint, kept)
 
     def _warn_of_loss(self, num_edges: int, num_kept: int) -> None:
-        if not self._has_warned_of_loss and self._transport.world.is_root:
-            lost = num_edges - num_kept
-            log.warning(
-                "cross_chunk_edges='drop': from the whole graph to one without %s of its %s edges "
-                "(%s) in training, those between chunks. Validation, test and predict read "
-                "all.",
-                f"{lost:,}",
-                f"{num_edges:,}",
-                f"{100 * lost / num_edges:.1f} %",
-            )
-        self._has_warned_of_loss = True
+        lost = num_edges - num_kept
+        self._fallbacks.tell(
+            f"cross_chunk_edges='drop' leaves out {lost:,} of {num_edges:,} edges "
+            f"({100 * lost / num_edges:.1f} %), those between chunks",
+            origin="the whole graph",
+            to="one without them in training",
+            remedy="Validation, test and predict read all.",
+        )
 
     def _planned(
         self,

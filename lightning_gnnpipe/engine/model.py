@@ -24,6 +24,7 @@ from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
     Call,
@@ -260,12 +261,13 @@ class PipelinedModel:
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
         repeats = self._splitting.repeat_encoder is True
         is_in_vain = repeats and not any(stage.repeated for stage in stages)
-        if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
+        if is_in_vain and len(stages) > 1:
             takes_more = "it takes more than the batch's own rows"
             why = takes_more if inputs.graphs is None else "only those of a single graph do"
-            log.warning(
-                "repeat_encoder=True repeats nothing: from stages that compute again what crosses "
-                f"the cuts to stages that receive it, since {why}."
+            Fallbacks(log, is_quiet=not self._transport.world.is_root).tell(
+                "repeat_encoder=True repeats nothing",
+                origin="stages that compute again what crosses the cuts",
+                to=f"stages that receive it, since {why}",
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.graph import PlannedGraph
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.run_state import SavedRun
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.history import SavedHistory, name_method
 from lightning_gnnpipe.passing import CallKey
 
@@ -83,10 +84,11 @@ def take_histories(
                 )
             return
     has_trained = state.num_training_passes > 0
-    if has_trained and graph.plan.num_chunks > 1 and mesh.rank == 0:
-        log.warning(
-            "The checkpoint has no histories of this graph, these chunks and layers: from "
-            "resuming a pipelined run to an exact first step, which fills them."
+    if has_trained and graph.plan.num_chunks > 1:
+        Fallbacks(log, is_quiet=mesh.rank != 0).tell(
+            "The checkpoint has no histories of this graph, these chunks and layers",
+            origin="resuming a pipelined run",
+            to="an exact first step, which fills them",
         )
 
 
