@@ -40,7 +40,10 @@ def main() -> int:
         findings += found
         for one in found:
             if one.is_failure:
-                print(f"{one.kind}: seed {one.draw.seed}, {one.setting.name}: {one.draw.names}")
+                print(
+                    f"{one.kind}: seed {one.draw.seed}, {one.setting.name}: {one.draw.names}",
+                    flush=True,
+                )
     failures = distinct(one for one in findings if one.is_failure)
     for failure in failures:
         show(failure, workers)

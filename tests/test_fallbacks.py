@@ -32,6 +32,7 @@ TOLD = {  # the first words of each, and the test that meets it
     "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
     "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
     "Edges join graphs of the batch": HERE + "test_a_batch_whose_graphs_are_joined",
+    "No graph of a batch is cut": HERE + "test_options_for_one_graph_and_batches_of_graphs",
     "No validation has run": VALIDATION,
     "Ranks … are on one GPU": HERE + "test_ranks_on_one_gpu",
     "The checkpoint has no histories": "test_checkpoints.py::"
@@ -243,6 +244,15 @@ def test_a_batch_of_fewer_graphs_than_micro_batches(caplog: pytest.LogCaptureFix
     for num_chunks in (2, "auto"):
         fit(OfBatches(), batches(), strategy={"num_chunks": num_chunks})
     assert told(caplog) == []
+
+
+def test_options_for_one_graph_and_batches_of_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"num_chunks": 2, "staleness": "constant", "partition": "random"}
+    fit(OfBatches(), batches(), strategy=options)
+    [text] = told(caplog)
+    assert text.endswith(
+        ": from what partition and staleness say to micro-batches of whole graphs."
+    )
 
 
 def test_a_batch_whose_graphs_are_joined(caplog: pytest.LogCaptureFixture) -> None:

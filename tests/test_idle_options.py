@@ -83,5 +83,17 @@ def test_a_callback_that_changes_nothing_is_refused(
         fit(remedy, callback)
 
 
+def test_statistics_over_replicas_that_nobody_makes_are_refused() -> None:
+    def fit(**options: Any) -> None:
+        trainer = make_trainer(2, 2, max_epochs=1, **options)
+        trainer.strategy.options = GNNPipeStrategy(data_parallel=2, start_method="fork").options
+        trainer.fit(make_module(), make_data())
+
+    with pytest.raises(Exception, match="Expected sync_batchnorm=False with data_parallel"):
+        fit(sync_batchnorm=True)
+    with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
+        fit()  # it comes further
+
+
 def test_a_warm_up_where_every_step_is_exact_is_taken() -> None:
     make_trainer(1, 1, StalenessWarmup(2), max_epochs=1).fit(make_module(), make_data())

@@ -14,7 +14,7 @@ from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.probe import check_layers
 from lightning_gnnpipe.fallbacks import Fallbacks
-from lightning_gnnpipe.history import DENSE
+from lightning_gnnpipe.history import DENSE, name_method
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.stages import Call, Inputs, Layers, is_listed
 
@@ -58,10 +58,33 @@ class EngineChecks:
         mesh = self._transport.mesh
         if has_graphs:
             self._batches.check()
+            self._tell_of_idle()
         else:
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
+
+    def _tell_of_idle(self) -> None:
+        """Tell once which of the given options are for one graph alone."""
+        chunks, histories = self._options.chunks, self._options.histories
+        given = {
+            "partition": (
+                chunks.partition if isinstance(chunks.partition, str) else "given",
+                "metis",
+            ),
+            "cross_chunk_edges": (chunks.cross_edges, "keep"),
+            "chunk_order": (self._options.chunk_order, "shuffled"),
+            "staleness": (name_method(histories.method), "drift"),
+            "history_dtype": (histories.dtype, None),
+            "history_device": (histories.device, None),
+        }
+        idle = [name for name, (value, default) in given.items() if value != default]
+        if idle and self._options.is_fitting:
+            self._fallbacks.tell(
+                "No graph of a batch is cut, and none of its rows is stale",
+                origin=f"what {' and '.join(idle)} say",
+                to="micro-batches of whole graphs",
+            )
 
     def chunks(self, graph: PlannedGraph) -> None:
         """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.

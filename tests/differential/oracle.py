@@ -15,8 +15,8 @@ from tests.helpers.reference import StaleOracle
 class Oracle(L.Callback):
     """Runs `net` in chunks with stale rows, as `staleness="constant"` does.
 
-    Node n is in chunk n modulo `num_chunks`. The rows of each input are its own: the first step on
-    an input is exact.
+    Node n is in chunk n modulo `num_chunks`. The rows of each input are its own, as are those of
+    other frozen layers: the first step on them is exact.
 
     Args:
         num_chunks: Chunks of the graph.
@@ -34,7 +34,8 @@ class Oracle(L.Callback):
         def forward(x: Tensor, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(x, *args)
-            key = (net.training, *((one.shape, *one.flatten().tolist()) for one in (x, *args)))
+            frozen = tuple(p.requires_grad for p in net.parameters())
+            key = (frozen, *((one.shape, *one.flatten().tolist()) for one in (x, *args)))
             if key not in self.oracles:
                 partition = torch.arange(x.size(0)) % self.num_chunks
                 self.oracles[key] = StaleOracle(_Own(net, own), partition)  # type: ignore[arg-type]
