@@ -34,7 +34,7 @@ INPUTS = [
     Habit("noise from torch", {"step_start": "x = x + 0.1 * torch.randn_like(x)"}),
     Habit("features scaled in place", {"step_start": "x.mul_(0.9)"}),
     Habit("features scaled by .data", {"step_start": "x.data.mul_(0.9)"}),
-    Habit("features replaced", {"step_start": "data.x = x = x.clone() * 0.95"}),
+    Habit("features replaced", {"step_start": "data.x = x = x.detach() * 0.95"}),
     Habit("copies of equal features", {"step_start": "x = x.clone()"}),
     Habit(
         "known labels as features",

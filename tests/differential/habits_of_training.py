@@ -238,7 +238,8 @@ SETTINGS = [
                         "[0]['val_loss'] if val is not None else 0.0\n"
                         "found['later'] = torch.as_tensor(found['later'])"}, oracle=False),
     Habit("evaluated before",
-          {"loaders": "trainer.validate(module, val or train, verbose=False)"}, oracle=False),
+          {"loaders": "trainer.validate(module, val or train, verbose=False)\n"
+                      "L.seed_everything(7, verbose=False)"}, oracle=False),
     Habit("steps at its own pace",
           {"methods": "def optimizer_step(self, epoch, batch_idx, optimizer, closure):\n"
                       "    optimizer.step(closure=closure)\n"

@@ -94,12 +94,12 @@ def run_setting(draw: Draw, setting: Setting, known: dict[str, Any] | None = Non
     if isinstance(expected, Exception) and setting.expected:
         return Finding(draw, setting, *_told(expected))
     found = _results(draw, setting.found)
-    if isinstance(expected, Exception):
-        is_same = type(expected).__name__ in _names(found)
-        kind: Kind = "plain fails" if is_same else "error"
-        return Finding(draw, setting, kind, f"plain: {expected!r}; found: {found!r}")
+    if isinstance(expected, Exception) and type(expected).__name__ in _names(found):
+        return Finding(draw, setting, "plain fails", str(expected))
     if isinstance(found, Exception):
         return Finding(draw, setting, *_told(found))
+    if isinstance(expected, Exception):
+        return Finding(draw, setting, "differs", f"the plain run fails: {expected!r}")
     difference = _difference(found, expected)
     return Finding(draw, setting, "differs" if difference else "equal", difference)
 

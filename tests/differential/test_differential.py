@@ -27,8 +27,8 @@ def failures(seeds: range) -> list[str]:
 
 
 def test_a_few_draws() -> None:
-    """Of seeds that meet one setting each but for two stages, which take longer to start."""
-    assert failures(range(1, 5)) == []
+    """One of them on two stages."""
+    assert failures(range(144, 150)) == []
 
 
 @pytest.mark.slow
@@ -65,5 +65,5 @@ def test_faults_are_found() -> None:
         slots = {"loss": f"if 'Pipe' in type(self.trainer.strategy).__name__:\n    {lines}"}
         draw = replace(draw_of(seed), habits=(Habit(kind, slots),))
         tasks.append((draw, SETTINGS["one chunk"]))
-    found = [one for [one] in Workers(2, limit_s=20).run(tasks)]
+    found = [one for [one] in Workers(2, limit_s=12).run(tasks)]
     assert {one.draw.habits[0].name: one.kind for one in found} == {kind: kind for kind in FAULTS}
