@@ -38,6 +38,11 @@ from lightning.pytorch.trainer.call import _interrupt as interrupt
 from torch import nn
 
 
+def syncs_norms(strategy: Any) -> bool:
+    """Whether the Trainer was asked for `sync_batchnorm`."""
+    return strategy._layer_sync is not None
+
+
 def average_of(callback: Callback) -> nn.Module | None:
     """Return the copy of the LightningModule in which `callback` averages weights, if it does."""
     if isinstance(callback, StochasticWeightAveraging):

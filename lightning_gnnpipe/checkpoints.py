@@ -29,6 +29,7 @@ from lightning_gnnpipe.engine import (
     own_state_dict,
 )
 from lightning_gnnpipe.errors import CheckpointError, ConfigError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.processes import PipeProcesses
 from lightning_gnnpipe.randomness import random_state
 from lightning_gnnpipe.signals import StopSignals, keep_last
@@ -52,6 +53,7 @@ class PipeCheckpoints(PipeProcesses):
         self._signals = StopSignals()
         self._saved: tuple[SavedRun, Mapping[str, Any]] | None = None  # and random numbers
         self._ended: RunState | None = None  # of the last run that trained
+        self._fallbacks = Fallbacks(log)
 
     @property
     def engine(self) -> PipelineEngine:
@@ -200,6 +202,12 @@ class PipeCheckpoints(PipeProcesses):
         if state is not None and "optimizer_states" in checkpoint:
             has_histories = path is not None and bool(state.inputs)
             ident = self._everyone.broadcast_object(sidecar.new_id() if has_histories else None)
+            if path is None and bool(state.inputs) and self.is_global_zero:
+                self._fallbacks.tell(
+                    f"{filepath} is on remote storage, where histories are not saved",
+                    origin="resuming with the histories of the run",
+                    to="resuming with an exact step, which fills them",
+                )
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
             self._write_histories(sidecar.unfinished_folder(path, ident))

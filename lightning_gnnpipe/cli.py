@@ -25,6 +25,7 @@ from lightning_utilities.core.imports import RequirementCache
 import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
 from lightning_gnnpipe.cli_parser import FrankParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.user_code import is_silent
 
@@ -165,7 +166,11 @@ class SaveFitConfig(SaveConfigCallback):
         path = os.path.join(trainer.log_dir or ".", self.config_filename)
         is_there = trainer.is_global_zero and trainer.logger is None and os.path.isfile(path)
         if is_there and not self.already_saved:
-            log.warning("%s exists and is kept: the config of this run is not saved.", path)
+            Fallbacks(log).tell(
+                f"{path} exists and is kept",
+                origin="saving the config of this run",
+                to="not saving it",
+            )
         return trainer.strategy.broadcast(is_there)
 
 

@@ -15,6 +15,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
+from lightning_gnnpipe.idle_options import check_idle, never_stale
 from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -117,6 +118,7 @@ class StrategyOptions:
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
+        check_idle(self)
 
     def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
         """Return what the engine is told of them.
@@ -148,6 +150,11 @@ class StrategyOptions:
             guards_loss=self.guard,
             allows_changes=self.changing_inputs == "allow",
         )
+
+    @property
+    def never_stale(self) -> str:
+        """The option with which no row is ever stale; "" if some may be."""
+        return never_stale(self)
 
     @property
     def messages(self) -> MessageOptions:

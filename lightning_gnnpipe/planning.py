@@ -32,6 +32,7 @@ from lightning_gnnpipe.engine import (
     switched,
 )
 from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import classify, find_pipelined, take_apart
 
@@ -222,7 +223,11 @@ def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -
             warnings.simplefilter("ignore")  # `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
     except Exception as error:  # the user's code, on outputs that are zeros
-        log.warning("The plan leaves out the loss, which could not be timed: %r", error)
+        Fallbacks(log).tell(
+            f"The loss could not be timed ({error!r})",
+            origin="a plan of the whole training step",
+            to="one without the loss",
+        )
         return 0.0
 
 

@@ -53,6 +53,23 @@ def check_scaling(plugin: Precision, is_async: bool) -> None:
         )
 
 
+def check_sync(is_asked: bool, num_replicas: int) -> None:
+    """Refuse `sync_batchnorm` over replicas, whose statistics are their own.
+
+    Raises:
+        UnsupportedError: If it is asked for and there are several.
+    """
+    if is_asked and num_replicas > 1:
+        raise UnsupportedError(
+            explain(
+                expected="sync_batchnorm=False with data_parallel",
+                found="sync_batchnorm=True, which would change nothing: BatchNorm has the "
+                "statistics of each micro-batch",
+                remedy="Leave it out, or use LayerNorm or GraphNorm.",
+            )
+        )
+
+
 def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
     """Refuse to write two sets of weights, each rank its own: the averages and the present ones.
 

@@ -30,7 +30,7 @@ from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import plan_pipeline
 from lightning_gnnpipe.precision import loss_scale
 from lightning_gnnpipe.randomness import random_state
-from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_was_called
+from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_sync, check_was_called
 from lightning_gnnpipe.summary import print_stages, shows_stages
 from lightning_gnnpipe.types import (
     ChangingInputs,
@@ -230,6 +230,7 @@ class GNNPipeStrategy(PipeLoops):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         assert self.lightning_module is not None
+        check_sync(_compat.syncs_norms(self), self.options.data_parallel)
         self.accelerator.setup(trainer)
         if self.options.data_parallel == 1:
             _compat.keep_samplers(trainer)

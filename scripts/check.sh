@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install the package with its development tools into .venv, then lint, check types, build the
 # documentation (warnings are errors) into site/, and test.
+# With --slow the tests that take minutes run as well.
 # PYTHON names the interpreter that makes the environment (default: python3.11).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,4 +14,6 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
-.venv/bin/pytest -n 2 --dist worksteal  # most tests wait for processes of their own
+chosen=()
+if [[ "${1:-}" == "--slow" ]]; then chosen=(-m "slow or not slow"); fi
+.venv/bin/pytest -n 2 --dist worksteal "${chosen[@]}"  # most tests wait for processes of their own

@@ -56,6 +56,7 @@ NAMES = [
     "lightning.pytorch.strategies:ParallelStrategy._checkpoint_io",
     "lightning.pytorch.strategies:ParallelStrategy._configure_launcher",
     "lightning.pytorch.strategies:ParallelStrategy._launcher",
+    "lightning.pytorch.strategies:ParallelStrategy._layer_sync",
     "lightning.pytorch.strategies:ParallelStrategy._reset_optimizers_and_schedulers",
     f"{CONNECTOR}._sigterm_notifier_fn",
     f"{CONNECTOR}._slurm_sigusr_handler_fn",

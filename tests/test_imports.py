@@ -12,18 +12,21 @@ PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
 
 # What each part may import of ours; these are open to all.
-SHARED = {"types", "errors", "removed", "nested", "user_code", "_compat_pyg", "_compat_torch"}
+SHARED = {"types", "errors", "fallbacks", "removed", "nested", "user_code"}
+SHARED |= {"_compat_pyg", "_compat_torch"}
 PARTS = ("graph", "stages", "passing", "schedule", "history", "comm")
 ALLOWED: dict[str, set[str]] = {
     **{part: set() for part in PARTS},
     "types": set(),
     "errors": set(),
     "user_code": set(),
+    "fallbacks": set(),
     "removed": set(),
     "nested": set(),
     "controls": set(),
     "axis_options": set(),
-    "options": {"axis_options", "comm", "engine", "history"},
+    "idle_options": set(),
+    "options": {"axis_options", "comm", "engine", "history", "idle_options"},
     "metrics": set(),
     "loaders": set(),
     "models": set(),

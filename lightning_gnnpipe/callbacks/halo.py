@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
 from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
+from lightning_gnnpipe.errors import ConfigError, explain
 
 
 class BoundedStaleness(Callback):
@@ -22,7 +23,8 @@ class BoundedStaleness(Callback):
         sync_every_n_epochs: Epochs from one synchronous epoch to the next.
 
     Raises:
-        ConfigError: If `sync_every_n_epochs` is not an integer of at least 1.
+        ConfigError: If `sync_every_n_epochs` is not an integer of at least 1, or, once it is used,
+            if the strategy has no `async_halo`.
 
     Example:
         >>> from lightning_gnnpipe import BoundedStaleness
@@ -35,7 +37,15 @@ class BoundedStaleness(Callback):
         self.sync_every_n_epochs = sync_every_n_epochs
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
+        if not pipe_strategy(self, trainer).options.async_halo:
+            raise ConfigError(
+                explain(
+                    expected="'async_halo' with BoundedStaleness",
+                    found="async_halo=False, with which shards wait for each other in every epoch",
+                    remedy="Use GNNPipeStrategy(graph_parallel=2, async_halo=True), or drop the "
+                    "callback.",
+                )
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -30,7 +30,8 @@ class EmbeddingRefresh(Callback):
         how: "exact" or "snapshot".
 
     Raises:
-        ConfigError: If `every_n_epochs` is not a positive integer, or `how` is something else.
+        ConfigError: If `every_n_epochs` is not a positive integer, or `how` is something else; once
+            it is used, if the strategy has no stale rows.
 
     Example:
         >>> from lightning_gnnpipe import EmbeddingRefresh
@@ -51,7 +52,15 @@ class EmbeddingRefresh(Callback):
         self.every_n_epochs, self.how = every_n_epochs, how
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
+        setting = pipe_strategy(self, trainer).options.never_stale
+        if setting:
+            raise ConfigError(
+                explain(
+                    expected="stale rows for EmbeddingRefresh to renew",
+                    found=f"{setting}, with which no row is stale",
+                    remedy="Drop the callback, or the other.",
+                )
+            )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         is_due = self.how == "exact" and self._is_due(trainer.current_epoch + 1)

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_gnnpipe.fallbacks import Fallbacks
+
 log = logging.getLogger(__name__)
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -39,12 +41,11 @@ def choose_wire(device: torch.device, backend: str) -> torch.device:
     shared = ranks_that_share(found)
     if not shared:
         return device
-    if dist.get_rank() == 0:
-        log.warning(
-            "Ranks %s are on one GPU, which NCCL refuses: messages are sent by gloo, through the "
-            "CPU, instead of NCCL.",
-            " and ".join(map(str, shared)),
-        )
+    Fallbacks(log, is_quiet=dist.get_rank() != 0).tell(
+        f"Ranks {' and '.join(map(str, shared))} are on one GPU, which NCCL refuses",
+        origin="messages by NCCL",
+        to="messages by gloo, through the CPU",
+    )
     return torch.device("cpu")
 
 

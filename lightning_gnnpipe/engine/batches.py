@@ -27,6 +27,7 @@ from lightning_gnnpipe.engine.step_costs import StepCosts
 from lightning_gnnpipe.engine.step_parts import StepParts
 from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.passing import (
     NativeContext,
@@ -76,7 +77,7 @@ class BatchPasses:
         self._seeds = seeds
         self._schedules = BatchSchedules(options.schedule)
         self.early_loss = EarlyLoss()
-        self._has_told_of_norms = False
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     def identify(self, inputs: Inputs) -> int:
         """Return a number that is the same on ranks with the same sizes of graphs."""
@@ -124,20 +125,26 @@ class BatchPasses:
     def _tell_of_batch_norms(self) -> None:
         norms = self._model.intercepted.batch_norms
         used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
-        if used and not self._has_told_of_norms and self._transport.world.is_root:
-            log.warning(
-                "BatchNorm ('%s') in a batch of graphs: from the statistics of all its graphs to "
-                "those of each micro-batch, as on the replicas of DDP. Running statistics are "
-                "updated once a step, from all graphs.",
-                used[0],
+        if used:
+            self._fallbacks.tell(
+                f"BatchNorm ('{used[0]}') in a batch of graphs",
+                origin="the statistics of all its graphs",
+                to="those of each micro-batch, as on the replicas of DDP",
+                remedy="Running statistics are updated once a step, from all graphs.",
             )
-        self._has_told_of_norms = self._has_told_of_norms or bool(used)
 
     def plan(self, inputs: Inputs) -> BatchPlan:
         """Return the micro-batches, as many as are asked for, or as there are graphs."""
         assert inputs.graphs is not None
         num_chunks = self._options.chunks.expected
-        return plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+        plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+        if plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
+            self._fallbacks.tell(
+                f"A batch has {plan.num_chunks} graphs with nodes",
+                origin=f"num_chunks={num_chunks}",
+                to="as many micro-batches as there are graphs",
+            )
+        return plan
 
     def mode(self, call: Call, inputs: Inputs) -> Mode:
         """Return the stages for these arguments."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.engine.graph import GraphCache
+from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.engine.hooks import check_hooks
 from lightning_gnnpipe.engine.model import PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.planned_graph import PlannedGraph
 from lightning_gnnpipe.engine.probe import check_layers
-from lightning_gnnpipe.history import DENSE
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.history import DENSE, name_method
 from lightning_gnnpipe.passing import check_support
 from lightning_gnnpipe.stages import Call, Inputs, Layers, is_listed
 
@@ -44,6 +47,7 @@ class EngineChecks:
         self._transport, self._options = transport, options
         self._checked: set[bool] = set()
         self._has_warned_of_cut = self._has_warned_of_order = False
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     @property
     def has_seen_graphs(self) -> bool:
@@ -57,6 +61,7 @@ class EngineChecks:
         mesh = self._transport.mesh
         if has_graphs:
             self._batches.check()
+            self._tell_of_idle()
         else:
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
@@ -71,6 +76,28 @@ class EngineChecks:
             is_whole=is_whole and not options.histories.recomputes,
             runs_again=batches.needs_loss,
         )
+
+    def _tell_of_idle(self) -> None:
+        """Tell once which of the given options are for one graph alone."""
+        chunks, histories = self._options.chunks, self._options.histories
+        given = {
+            "partition": (
+                chunks.partition if isinstance(chunks.partition, str) else "given",
+                "metis",
+            ),
+            "cross_chunk_edges": (chunks.cross_edges, "keep"),
+            "chunk_order": (self._options.chunk_order, "shuffled"),
+            "staleness": (name_method(histories.method), "drift"),
+            "history_dtype": (histories.dtype, None),
+            "history_device": (histories.device, None),
+        }
+        idle = [name for name, (value, default) in given.items() if value != default]
+        if idle and self._options.is_fitting:
+            self._fallbacks.tell(
+                "No graph of a batch is cut, and none of its rows is stale",
+                origin=f"what {' and '.join(idle)} say",
+                to="micro-batches of whole graphs",
+            )
 
     def chunks(self, graph: PlannedGraph, linear_scale: float) -> None:
         """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.
@@ -97,6 +124,61 @@ class EngineChecks:
                 "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
                 "edges between chunks count more than once in every step. Use another order.",
                 f"{factor:g}",
+            )
+
+    def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:
+        """Tell once if stale rows are to be those of validation, and are not there.
+
+        Args:
+            own: The histories of the step's input.
+            step: The training pass that reads them.
+            averages_weights: Whether validation may run with averages of weights.
+        """
+        if not own.takes_rows(step):
+            return
+        norms = self._model.intercepted.norms
+        if norms:
+            why = f"'{next(iter(norms))}' sees all nodes, otherwise in validation than in training"
+        elif self._options.messages.is_async:
+            why = "With async_halo shards do not wait for the rows of validation"
+        elif averages_weights:
+            why = "Validation may run with averages of the weights"
+        elif own.was_renewed is False:
+            why = "Validation is given other inputs than training, or other weights"
+        else:
+            why = "No validation has run just before a pipelined step"
+        self._fallbacks.tell(
+            why,
+            origin="stale rows of validation",
+            to="those of the last step",
+            remedy="Validate after every epoch with the inputs of training if you can; "
+            "staleness='constant' never takes rows of validation.",
+        )
+
+    def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:
+        """Tell once if a batch of several graphs is run as one graph."""
+        if graph_of_node is not None and inputs.graphs is None and not call.has_graphs:
+            self._fallbacks.tell(
+                "Edges join graphs of the batch, or its nodes are not the module's",
+                origin="micro-batches of whole graphs",
+                to="chunks of one graph",
+            )
+
+    def new_reads(self) -> None:
+        """Tell once that a step has to fill histories again in the middle of training."""
+        self._fallbacks.tell(
+            "The module runs in a way in which it has not run before",
+            origin="pipelined steps",
+            to="an exact step, which fills the histories",
+        )
+
+    def loss_of_rows(self) -> None:
+        """Tell once that what the last step has left may not be read."""
+        if any(own.filled and own.graph.plan.num_chunks > 1 for own in self._graphs.inputs):
+            self._fallbacks.tell(
+                "The last step failed midway, or its loss or gradients were not finite",
+                origin="pipelined steps",
+                to="an exact step, which fills the histories anew",
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:

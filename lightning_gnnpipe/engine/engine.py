@@ -147,7 +147,9 @@ class PipelineEngine:
         with raising_wrong_arguments(self.model.module, args, kwargs):
             call = take_apart(self.model.module, args, kwargs, self.progress.num_nodes)
             call = self._as_one_graph(call)
-            call, inputs = find_graphs(call, self._graph_of_node(), self._known_kinds)
+            graph_of_node = self._graph_of_node()
+            call, inputs = find_graphs(call, graph_of_node, self._known_kinds)
+        self._checks.graphs(call, inputs, graph_of_node)
         has_graphs = inputs.graphs is not None
         key = None
         if has_graphs:
@@ -174,6 +176,7 @@ class PipelineEngine:
         if agreed.signals:
             self.on_signals(agreed.signals)
         if agreed.is_lost:
+            self._checks.loss_of_rows()
             self.graphs.drop_histories()
             self._state.settle()
             self.progress.loss = 0.0
@@ -338,7 +341,9 @@ class PipelineEngine:
         if self.controls.refreshes:
             known.ask_refresh()
         is_new = mode.reads not in own.filled and not is_free
-        if is_new and not is_exact and self.graphs.is_cut(inputs):
+        if is_new and not is_exact and own.filled:
+            self._checks.new_reads()
+        elif is_new and not is_exact and self.graphs.is_cut(inputs):
             known.tell_change(key)
         is_exact = is_exact or is_new
         if own.is_refresh_due(number) and not is_exact and not is_free:
@@ -352,6 +357,9 @@ class PipelineEngine:
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, own.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
+        if not is_exact and not is_free:
+            averages = self.progress.averages_weights
+            self._checks.rows(own, number, averages_weights=averages)
         if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.graph.inputs.load(call, inputs, key.leaves)

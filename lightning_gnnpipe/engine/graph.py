@@ -15,6 +15,7 @@ from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.known_inputs import KnownInputs
 from lightning_gnnpipe.engine.partitioner import ChunkOptions, Partitioner
 from lightning_gnnpipe.engine.planned_graph import PlannedGraph
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,
@@ -54,7 +55,7 @@ class GraphCache:
         self._partitioner = Partitioner(options)
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
-        self._has_warned_of_loss = False
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +90,12 @@ class GraphCache:
     def cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
         """Return the graph cut into chunks."""
         graph = self._get((fingerprint, True), lambda: self._cut(inputs))
+        if self.histories.is_too_narrow:
+            self._fallbacks.tell(
+                f"history_dtype {self.histories.dtype} has no room for small gradients",
+                origin="gradients that linear layers exchange in this dtype",
+                to="gradients as computed",
+            )
         if graph.is_complete:
             self._graphs.pop((fingerprint, False), None)
         return graph
@@ -146,17 +153,14 @@ class GraphCache:
         return self._planned(inputs, edge_index, assignment, kept)
 
     def _warn_of_loss(self, num_edges: int, num_kept: int) -> None:
-        if not self._has_warned_of_loss and self._transport.world.is_root:
-            lost = num_edges - num_kept
-            log.warning(
-                "cross_chunk_edges='drop': from the whole graph to one without %s of its %s edges "
-                "(%s) in training, those between chunks. Validation, test and predict read "
-                "all.",
-                f"{lost:,}",
-                f"{num_edges:,}",
-                f"{100 * lost / num_edges:.1f} %",
-            )
-        self._has_warned_of_loss = True
+        lost = num_edges - num_kept
+        self._fallbacks.tell(
+            f"cross_chunk_edges='drop' leaves out {lost:,} of {num_edges:,} edges "
+            f"({100 * lost / num_edges:.1f} %), those between chunks",
+            origin="the whole graph",
+            to="one without them in training",
+            remedy="Validation, test and predict read all.",
+        )
 
     def _planned(
         self,

@@ -21,7 +21,7 @@ from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.model import Measure, PipelinedModel
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.planned_graph import PlannedGraph
-from lightning_gnnpipe.engine.resume import take_histories, warn_of_exact_step, warn_of_method
+from lightning_gnnpipe.engine.resume import take_histories, tell_of_exact_step, warn_of_method
 from lightning_gnnpipe.engine.seeds import PassSeeds
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.engine.step_costs import StepCosts
@@ -96,7 +96,7 @@ class GraphPasses:
         if saved is not None and has_taken:
             warn_of_method(saved, own)
         elif own.graph.plan.num_chunks > 1:
-            warn_of_exact_step()
+            tell_of_exact_step()
 
     def _measurer(self, call: Call, inputs: Inputs, graph: int) -> Measure:
         def measure(layers: Layers) -> StepCosts:

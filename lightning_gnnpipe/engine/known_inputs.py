@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.run_state import SavedHistories
+from lightning_gnnpipe.fallbacks import Fallbacks
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class KnownInputs:
         self.num_saved_layers = 0
         self.num_changed = 0
         self._kept: dict[int, Histories] = {}
-        self._is_root = not is_quiet
-        self._is_quiet, self._has_told_of_bound = is_quiet, is_quiet
+        self._is_quiet = is_quiet
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def __iter__(self) -> Iterator[Histories]:
         return iter(self._kept.values())
@@ -118,21 +119,21 @@ class KnownInputs:
         """Say once that a step is exact because it is given something else than the last one."""
         names = [] if self.last is None else key.changed(self.last)
         self.num_changed += bool(names)
-        if names and not self._is_quiet:
-            self._is_quiet = True
-            remedy = _RANDOM if self.last is None or key.graph == self.last.graph else _SAMPLED
-            log.warning(
-                "The pipelined module was given another %s than in the step before: from pipelined "
-                "steps to an exact step for each new input, since rows of neighbours are read from "
-                "earlier steps on the same input only. Inputs that come again are pipelined from "
-                "their third step on. %s Shown once.",
-                " and another ".join(names[:3]),
-                remedy,
+        if names:
+            is_random = self.last is None or key.graph == self.last.graph
+            self._fallbacks.tell(
+                f"The pipelined module was given another {' and another '.join(names[:3])} than in "
+                "the step before",
+                origin="pipelined steps",
+                to="an exact step for each new input. Rows of neighbours are read from earlier "
+                "steps on the same input only; one that comes again is pipelined from its third "
+                "step on",
+                remedy=_RANDOM if is_random else _SAMPLED,
             )
 
     def tell_share(self, num_steps: int) -> None:
         """Say how many of the run's steps were exact because of their inputs, if any were."""
-        if self.num_changed and self._is_root:
+        if self.num_changed and not self._is_quiet:
             log.warning(
                 "%d of %d training steps were exact, since their inputs were new.",
                 self.num_changed,
@@ -140,13 +141,9 @@ class KnownInputs:
             )
 
     def _tell_of_bound(self, most: int, num_bytes: int) -> None:
-        if not self._has_told_of_bound:
-            log.warning(
-                "Histories are kept for %d inputs, at most %d and %.0f GiB a rank (%.0f MiB each): "
-                "from pipelined steps to exact steps on further inputs.",
-                most,
-                _MOST_KEPT,
-                _MOST_BYTES / 2**30,
-                num_bytes / 2**20,
-            )
-        self._has_told_of_bound = True
+        self._fallbacks.tell(
+            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB a rank (at most "
+            f"{_MOST_KEPT} inputs and {_MOST_BYTES >> 30} GiB)",
+            origin="pipelined steps",
+            to="exact steps on further inputs",
+        )

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from math import isfinite
 
+from lightning_gnnpipe.fallbacks import Fallbacks
+
 log = logging.getLogger(__name__)
 
 _WINDOW = 50  # steps that a loss is compared with
@@ -35,7 +37,7 @@ class LossGuard:
         is_quiet: bool = False,
     ) -> None:
         self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
-        self._is_quiet = is_quiet
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
         """Take note of a step's loss; return whether the next step is to be exact.
@@ -51,7 +53,7 @@ class LossGuard:
             return False
         if self._is_above(loss) and not was_exact and self.num_steps > _PAUSE:
             self.num_steps = 0
-            self._warn(loss)
+            self._tell(loss)
             return True
         self.losses = (*self.losses, loss)[-_WINDOW:]
         return False
@@ -62,15 +64,13 @@ class LossGuard:
         high, low = max(self.losses), min(self.losses)
         return loss > high + _FACTOR * max(high - low, abs(high))
 
-    def _warn(self, loss: float) -> None:
-        if not self._is_quiet:
-            log.warning(
-                "The training loss jumped to %.4g after a pipelined step (at most %.4g before): "
-                "from pipelined steps to one exact step. If it jumps again, lower the learning "
-                "rate, use fewer chunks, train more of the first epochs exactly "
-                "(StalenessWarmup), or refresh the histories (EmbeddingRefresh). Shown once. "
-                "GNNPipeStrategy(guard=False) switches this off.",
-                loss,
-                max(self.losses),
-            )
-        self._is_quiet = True
+    def _tell(self, loss: float) -> None:
+        self._fallbacks.tell(
+            f"The training loss jumped to {loss:.4g} after a pipelined step (at most "
+            f"{max(self.losses):.4g} before)",
+            origin="pipelined steps",
+            to="one exact step",
+            remedy="If it jumps again, lower the learning rate, use fewer chunks, train more of "
+            "the first epochs exactly (StalenessWarmup), or refresh the histories "
+            "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
+        )

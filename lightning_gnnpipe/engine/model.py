@@ -27,6 +27,7 @@ from lightning_gnnpipe.engine.switch import own_forward, switched
 from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.engine.weights import StageWeights, check_borrowed, check_leaves, check_same
 from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.passing import find_layers, without_memory
 from lightning_gnnpipe.stages import (
@@ -82,6 +83,7 @@ class PipelinedModel:
         self._check, self._is_cut = check, is_cut
         self._modes: dict[Key, Mode] = {}  # the last one used comes last
         self._num_changes = 0  # of what the forward reads
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
         self.costs: StepCosts | None = None  # where they have been measured
         self._counts: tuple[int, ...] | None = None
@@ -266,11 +268,13 @@ class PipelinedModel:
         (_, before), mode = next(reversed(self._modes.items()))
         changed = mode.layers.outside.changed(before, mode.layers.outside.values())
         self._num_changes += bool(changed)
-        if changed and self._num_changes == _MANY_CHANGES and self._transport.world.is_root:
-            log.warning(
-                f"Forward reads {', '.join(changed)}, which changes often: from one trace of the "
-                "module to a new one, with its checks, for each change. Keep numbers in a buffer "
-                "that is changed in place (self.scale.fill_(0.5)) to trace once."
+        if changed and self._num_changes == _MANY_CHANGES:
+            self._fallbacks.tell(
+                f"Forward reads {', '.join(changed)}, which changes often",
+                origin="one trace of the module",
+                to="a new one, with its checks, for each change",
+                remedy="Keep numbers in a buffer that is changed in place "
+                "(self.scale.fill_(0.5)) to trace once.",
             )
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
@@ -347,12 +351,13 @@ class PipelinedModel:
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
         repeats = self._splitting.repeat_encoder is True
         is_in_vain = repeats and not any(stage.repeated for stage in stages)
-        if is_in_vain and len(stages) > 1 and self._transport.world.is_root:
+        if is_in_vain and len(stages) > 1:
             takes_more = "it takes more than the batch's own rows"
             why = takes_more if inputs.graphs is None else "only those of a single graph do"
-            log.warning(
-                "repeat_encoder=True repeats nothing: from stages that compute again what crosses "
-                f"the cuts to stages that receive it, since {why}."
+            self._fallbacks.tell(
+                "repeat_encoder=True repeats nothing",
+                origin="stages that compute again what crosses the cuts",
+                to=f"stages that receive it, since {why}",
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.engine.mode import Mode
 from lightning_gnnpipe.engine.run_state import SavedHistories
+from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.history import SavedHistory, name_method
 from lightning_gnnpipe.passing import CallKey
 
@@ -90,11 +91,12 @@ def warn_of_method(saved: SavedHistories, own: Histories) -> None:
         )
 
 
-def warn_of_exact_step() -> None:
-    """Warn that the first step of a run that goes on cannot be pipelined."""
-    log.warning(
-        "The checkpoint has no histories of this input, these chunks and layers: from resuming a "
-        "pipelined run to an exact first step, which fills them."
+def tell_of_exact_step() -> None:
+    """Tell that the first step of a run that goes on cannot be pipelined."""
+    Fallbacks(log).tell(
+        "The checkpoint has no histories of this input, these chunks and layers",
+        origin="resuming a pipelined run",
+        to="an exact first step, which fills them",
     )
 
 

@@ -36,8 +36,12 @@ class HistoryOptions:
         is_here = own == device or (own.type == device.type and own.index is None)
         return replace(self, device=None) if is_here else self
 
+    @property
+    def is_too_narrow(self) -> bool:
+        """Whether gradients do not fit into `dtype`, such as float16."""
+        dtype = self.dtype
+        return dtype is not None and torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
+
     def linear_dtype(self, like: Tensor) -> torch.dtype:
         """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
-        dtype = self.dtype
-        is_wide = dtype is not None and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
-        return dtype if dtype is not None and is_wide else like.dtype
+        return like.dtype if self.dtype is None or self.is_too_narrow else self.dtype

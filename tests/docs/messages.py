@@ -42,8 +42,43 @@ def _messages(tree: ast.Module) -> Iterator[tuple[str, int]]:
             expected = _assigned(tree, expected.id)
         if expected is not None:
             yield from ((f"Expected {text}", call.lineno) for text in texts(expected))
+        elif _tells(call):
+            yield from ((text, call.lineno) for text in _fallbacks(tree, call))
         elif name in ("PeerError", "log.warning", "warnings.warn"):
             yield from ((text, call.lineno) for text in texts(call.args[0]))
+
+
+def fallbacks() -> set[str]:
+    """Return what the package tells when something takes the place of what was asked for."""
+    trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return {
+        text
+        for tree in trees
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _tells(call)
+        for text in _fallbacks(tree, call)
+    }
+
+
+def _tells(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "tell"
+
+
+def _fallbacks(tree: ast.Module, call: ast.Call) -> list[str]:
+    """Return the texts of one call of `Fallbacks.tell`."""
+    parts = {one.arg: texts(one.value) for one in call.keywords}
+    why = call.args[0]
+    reasons = texts(why) if not isinstance(why, ast.Name) else _all_assigned(tree, why.id)
+    remedy = f" {parts['remedy'][0]}" if "remedy" in parts else ""
+    [origin] = parts["origin"]
+    return [f"{one}: from {origin} to {to}.{remedy}" for one in reasons for to in parts["to"]]
+
+
+def _all_assigned(tree: ast.Module, name: str) -> list[str]:
+    """Return all texts that a variable `name` is given."""
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    values = [one.value for one in assignments if ast.unparse(one.targets[0]) == name]
+    return [text for value in values for text in texts(value) if text != GAP]
 
 
 def _assigned(tree: ast.Module, name: str) -> ast.expr | None:

@@ -182,10 +182,6 @@ def in_place(name: str) -> Callable[[Any], None]:
     return change
 
 
-def add_hook(net: Any) -> None:
-    net.parts[0].register_forward_hook(lambda module, args, out: out * 2)
-
-
 def add_layer(net: Any) -> None:
     torch.manual_seed(1)
     net.extra = nn.Linear(D, D).double()
@@ -266,7 +262,6 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
         lambda net, h: h,
         lambda net: net.parts.insert(1, Part().double()) if len(net.parts) == 2 else None,
     ),
-    "hook": (lambda net, h: h, add_hook),
     "method": (
         lambda net, h: net.ends(h),
         lambda net: setattr(net, "ends", lambda h: h * 3),

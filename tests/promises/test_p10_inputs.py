@@ -351,7 +351,7 @@ def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
     for num_chunks in (1, 8):
         L.seed_everything(0, verbose=False)
         module = KnowsLabels()
-        strategy = GNNPipeStrategy(num_chunks=num_chunks, partition="random")
+        strategy = GNNPipeStrategy(num_chunks=num_chunks)
         fit(module, [graph], strategy, epochs=20)
         losses[num_chunks] = torch.tensor(module.losses)
     torch.testing.assert_close(losses[8], losses[1], rtol=0, atol=1e-8)

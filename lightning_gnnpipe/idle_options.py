@@ -1,0 +1,102 @@
+"""Options that do nothing as the others stand: refused where they are given.
+
+An option is refused if it was given and, with the others as they are given, changes nothing on any
+devices and any graph: whoever reads the script would think otherwise. Not refused is
+
+- what does nothing on the present devices only, so that one script runs on one device and on
+  eight: `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
+- what asks for something that is so in any case: `guard=False`, `self_check=False`,
+  `balance="uniform"`, and the callback `StalenessWarmup` where every step is exact.
+
+An option that has its default value counts as not given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_gnnpipe.errors import ConfigError, explain
+
+_DEFAULTS: dict[str, Any] = {
+    "partition": "metis",
+    "chunk_order": "shuffled",
+    "cross_chunk_edges": "keep",
+    "staleness": "drift",
+    "history_dtype": None,
+    "history_device": None,
+    "num_virtual": 2,
+    "halo_codec": "fp32",
+    "cut_codec": "fp32",
+    "async_halo": False,
+    "repeat_encoder": "auto",
+}
+_OF_CHUNKS = ("partition", "chunk_order", "cross_chunk_edges")
+_OF_ROWS = ("staleness", "history_dtype", "history_device")
+
+
+def check_idle(given: Any) -> None:
+    """Refuse options that change nothing.
+
+    Args:
+        given: The `StrategyOptions`, each checked by itself.
+
+    Raises:
+        ConfigError: With the option, and what leaves it nothing to do.
+    """
+    if _for_graphs(given):
+        why = "graphs of a batch are not cut into chunks, and none of their rows is stale"
+        _refuse(given, (*_OF_CHUNKS, *_OF_ROWS), _for_graphs(given), why, "drop the other")
+    more = "use more chunks"
+    if given.num_chunks == 1:
+        _refuse(given, _OF_CHUNKS, "num_chunks=1", "the whole graph is one chunk", more)
+    if never_stale(given) and not (given.recompute and given.graph_parallel > 1):
+        _refuse(given, _OF_ROWS, "num_chunks=1", "no row is stale", more)
+    if given.graph_parallel == 1:
+        why = "there are no shards that would swap rows"
+        names = ("halo_codec", "async_halo")
+        _refuse(given, names, "graph_parallel=1", why, "use graph_parallel=2 or more")
+    if given.num_stages == 1:
+        why = "there is no other stage to send anything to"
+        names = ("cut_codec", "repeat_encoder")
+        _refuse(given, names, "num_stages=1", why, "leave num_stages at 'auto'")
+    if given.schedule != "interleaved":
+        setting, use = f"schedule={given.schedule!r}", "use schedule='interleaved'"
+        _refuse(given, ("num_virtual",), setting, "each rank has one stage", use)
+
+
+def never_stale(given: Any) -> str:
+    """Return the option with which no row is ever stale; "" if some may be."""
+    if given.num_chunks == 1 and not given.async_halo:
+        return "num_chunks=1"
+    return _for_graphs(given)
+
+
+def _for_graphs(given: Any) -> str:
+    """Return the option that is for batches of graphs; "" if there is none."""
+    if given.data_parallel > 1:
+        return f"data_parallel={given.data_parallel}"
+    return "" if given.schedule == "fill_drain" else f"schedule={given.schedule!r}"
+
+
+def _refuse(given: Any, names: tuple[str, ...], setting: str, why: str, use: str) -> None:
+    for name in names:
+        value = getattr(given, name)
+        if not _is_default(name, value):
+            raise ConfigError(
+                explain(
+                    expected=f"'{name}' to be left out with {setting}",
+                    found=repr(value),
+                    remedy=f"It would change nothing, since {why}. Leave it out, or {use}.",
+                )
+            )
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = _DEFAULTS[name]
+    if name.endswith("codec"):
+        return {*([value] if isinstance(value, str) else value)} == {default}
+    if name == "partition":  # a tensor is checked against the number of chunks
+        return not isinstance(value, str) or value == default
+    if name == "repeat_encoder":
+        return value is not True
+    return bool(value == default)

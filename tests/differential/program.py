@@ -1,0 +1,318 @@
+"""A draw as the text of a program: what runs is what is printed when it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.differential.graphs import GraphDraw, graph_text
+from tests.differential.nets import NetDraw, call_arguments, net_text
+
+NUM_EPOCHS = 3
+SLOTS = (
+    "header",  # of the file
+    "net_init",  # last in Net.__init__
+    "forward_start",  # x as it is given
+    "in_layer",  # h: the output of a layer, before norm and activation
+    "forward_end",  # x: before the last linear layer
+    "out",  # out: what forward returns; may be several lines
+    "init",  # last in Module.__init__
+    "step_start",  # x, edge_index, data: may be changed before the call
+    "step_out",  # out: as the net returns it
+    "loss",  # loss: may be changed
+    "step_end",  # before training_step returns
+    "validation",  # out
+    "methods",  # of Module
+    "classes",  # before make_callbacks
+    "loaders",  # train, val: loaders
+    "after_fit",  # module, trainer, found
+)
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What a user does, as lines at some places of the program.
+
+    Attributes:
+        name: Of the habit.
+        slots: Lines by the name of their place.
+        trainer: Arguments of the Trainer, such as `gradient_clip_val=0.1`.
+        callbacks: Expressions for the list of callbacks.
+        optimizer: Body of `configure_optimizers`, if it is another.
+        oracle: Whether the oracle of stale rows does the same.
+        needs: What the net has to have: "own" for one with a forward of its own, "drop", ...
+        group: Habits of one group do not go together.
+    """
+
+    name: str
+    slots: Mapping[str, str] = field(default_factory=dict)
+    trainer: str = ""
+    callbacks: str = ""
+    optimizer: str = ""
+    oracle: bool = True
+    needs: frozenset[str] = frozenset()
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two ways to train that have to give the same.
+
+    Attributes:
+        name: Of the setting.
+        expected: Arguments of `results` for what is right.
+        found: The same for what is tried.
+    """
+
+    name: str
+    expected: str
+    found: str
+
+    @property
+    def has_oracle(self) -> bool:
+        """Whether stale rows are expected."""
+        return "Oracle" in self.expected
+
+
+_EXACT = "[StalenessWarmup(1000)]"
+_PIPED = "num_chunks=4, partition=torch.arange(NODES) % 4, staleness='constant', guard=False"
+SETTINGS = {
+    one.name: one
+    for one in (
+        Setting("one chunk", "", "GNNPipeStrategy(num_chunks=1)"),
+        Setting("exact", "", f"GNNPipeStrategy(num_chunks=4), 1, {_EXACT}"),
+        Setting("exact, two stages", "",
+                f"GNNPipeStrategy(num_chunks=4, start_method='fork'), 2, {_EXACT}"),
+        Setting("stale", "'auto', 1, [Oracle(4)]", f"GNNPipeStrategy({_PIPED})"),
+        Setting("stale, two stages", "'auto', 1, [Oracle(4)]",
+                f"GNNPipeStrategy({_PIPED}, start_method='fork'), 2"),
+        Setting("one or two stages", "GNNPipeStrategy(num_chunks=4)",
+                "GNNPipeStrategy(num_chunks=4, start_method='fork'), 2"),
+        Setting("one or two stages, exact", f"GNNPipeStrategy(num_chunks=4), 1, {_EXACT}",
+                f"GNNPipeStrategy(num_chunks=4, start_method='fork'), 2, {_EXACT}"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A model, a graph and some habits."""
+
+    seed: int
+    net: NetDraw
+    graph: GraphDraw
+    habits: tuple[Habit, ...]
+
+    @property
+    def names(self) -> str:
+        """The habits by name."""
+        return ", ".join(habit.name for habit in self.habits) or "none"
+
+    def settings(self) -> list[Setting]:
+        """Return what to compare; one in five on two stages as well."""
+        has_oracle = self.net.is_rowwise and all(habit.oracle for habit in self.habits)
+        if self.net.dropout:  # a plain run draws other numbers
+            names = ["one or two stages", "one or two stages, exact"][self.seed % 2 :][:1]
+        else:
+            names = ["one chunk", "exact", *(["stale"] if has_oracle else [])]
+            if self.seed % 5 == 0:
+                names.append("stale, two stages" if has_oracle else "exact, two stages")
+        return [SETTINGS[name] for name in names]
+
+
+_PROGRAM = '''"""Seed SEED. Habits: NAMES."""
+
+import copy
+import io
+import pickle
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+
+torch.set_default_dtype(torch.float64)
+<<header>>
+
+
+<<graph>>
+
+
+<<net>>
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = NET
+        self.seen = {}
+        <<init>>
+
+    def see(self, name, value):
+        self.seen.setdefault(name, []).append(torch.as_tensor(value).detach().double().clone())
+
+    def training_step(self, data, batch_idx):
+        x, edge_index = data.x, data.edge_index
+        <<step_start>>
+        out = self.net(ARGUMENTS)
+        <<step_out>>
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        <<loss>>
+        self.log("train_loss", loss, batch_size=1)
+        <<step_end>>
+        return loss
+
+    def validation_step(self, data, batch_idx):
+        x, edge_index = data.x, data.edge_index
+        out = self.net(ARGUMENTS)
+        <<step_out_of_validation>>
+        loss = F.cross_entropy(out[data.val_mask], data.y[data.val_mask])
+        self.log("val_loss", loss, batch_size=1)
+        <<validation>>
+
+    def configure_optimizers(self):
+        <<optimizer>>
+
+    <<methods>>
+
+
+class Record(L.Callback):
+    def __init__(self, folder):
+        self.folder, self.steps = folder, {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        step = f"step {len(self.steps)}"
+        loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else 0.0
+        found = self.steps[step] = {f"{step} loss": torch.as_tensor(loss).detach().clone()}
+        for name, p in module.named_parameters():
+            if p.numel():
+                found[f"{step} weight {name}"] = p.detach().clone()
+            if p.numel() and p.grad is not None:
+                found[f"{step} gradient {name}"] = p.grad.detach().to_dense().clone()
+
+    def on_train_end(self, trainer, module):
+        found = {name: value for one in self.steps.values() for name, value in one.items()}
+        found |= {f"seen {name}": torch.stack(one) for name, one in module.seen.items()}
+        torch.save(found, f"{self.folder}/rank{trainer.global_rank}.pt")
+
+
+<<classes>>
+
+
+def make_callbacks():
+    return [CALLBACKS]
+
+
+def results(strategy="auto", devices=1, callbacks=()):
+    """Return all that training gave, by name."""
+    folder = mkdtemp()
+    L.seed_everything(7, verbose=False)
+    module, graph = Module(), make_graph()
+    callbacks = [*callbacks, *make_callbacks(), Record(folder)]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=EPOCHS,
+        callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, TRAINER
+    )
+    train = val = DataLoader([graph], batch_size=None)
+    <<loaders>>
+    trainer.fit(module, train, val)
+    found = {}
+    for path in sorted(Path(folder).glob("rank*.pt")):
+        found |= torch.load(path)
+    found |= {f"logged {n}": v.detach().double() for n, v in trainer.callback_metrics.items()}
+    found |= {f"final {n}": v.detach().clone() for n, v in module.state_dict().items()}
+    <<after_fit>>
+    return found
+'''
+
+_MAIN = """
+if __name__ == "__main__":
+IMPORTS    expected = results(EXPECTED)
+    found = results(FOUND)
+    for name in {**expected, **found}:
+        a, b = expected.get(name), found.get(name)
+        if a is None or b is None or a.shape != b.shape or not torch.allclose(a, b, equal_nan=True):
+            print(name, "expected:", a, "found:", b)
+"""
+
+
+def text_of(draw: Draw) -> str:
+    """Return the program, whose `results` trains once."""
+    filled: dict[str, list[str]] = {slot: [] for slot in SLOTS}
+    for habit in draw.habits:
+        for slot, lines in habit.slots.items():
+            filled[slot].append(lines.strip("\n"))
+    joined = {slot: "\n".join(lines) for slot, lines in filled.items()}
+    joined["step_out_of_validation"] = joined["step_out"]
+    own = [habit.optimizer for habit in draw.habits if habit.optimizer]
+    joined["optimizer"] = own[0] if own else "return torch.optim.SGD(self.parameters(), lr=0.1)"
+    joined["graph"], joined["net"] = graph_text(draw.graph), net_text(draw.net, draw.graph)
+    text = _PROGRAM
+    for slot in ("graph", "net", *joined):  # the net has slots of its own
+        text = fill(text, slot, joined[slot])
+    trainers = [habit.trainer for habit in draw.habits if habit.trainer]
+    if not any("enable_checkpointing" in one for one in trainers):
+        trainers.append("enable_checkpointing=False")
+    values = {
+        "SEED": str(draw.seed),
+        "NAMES": draw.names,
+        "EPOCHS": str(NUM_EPOCHS),
+        "NET": draw.net.made_by,
+        "NODES": str(draw.graph.num_nodes),
+        "ARGUMENTS": call_arguments(draw.net, draw.graph),
+        "CALLBACKS": ", ".join(habit.callbacks for habit in draw.habits if habit.callbacks),
+        "TRAINER": ", ".join(trainers),
+    }
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text + "\n"
+
+
+def _without_unused(text: str) -> list[str]:
+    """Return the lines, but for imports of what is not used, and for many empty lines in a row."""
+    head, mark, body = text.partition("torch.set_default_dtype")
+    kept = [line for line in head.splitlines() if _is_used(line, body)]
+    lines = [*kept, *(mark + body).splitlines()]
+    pairs = zip(["", *lines], lines, strict=False)
+    return [line.rstrip() for before, line in pairs if line.strip() or before.strip()]
+
+
+def _is_used(line: str, body: str) -> bool:
+    if " import " not in line and not line.startswith("import "):
+        return True
+    names = [part.split(" as ")[-1] for part in line.split("import ")[-1].split(", ")]
+    return any(re.search(rf"\b{name.split('.')[0]}\b", body) for name in names)
+
+
+def script_of(draw: Draw, setting: Setting) -> str:
+    """Return the program with a main part that prints what differs under a setting."""
+    imports = "    from tests.differential.oracle import Oracle\n\n" if setting.has_oracle else ""
+    values = {"IMPORTS": imports, "EXPECTED": setting.expected, "FOUND": setting.found}
+    main = _MAIN
+    for name, value in values.items():
+        main = main.replace(name, value.replace("NODES", str(draw.graph.num_nodes)))
+    return "\n".join(_without_unused(text_of(draw) + main)) + "\n"
+
+
+def fill(text: str, slot: str, lines: str) -> str:
+    """Return `text` with `lines` in place of a slot, as deep as the slot stands."""
+    mark = f"<<{slot}>>"
+    made = []
+    for line in text.splitlines():
+        if line.strip() != mark:
+            made.append(line)
+        elif lines:
+            indent = line[: len(line) - len(line.lstrip())]
+            made += [indent + one if one.strip() else "" for one in lines.splitlines()]
+    return "\n".join(made)

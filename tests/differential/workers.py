@@ -1,0 +1,122 @@
+"""Long-lived processes that run draws, each ended when it waits for too long."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from tests.differential.program import SETTINGS, Draw, Setting
+from tests.differential.run import Finding, run_draw, run_setting
+
+Task = tuple[Draw, Setting | None]
+"""A draw, and the one setting to run it under; None for all of its own."""
+
+
+class Workers:
+    """Processes that run tasks.
+
+    Args:
+        num_processes: At a time.
+        limit_s: Longest time for one setting of a draw.
+    """
+
+    def __init__(self, num_processes: int, limit_s: float) -> None:
+        self.num_processes, self.limit_s = num_processes, limit_s
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[list[Finding]]:
+        """Yield the findings of each task, in the order in which they come."""
+        waiting, busy = deque(tasks), list[_Worker]()
+        idle = [_Worker() for _ in range(min(self.num_processes, len(waiting)))]
+        try:
+            while waiting or busy:
+                while waiting and idle:
+                    busy.append(idle.pop())
+                    busy[-1].begin(waiting.popleft())
+                wait([worker.pipe for worker in busy], timeout=1.0)
+                for worker in list(busy):
+                    findings = worker.look(self.limit_s)
+                    if findings is not None:
+                        busy.remove(worker)
+                        idle += [worker] if worker.is_alive else [_Worker()] if waiting else []
+                        yield findings
+        finally:
+            for worker in (*busy, *idle):
+                worker.end()
+
+
+class _Worker:
+    """One process, leader of a group of its own."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_work, args=(other,))
+        self.process.start()
+        other.close()
+        self.is_alive = True
+        self.setting = next(iter(SETTINGS.values()))
+        self.start_s: float | None = None  # of a setting; a process takes seconds to start
+
+    def begin(self, task: Task) -> None:
+        self.task, self.start_s = task, None
+        self.pipe.send(task)
+
+    def look(self, limit_s: float) -> list[Finding] | None:
+        """Return the findings of the task, if it is over."""
+        try:
+            while self.pipe.poll():
+                told = self.pipe.recv()
+                if isinstance(told, list):
+                    return told
+                self.setting, self.start_s = SETTINGS[told], time.monotonic()
+        except EOFError:
+            return self._lost("error", "the process has ended")
+        if self.start_s is not None and time.monotonic() - self.start_s > limit_s:
+            return self._lost("wait", f"no end after {limit_s:.0f} s")
+        return None
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        assert self.process.pid is not None
+        if self.process.is_alive():
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it does not lead a group yet
+                self.process.kill()
+        self.process.join()
+        self.is_alive = False
+
+    def _lost(self, kind: Any, text: str) -> list[Finding]:
+        self.end()
+        return [Finding(self.task[0], self.task[1] or self.setting, kind, text)]
+
+
+def _work(pipe: Connection) -> None:
+    """Run tasks until the other side is gone."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    while True:
+        try:
+            draw, setting = pipe.recv()
+        except EOFError:
+            return
+        if setting is None:
+            pipe.send(run_draw(draw, pipe.send))
+        else:
+            pipe.send(setting.name)
+            pipe.send([run_setting(draw, setting)])
