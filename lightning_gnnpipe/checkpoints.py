@@ -277,6 +277,10 @@ class PipeCheckpoints(PipeProcesses):
         return self._has_peers and self._engine is not None and self._engine.model.is_split
 
     @property
+    def _is_stopping(self) -> bool:
+        return bool(self._engine is not None and self._engine.progress.signals)
+
+    @property
     def _is_interrupted(self) -> bool:
         """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
         trainer = _compat.trainer_of(self.lightning_module)

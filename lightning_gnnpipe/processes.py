@@ -28,6 +28,7 @@ from lightning_gnnpipe.comm import (
     Transport,
     World,
     abandon_groups,
+    cause_of,
     choose_wire,
     end_groups_at_exit,
     restart_store,
@@ -100,6 +101,11 @@ class PipeProcesses(_compat.LightningStrategy):
         return False
 
     @property
+    def _is_stopping(self) -> bool:
+        """Whether this process has been told to stop."""
+        return False
+
+    @property
     def _meets_peers(self) -> bool:
         return self._has_peers and not self._is_interrupted
 
@@ -149,9 +155,15 @@ class PipeProcesses(_compat.LightningStrategy):
             self.options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
+            if self._transport is not None:
+                self._transport.end_run()
             self._transport = Transport(world, layout, Meter())
-        else:
-            self._transport.begin_run()
+        self._transport.begin_run(lambda: self._is_stopping)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._transport is not None:
+            self._transport.end_run()
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""
@@ -192,7 +204,7 @@ class PipeProcesses(_compat.LightningStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if self._meets_peers:
-            self._everyone.barrier()
+            self._everyone.meet(f"meet the other ranks ({name or 'barrier'})")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._everyone.broadcast_object(obj, src) if self._meets_peers else obj
@@ -201,7 +213,7 @@ class PipeProcesses(_compat.LightningStrategy):
         """Return whether all, or any, ranks decided so."""
         if not self._meets_peers:
             return decision
-        votes = [one[0] for one in self._everyone.all_gather_ints([int(decision)])]
+        votes = [one[0] for one in self._everyone.meet("vote", [int(decision)])]
         return min(votes) == 1 if all else max(votes) == 1
 
     def together(self, work: Callable[[], T]) -> T:
@@ -212,7 +224,7 @@ class PipeProcesses(_compat.LightningStrategy):
         except Exception as found:
             error = found
         if self._has_peers:
-            texts = self._everyone.all_gather_objects(None if error is None else str(error))
+            texts = self._everyone.all_gather_objects(cause_of(error))
             failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
             if error is None and failed:
                 raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
@@ -227,10 +239,13 @@ class PipeProcesses(_compat.LightningStrategy):
             return
         if self._is_interrupted:
             self.abandon()
-        if isinstance(exception, SIGTERMException):  # all ranks stop
+        if isinstance(exception, SIGTERMException) and not self._is_interrupted:  # all ranks stop
             return
-        if not isinstance(exception, PeerError | KeyboardInterrupt):
-            log.error("Rank %d failed: %r", self.global_rank, exception)
+        peer = self._pipe.watch.fail(cause_of(exception) or "")
+        if peer and peer != str(exception):
+            log.error("Rank %d ends: %s", self.global_rank, peer)
+        elif not isinstance(exception, PeerError | KeyboardInterrupt):
+            log.error("Rank %d failed: %s", self.global_rank, cause_of(exception))
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)
 

@@ -30,8 +30,9 @@ from lightning_gnnpipe.errors import CheckpointError, explain
 def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's tensors, under names that no other rank uses; a collective call."""
     writer = FileSystemWriter(folder)
+    group = transport.everyone.members.group
     with transport.explained(f"write the shards of {folder}"):
-        save_tensors(tensors, writer, transport.world.is_distributed)
+        save_tensors(tensors, writer, transport.world.is_distributed, group)
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:

@@ -127,33 +127,27 @@ def agree(
         has_jumped: Whether the last loss has jumped.
 
     Raises:
-        GraphError: If they have different batches, or only some are training.
-        UnsupportedError: If the last loss was not the same everywhere.
+        GraphError: If they have different batches.
+        UnsupportedError: If only some are training, or run the module at all, or the last loss was
+            not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
+    numbers = [progress.batch_fingerprint, loss_bits, graph, progress.signals]
     numbers += [int(is_lost), int(has_jumped)]
-    ranks = (transport if progress.is_uneven else transport.everyone).all_gather_ints(numbers)
-    if len({rank[0] for rank in ranks}) > 1:
-        raise GraphError(
-            explain(
-                expected="all ranks to run the same step",
-                found="a training step on some and an evaluation on others",
-                remedy="Let every rank take the same path through the LightningModule.",
-            )
-        )
+    what = f"{'train' if is_training else 'evaluate'} the pipelined module"
+    ranks = (transport if progress.is_uneven else transport.everyone).meet(what, numbers)
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
     signals = 0
     for rank in ranks:
-        signals |= rank[4]
-    return Agreed(signals, any(rank[5] for rank in ranks), any(rank[6] for rank in ranks))
+        signals |= rank[3]
+    return Agreed(signals, any(rank[4] for rank in ranks), any(rank[5] for rank in ranks))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:
     """Refuse to go on if the ranks of a replica differ; see `agree`."""
-    if len({(rank[1], rank[3]) for rank in ranks}) > 1:
+    if len({(rank[0], rank[2]) for rank in ranks}) > 1:
         raise GraphError(
             explain(
                 expected="the same batch on every rank",
@@ -163,7 +157,7 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
                 "sampler of your own takes strategy.distributed_sampler_kwargs.",
             )
         )
-    losses = [struct.unpack("<d", struct.pack("<q", rank[2]))[0] for rank in ranks]
+    losses = [struct.unpack("<d", struct.pack("<q", rank[1]))[0] for rank in ranks]
     if max(losses) - min(losses) > _LOSS_TOLERANCE * max(abs(loss) for loss in losses):
         raise UnsupportedError(
             explain(

@@ -193,9 +193,11 @@ class PipelinedModel:
     def whole(self) -> Iterator[None]:
         """Have all parameters within the block, and only this stage's after it; collective."""
         self._fill()
-        yield
-        for weights in (self._weights, *self._copies):
-            weights.empty(self._users)
+        try:
+            yield
+        finally:
+            for weights in (self._weights, *self._copies):
+                weights.empty(self._users)
 
     def begin_backward(self) -> GradientSums:
         """Return the sums of gradients over the ranks that share parameters."""
@@ -280,10 +282,12 @@ class PipelinedModel:
         if self._splitting.balance == "measured" and fits:
             return preferred
         if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
-            if self._transport.world.is_root:
+
+            def deal_out() -> tuple[int, ...]:
                 self.costs = self.costs or measure(layers)
-                counts = self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
-            counts = self._transport.everyone.broadcast_object(counts)  # alike in all replicas
+                return self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
+
+            counts = self._transport.everyone.run_on_first(deal_out)  # alike in all replicas
         return counts
 
     def _fill(self) -> None:

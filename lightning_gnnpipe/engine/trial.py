@@ -137,7 +137,7 @@ def refusing_errors(part: str, remedy: str) -> Iterator[None]:
     """Refuse a model that fails within the block, when it runs on `part`."""
     try:
         yield
-    except UnsupportedError:
+    except (UnsupportedError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise UnsupportedError(
