@@ -241,10 +241,11 @@ class PipeProcesses(_compat.LightningStrategy):
             self.abandon()
         if isinstance(exception, SIGTERMException) and not self._is_interrupted:  # all ranks stop
             return
-        peer = self._pipe.watch.fail(cause_of(exception) or "")
+        is_cause = not isinstance(exception, PeerError)
+        peer = self._pipe.watch.fail(cause_of(exception) or "", is_cause=is_cause)
         if peer and peer != str(exception):
             log.error("Rank %d ends: %s", self.global_rank, peer)
-        elif not isinstance(exception, PeerError | KeyboardInterrupt):
+        elif is_cause and not isinstance(exception, KeyboardInterrupt):
             log.error("Rank %d failed: %s", self.global_rank, cause_of(exception))
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)

@@ -258,7 +258,8 @@ class GNNPipeStrategy(PipeLoops):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        if self._has_peers:
+            self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
         self.engine.progress.graph_of_node = graph_of_node(batch)
         return batch
 

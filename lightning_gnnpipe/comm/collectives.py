@@ -206,7 +206,10 @@ class Collectives:
             except (RuntimeError, TimeoutError) as error:
                 if not is_lost(error):
                     raise
-                raise self.watch.cause() or PeerError(
+                cause = self.watch.cause()
+                if cause is not None:
+                    raise cause from None
+                raise PeerError(
                     f"Rank {self.world.rank} could not {what}: another rank has failed, or did not "
                     f"answer within {self.world.timeout.total_seconds():.0f} s. The first error "
                     "that a rank printed is the cause. If all ranks are alive and slow, give "

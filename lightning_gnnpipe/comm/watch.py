@@ -26,10 +26,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_gnnpipe._compat_torch import break_groups, clone_store, end_now, place_in_torch
 from lightning_gnnpipe.errors import PeerError, UnsupportedError, explain
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Watch:
         self._verdict: Exception | None = None
         self._since = 0.0  # of the verdict
         self._is_ending = self._is_broken = self._has_heard = False
+        self._has_store = True
 
     def start(self, is_stopping: Callable[[], bool]) -> None:
         """Watch the waits of this thread from now on.
@@ -132,28 +135,31 @@ class Watch:
             self._wait = None
 
     def cause(self) -> Exception | None:
-        """Return why a wait has failed; None if there is nothing to be learnt soon."""
-        deadline = time.monotonic() + _LISTEN_S
-        while self._thread is not None and self._verdict is None and time.monotonic() < deadline:
-            time.sleep(_TICK_S / 5)
+        """Return why a wait has failed; None if no rank has said so: one that was killed cannot."""
+        if self._thread is not None and self._verdict is None:
+            self._verdict = self._asking(self._read_cause)
         return None if self._verdict is None else self._error()
 
-    def fail(self, text: str) -> str:
-        """Let the other ranks know why this one ends; wait a moment until they do.
+    def fail(self, text: str, *, is_cause: bool) -> str:
+        """Let the other ranks know why this one ends.
+
+        Args:
+            text: Why.
+            is_cause: Whether it is the cause of all: wait a moment until they know.
 
         Returns:
-            Why it ends: because another rank has failed, if so. Else empty.
+            Why this rank ends, if that is another one's, or all ranks', fault. Else empty.
         """
         self._is_ending = True
         if self._thread is None:
             return ""
-        cause, heard = json.dumps([self._rank, text[:_MAX_CAUSE]]), f"{self._prefix}heard"
-        with suppress(RuntimeError):  # the store may be gone
-            self._store.compare_set(f"{self._prefix}cause", "", cause)
-            self._hear()
-            deadline = time.monotonic() + _LISTEN_S
-            while self._store.add(heard, 0) < self._size and time.monotonic() < deadline:
-                time.sleep(_TICK_S / 5)
+        self._tell(text)
+        deadline = time.monotonic() + (_LISTEN_S if is_cause else 0.0)
+        heard = f"{self._prefix}heard"
+        while time.monotonic() < deadline:
+            if (self._asking(lambda: self._store.add(heard, 0)) or self._size) >= self._size:
+                break
+            time.sleep(_TICK_S / 5)
         return "" if self._verdict is None else str(self._verdict)
 
     def _run(self, main: int) -> None:
@@ -161,23 +167,17 @@ class Watch:
             self._note_signals()
             wait = self._find_wait(main)
             if self._verdict is None and not self._is_ending:
-                with suppress(RuntimeError):  # the store is gone, and so is its rank: see `cause`
-                    self._verdict = self._judge(wait)
-                    self._since = time.monotonic()
+                self._verdict = self._asking(self._read_cause) or self._judge(wait)
+                self._since = time.monotonic()
             if self._verdict is not None and not self._is_ending:
                 self._end(wait)
 
     def _judge(self, wait: _Wait | None) -> Exception | None:
-        """Return the error with which this rank is to end; None to go on."""
-        cause = f"{self._prefix}cause"
-        if self._store.check([cause]):
-            self._hear()
-            rank, text = json.loads(self._store.get(cause))
-            return PeerError(f"Rank {rank} failed: {text}")
+        """Return the error with which a wait is to end, told to all ranks; None to go on."""
         waited = 0.0 if wait is None else time.monotonic() - wait.since
         if wait is None or waited < _SHORT_S:
             if self._told_at:
-                self._store.set(self._waits[self._rank], "")
+                self._asking(lambda: self._store.set(self._waits[self._rank], ""))
                 self._told_at = 0.0
             return None
         for number, patience in _PATIENCE_S.items():
@@ -186,20 +186,22 @@ class Watch:
             is_ours = came is not None and (wait.since <= came or self._is_stopping())
             if came is not None and is_ours and time.monotonic() - max(came, wait.since) > patience:
                 name = signal.Signals(number).name
-                return PeerError(f"Rank {self._rank} got {name} and waited in vain to {wait.what}.")
+                error = PeerError(
+                    f"Rank {self._rank} got {name} and waited in vain to {wait.what}."
+                )
+                self._tell(str(error))
+                return error
         if time.monotonic() - self._told_at < _SHORT_S:
             return None
         self._told_at = time.monotonic()
-        self._store.set(self._waits[self._rank], json.dumps([wait.what, waited, wait.num_bytes]))
-        if not self._store.check(self._waits):
-            return None
-        told = [json.loads(one or "null") for one in self._store.multi_get(self._waits)]
-        if None in told:
+        told = self._asking(lambda: self._compare([wait.what, waited, wait.num_bytes]))
+        if told is None or None in told:
             return None
         least = _STILL_S + max(num_bytes for _, _, num_bytes in told) / _SLOW_BYTES_PER_S
         whats = [what for what, _, _ in told]
         if min(waited for _, waited, _ in told) < least or len({_kind(one) for one in whats}) == 1:
             return None
+        self._tell(str(differ(whats)))
         return differ(whats)
 
     def _end(self, wait: _Wait | None) -> None:
@@ -210,6 +212,38 @@ class Watch:
         if time.monotonic() - self._since > _LAST_S:
             log.error("Rank %d is ended. %s", self._rank, self._error())
             end_now(1)
+
+    def _compare(self, own: list[Any]) -> list[Any] | None:
+        """Return what each rank waits for, or None for one that does not wait."""
+        self._store.set(self._waits[self._rank], json.dumps(own))
+        if not self._store.check(self._waits):
+            return None
+        return [json.loads(one or "null") for one in self._store.multi_get(self._waits)]
+
+    def _tell(self, text: str) -> None:
+        """Write the cause, unless there is one, for all ranks to read."""
+        cause = json.dumps([self._rank, text[:_MAX_CAUSE]])
+        self._asking(lambda: self._store.compare_set(f"{self._prefix}cause", "", cause))
+        self._asking(self._hear)
+
+    def _asking(self, work: Callable[[], T]) -> T | None:
+        """Return what `work` does with the store; None once that is gone, with its rank."""
+        if not self._has_store:
+            return None
+        try:
+            return work()
+        except RuntimeError:
+            self._has_store = False
+            return None
+
+    def _read_cause(self) -> Exception | None:
+        """Return the error that there is if another rank has failed."""
+        cause = f"{self._prefix}cause"
+        if not self._store.check([cause]):
+            return None
+        self._hear()
+        rank, text = json.loads(self._store.get(cause))
+        return PeerError(f"Rank {rank} failed: {text}")
 
     def _hear(self) -> None:
         """Count this rank among those that know the cause."""
