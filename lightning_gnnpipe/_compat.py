@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +62,27 @@ def validates_next(trainer: Trainer) -> bool:
     return has_ended and fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
-def keep_samplers(trainer: Trainer) -> None:
-    """Let the Trainer leave the samplers of loaders as they are, where there is one replica."""
+def keep_samplers(trainer: Trainer) -> Callable[[], None]:
+    """Let the Trainer leave the samplers of loaders as they are; return what undoes that."""
     connector: Any = trainer._accelerator_connector
-    connector.use_distributed_sampler = False
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    return lambda: setattr(connector, "use_distributed_sampler", before)
+
+
+def without_advice_to_sync() -> Callable[[], None]:
+    """Have Lightning not advise `sync_dist=True`; return what undoes that.
+
+    Logged values are equal on all ranks of a replica by construction.
+    """
+    advice = ".*recommended to use `self.log.*sync_dist=True"
+    warnings.filterwarnings("ignore", message=advice)
+    own: Any = warnings.filters[0]
+
+    def undo() -> None:
+        if own in warnings.filters:
+            warnings.filters.remove(own)  # type: ignore[attr-defined]
+
+    return undo
 
 
 def fetcher_of(trainer: Trainer) -> Any:
@@ -209,4 +227,5 @@ __all__ = [
     "stop_at_the_end_of_the_batch",
     "teardown",
     "trainer_of",
+    "without_advice_to_sync",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -195,6 +195,7 @@ class GNNPipeStrategy(PipeLoops):
             precision_plugin=precision_plugin,
         )
         self._fingerprints = BatchFingerprints()
+        self._undo: list[Callable[[], None]] = []  # what a run has changed outside of the strategy
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
@@ -217,10 +218,7 @@ class GNNPipeStrategy(PipeLoops):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         if self.options.data_parallel == 1:
-            _compat.keep_samplers(trainer)
-            # Logged values are equal on all ranks by construction, so this advice would be wrong.
-            advice = ".*recommended to use `self.log.*sync_dist=True"
-            warnings.filterwarnings("ignore", message=advice)
+            self._undo += [_compat.keep_samplers(trainer), _compat.without_advice_to_sync()]
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -251,6 +249,8 @@ class GNNPipeStrategy(PipeLoops):
         self.engine.progress.loss_scale = partial(loss_scale, self.precision_plugin)
 
     def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
         self._detach()
         super().teardown()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,8 +72,11 @@ def leave_behind(transport: Transport, folder: Path) -> None:
     label = Label("forward", 0)
     if transport.mesh.is_first:
         transport.send(1, label, [torch.zeros(3)])
+    before = threading.active_count(), signal.set_wakeup_fd(-1)
     transport.begin_run(lambda: False)
+    assert threading.active_count() == before[0] + 1
     transport.end_run()
+    assert (threading.active_count(), signal.set_wakeup_fd(-1)) == before
     if transport.mesh.is_first:
         transport.send(1, label, [torch.ones(3)])
         transport.flush()
