@@ -164,7 +164,7 @@ def break_groups() -> None:
 def place_in_torch(thread: int) -> str | None:
     """Return which call of torch.distributed `thread` is in, and from where; None if in none."""
     frame = sys._current_frames().get(thread)
-    if frame is None or _DISTRIBUTED not in frame.f_code.co_filename:
+    if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
         return None
     name = frame.f_code.co_name
     while frame is not None and _DISTRIBUTED in frame.f_code.co_filename:

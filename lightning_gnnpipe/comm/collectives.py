@@ -26,6 +26,7 @@ from lightning_gnnpipe.types import TrafficKind
 T = TypeVar("T")
 
 _NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting: one size for all, or gloo would mix them up
+UNKNOWN_BYTES = 1 << 40  # of objects, and of work that waits now and then
 _LOST = re.compile(r"gloo|NCCL|[Cc]onnect|[Tt]im(ed|e) ?out|[Ss]ocket|Broken pipe")
 
 
@@ -107,7 +108,7 @@ class Collectives:
         source = self.members.ranks[0] if source is None else source
         what = f"broadcast from rank {source}"
         self.meet(what)
-        with self.explained(what):
+        with self.explained(what, UNKNOWN_BYTES):
             dist.broadcast_object_list(box, source, group, self.world.wire_device)
         return box[0]
 
@@ -140,7 +141,7 @@ class Collectives:
         values: list[Any] = [None] * len(self.members.ranks)
         what = "gather from all ranks"
         self.meet(what)
-        with self.explained(what):
+        with self.explained(what, UNKNOWN_BYTES):
             dist.all_gather_object(values, value, group=self.members.group)
         return values
 

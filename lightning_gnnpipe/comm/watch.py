@@ -76,7 +76,7 @@ class Watch:
         self._pipe: tuple[int, int] | None = None
         self._verdict: Exception | None = None
         self._since = 0.0  # of the verdict
-        self._is_ending = self._is_broken = self._has_heard = False
+        self._is_told = self._is_ending = self._is_broken = self._has_heard = False
         self._has_store = True
 
     def start(self, is_stopping: Callable[[], bool]) -> None:
@@ -153,7 +153,7 @@ class Watch:
         self._is_ending = True
         if self._thread is None:
             return ""
-        self._tell(text)
+        self._tell(text, by=self._rank if is_cause else None)
         deadline = time.monotonic() + (_LISTEN_S if is_cause else 0.0)
         heard = f"{self._prefix}heard"
         while time.monotonic() < deadline:
@@ -189,7 +189,7 @@ class Watch:
                 error = PeerError(
                     f"Rank {self._rank} got {name} and waited in vain to {wait.what}."
                 )
-                self._tell(str(error))
+                self._tell(str(error), by=None)
                 return error
         if time.monotonic() - self._told_at < _SHORT_S:
             return None
@@ -201,7 +201,7 @@ class Watch:
         whats = [what for what, _, _ in told]
         if min(waited for _, waited, _ in told) < least or len({_kind(one) for one in whats}) == 1:
             return None
-        self._tell(str(differ(whats)))
+        self._tell(str(differ(whats)), by=None)
         return differ(whats)
 
     def _end(self, wait: _Wait | None) -> None:
@@ -209,8 +209,8 @@ class Watch:
         if wait is not None and not self._is_broken:
             self._is_broken = True
             break_groups()
-        if time.monotonic() - self._since > _LAST_S:
-            log.error("Rank %d is ended. %s", self._rank, self._error())
+        if not self._is_told and time.monotonic() - self._since > _LAST_S:
+            log.error("Rank %d is ended. %s", self._rank, self._verdict)
             end_now(1)
 
     def _compare(self, own: list[Any]) -> list[Any] | None:
@@ -220,9 +220,9 @@ class Watch:
             return None
         return [json.loads(one or "null") for one in self._store.multi_get(self._waits)]
 
-    def _tell(self, text: str) -> None:
-        """Write the cause, unless there is one, for all ranks to read."""
-        cause = json.dumps([self._rank, text[:_MAX_CAUSE]])
+    def _tell(self, text: str, by: int | None) -> None:
+        """Write the cause, unless there is one, for all ranks; `by` is the rank that failed."""
+        cause = json.dumps([by, text[:_MAX_CAUSE]])
         self._asking(lambda: self._store.compare_set(f"{self._prefix}cause", "", cause))
         self._asking(self._hear)
 
@@ -243,6 +243,8 @@ class Watch:
             return None
         self._hear()
         rank, text = json.loads(self._store.get(cause))
+        if rank is None:
+            return PeerError(f"All ranks end: {text}")
         return PeerError(f"Rank {rank} failed: {text}")
 
     def _hear(self) -> None:
@@ -266,6 +268,7 @@ class Watch:
     def _error(self) -> Exception:
         """Return the verdict anew: an error that is raised twice would show both places."""
         assert self._verdict is not None
+        self._is_told = True
         return type(self._verdict)(str(self._verdict))
 
     def _listen(self) -> None:

@@ -19,7 +19,7 @@ from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.passing.interfaces import EdgeLeaves
 from lightning_gnnpipe.types import ChunkView, PlanView
 
-_layer: ContextVar[RunningChunk | None] = ContextVar("_layer", default=None)  # of this thread
+_layer: ContextVar[RunningChunk | None] = ContextVar("layer", default=None)  # of this thread
 
 
 @dataclass(slots=True)
