@@ -46,7 +46,8 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             _compat.teardown(trainer)
             if index == 0:
                 results.put(_STOPPED)
-        except BaseException:
+        except BaseException as error:
+            trainer.strategy.tell(error)
             trainer.strategy.abandon()
             raise
 

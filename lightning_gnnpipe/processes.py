@@ -31,6 +31,7 @@ from lightning_gnnpipe.comm import (
     cause_of,
     choose_wire,
     end_groups_at_exit,
+    is_lost,
     restart_store,
     set_group_timeout,
 )
@@ -241,14 +242,20 @@ class PipeProcesses(_compat.LightningStrategy):
             self.abandon()
         if isinstance(exception, SIGTERMException) and not self._is_interrupted:  # all ranks stop
             return
-        is_cause = not isinstance(exception, PeerError)
+        self.tell(exception)
+        if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
+            _end(self.launcher.procs)
+
+    def tell(self, exception: BaseException) -> None:
+        """Let all ranks know with what error this one ends."""
+        if not self._has_peers:
+            return
+        is_cause = not isinstance(exception, PeerError) and not is_lost(exception)
         peer = self._pipe.watch.fail(cause_of(exception) or "", is_cause=is_cause)
         if peer and peer != str(exception):
             log.error("Rank %d ends: %s", self.global_rank, peer)
         elif is_cause and not isinstance(exception, KeyboardInterrupt):
             log.error("Rank %d failed: %s", self.global_rank, cause_of(exception))
-        if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
-            _end(self.launcher.procs)
 
     def abandon(self) -> None:
         """Do not wait for other ranks when this process ends."""

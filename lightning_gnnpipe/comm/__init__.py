@@ -6,7 +6,7 @@ from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm.along_pipe import sum_along_pipe
 from lightning_gnnpipe.comm.codec import Codecs, get_codec, get_codecs
 from lightning_gnnpipe.comm.collect import share_tensors
-from lightning_gnnpipe.comm.collectives import Collectives, cause_of
+from lightning_gnnpipe.comm.collectives import Collectives, cause_of, is_lost
 from lightning_gnnpipe.comm.leaving import abandon_groups, end_groups_at_exit
 from lightning_gnnpipe.comm.link import Link
 from lightning_gnnpipe.comm.mesh import Members, Mesh, World
@@ -39,6 +39,7 @@ __all__ = [
     "end_groups_at_exit",
     "get_codec",
     "get_codecs",
+    "is_lost",
     "load_shards",
     "restart_store",
     "save_shards",

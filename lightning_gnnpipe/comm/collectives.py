@@ -77,7 +77,7 @@ class Collectives:
         """Wait until all of the ranks are here, to do the same; return the numbers of each.
 
         Args:
-            what: Follows "waits to"; ASCII, of which 64 characters are compared.
+            what: Follows "wants to"; ASCII, of which 64 characters are compared.
             numbers: Up to 8 integers of 64 bits, as many on each rank.
 
         Raises:
@@ -220,9 +220,9 @@ class Collectives:
 
 def is_lost(error: BaseException) -> bool:
     """Whether `error` tells of the way to another rank, not of this rank's own work."""
-    if isinstance(error, PeerError | torch.OutOfMemoryError):
-        return False
-    return isinstance(error, TimeoutError | dist.DistError) or bool(_LOST.search(str(error)))
+    if isinstance(error, TimeoutError | dist.DistError):
+        return True
+    return type(error) is RuntimeError and _LOST.search(str(error)) is not None
 
 
 def cause_of(error: BaseException | None) -> str | None:

@@ -118,7 +118,7 @@ class Watch:
         """Say that the block may wait for other ranks.
 
         Args:
-            what: Follows "waits to".
+            what: Follows "wants to".
             num_bytes: That may be on their way.
 
         Raises:
@@ -153,6 +153,8 @@ class Watch:
         self._is_ending = True
         if self._thread is None:
             return ""
+        if not is_cause:
+            self.cause()
         self._tell(text, by=self._rank if is_cause else None)
         deadline = time.monotonic() + (_LISTEN_S if is_cause else 0.0)
         heard = f"{self._prefix}heard"
@@ -295,7 +297,7 @@ def differ(whats: Sequence[str], ranks: Sequence[int] | None = None) -> Unsuppor
     """Return the error for ranks that do not do the same.
 
     Args:
-        whats: What each waits for; follow "waits to".
+        whats: What each waits for; follow "wants to".
         ranks: Their numbers; None for 0, 1, ...
     """
     groups: dict[str, list[int]] = {}
@@ -314,8 +316,8 @@ def differ(whats: Sequence[str], ranks: Sequence[int] | None = None) -> Unsuppor
 
 def _told(what: str, ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
-        return f"rank {ranks[0]} waits to {what}"
-    return f"ranks {', '.join(map(str, ranks))} wait to {what}"
+        return f"rank {ranks[0]} wants to {what}"
+    return f"ranks {', '.join(map(str, ranks))} want to {what}"
 
 
 def _kind(what: str) -> str:

@@ -119,7 +119,7 @@ def fails_on_first(transport: Transport, folder: Path) -> None:
 
     with pytest.raises(MemoryError if transport.mesh.is_first else PeerError, match="no memory"):
         transport.run_on_first(fail)
-    with pytest.raises(UnsupportedError, match="rank 0 waits to go; rank 1 waits to stay"):
+    with pytest.raises(UnsupportedError, match="rank 0 wants to go; rank 1 wants to stay"):
         transport.meet("go" if transport.mesh.is_first else "stay", [3])
 
 

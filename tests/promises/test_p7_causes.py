@@ -102,7 +102,7 @@ MEMORY = "out of memory on purpose"
 CASES = [
     ("forward", 0, "fork", rf"{DIFFER} \(got rank 0 .* evaluate the pipelined module"),
     ("barrier", 0, "popen", rf"{DIFFER} \(got rank 0 .*torch.distributed.barrier \(train.py:\d+\)"),
-    ("return", 1, "fork", rf"{DIFFER} \(got rank 0 waits to wait for backward data of chunk"),
+    ("return", 1, "fork", rf"{DIFFER} \(got rank 0 wants to wait for backward data of chunk"),
     ("exit", 1, "popen", "Rank 1 failed: SystemExit: enough of it"),
     ("memory", 1, "fork", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
     ("no space", 1, "fork", "Rank 1 failed: .*No space left on device"),
