@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +67,32 @@ def validates_next(trainer: Trainer) -> bool:
     return has_ended and fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
-def keep_samplers(trainer: Trainer) -> None:
-    """Let the Trainer leave the samplers of loaders as they are, where there is one replica."""
+def keep_samplers(trainer: Trainer) -> Callable[[], None]:
+    """Let the Trainer leave the samplers of loaders as they are; return what undoes that."""
     connector: Any = trainer._accelerator_connector
-    connector.use_distributed_sampler = False
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    return lambda: setattr(connector, "use_distributed_sampler", before)
+
+
+_WRONG_ADVICE = (
+    ".*recommended to use `self.log.*sync_dist=True",  # logged values are equal on all ranks
+    r".*number of training batches \(1\) is smaller",  # so a whole graph trains
+)
+
+
+def without_wrong_advice() -> Callable[[], None]:
+    """Have Lightning not give advice that is wrong here; return what undoes that."""
+    own: list[Any] = []
+    for text in _WRONG_ADVICE:
+        warnings.filterwarnings("ignore", message=text)
+        own.append(warnings.filters[0])
+
+    def undo() -> None:
+        for one in own:
+            if one in warnings.filters:
+                warnings.filters.remove(one)  # type: ignore[attr-defined]
+
+    return undo
 
 
 def fetcher_of(trainer: Trainer) -> Any:
@@ -214,4 +237,5 @@ __all__ = [
     "stop_at_the_end_of_the_batch",
     "teardown",
     "trainer_of",
+    "without_wrong_advice",
 ]

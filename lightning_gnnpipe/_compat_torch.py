@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.distributed_c10d import Store
 
 _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_LAST_TAG = 2**31 - 1  # of no message
+_DISTRIBUTED = os.path.dirname(dist.__file__)
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
@@ -206,14 +210,20 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def save_tensors(tensors: Mapping[str, Tensor], writer: Any, is_distributed: bool) -> None:
-    """Write `tensors`, together with all other ranks if there are any."""
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    writer: Any,
+    is_distributed: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write `tensors`, together with the other ranks of `group` if there are any."""
     if "no_dist" in inspect.signature(save).parameters:  # torch 2.6
-        save(dict(tensors), storage_writer=writer, no_dist=not is_distributed)
+        options: dict[str, Any] = {"no_dist": not is_distributed, "process_group": group}
+        save(dict(tensors), storage_writer=writer, **options)
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
-        save(dict(tensors), storage_writer=writer)
+        save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
@@ -231,3 +241,43 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
         os.environ.pop(_SAFE)
         if before is not None:
             os.environ[_SAFE] = before
+
+
+def clone_store() -> Any:
+    """Return the store by which the ranks have met, with a connection of its own if torch can."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def break_groups() -> None:
+    """Have every wait of this process in a process group fail, in whatever thread; and the peers'.
+
+    Gloo closes the connections of a group in which a wait has timed out.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() == 1:
+            continue
+        with suppress(Exception):
+            if torch.cuda.is_available():
+                group._get_backend(torch.device("cuda")).abort()  # of NCCL
+        with suppress(Exception):
+            peer = (group.rank() + 1) % group.size()
+            group.recv([torch.empty(1)], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+
+
+def place_in_torch(thread: int) -> str | None:
+    """Return which call of torch.distributed `thread` is in, and from where; None if in none."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
+        return None
+    name = frame.f_code.co_name
+    while frame is not None and _DISTRIBUTED in frame.f_code.co_filename:
+        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        frame = frame.f_back
+    place = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    return f"run torch.distributed.{name}{place}"
+
+
+def end_now(status: int) -> None:
+    """End this process, whatever its threads do."""
+    os._exit(status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,18 @@ class PipeCheckpoints(PipeProcesses):
         state = RunState.of(found["run"])
         ident = found["histories"]
         stages: tuple[RankHistories, ...] = ()
+        is_sharded = path is not None and sharded.is_sharded(path)
+        if ident is not None and not (
+            ident == sharded.HISTORIES if is_sharded else sidecar.is_id(ident)
+        ):
+            raise CheckpointError(
+                explain(
+                    expected=f"the id of histories in {path}",
+                    found=repr(ident),
+                    remedy="Load an earlier checkpoint: this one was changed after it was saved.",
+                )
+            )
         if path is not None and ident is not None:
-            is_sharded = sharded.is_sharded(path)
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
             stages = sidecar.read_stages(folder, state.num_ranks)
         return SavedRun(state, stages), found["random"]
@@ -216,11 +227,14 @@ class PipeCheckpoints(PipeProcesses):
             if path is not None and ident is not None:
                 sidecar.finish(path, ident)
             super(PipeCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
-            if path is not None:
-                is_late = isinstance(self.checkpoint_io, AsyncCheckpointIO)
-                sidecar.prune(path, ident, keeps_last=is_late)
 
         self.together(lambda: write() if self.is_global_zero else None)
+        if path is not None and ident is not None:
+            with suppress(OSError):  # the first rank's file system is this rank's as well
+                sidecar.finish(path, ident)
+        if path is not None and self.local_rank == 0:
+            is_late = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+            sidecar.prune(path, ident, keeps_last=is_late)
 
     def _save_sharded(
         self, checkpoint: dict[str, Any], filepath: PathLike, path: Path | None
@@ -259,7 +273,7 @@ class PipeCheckpoints(PipeProcesses):
     def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)
         path = local_path(filepath)
-        if self.is_global_zero and path is not None:
+        if self.local_rank == 0 and path is not None:
             sidecar.prune(path, None)
 
     def _run_state(self) -> RunState | None:
@@ -287,6 +301,10 @@ class PipeCheckpoints(PipeProcesses):
     def _is_split(self) -> bool:
         """Whether this rank holds only its stage's parameters."""
         return self._has_peers and self._engine is not None and self._engine.model.is_split
+
+    @property
+    def _is_stopping(self) -> bool:
+        return bool(self._engine is not None and self._engine.progress.signals)
 
     @property
     def _is_interrupted(self) -> bool:

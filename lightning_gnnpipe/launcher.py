@@ -48,6 +48,7 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             if index == 0:
                 results.put(_STOPPED)
         except BaseException as error:
+            trainer.strategy.end_with(error)
             shorten(error)
             trainer.strategy.abandon()
             raise

@@ -161,7 +161,7 @@ class PipeLoops(PipeReplicas):
         if self._has_stages:
             reads = self._engine.model.reads
             reads.is_closed = lambda: self._is_interrupted
-            self._hook_ends.attach(module.trainer, lambda name: reads.meet(f"the end of {name}"))
+            self._hook_ends.attach(module.trainer, lambda name: reads.meet(f"end {name}"))
 
     def _serve_optimizers(self) -> None:
         if self._has_stages:

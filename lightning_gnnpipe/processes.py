@@ -28,9 +28,11 @@ from lightning_gnnpipe.comm import (
     Transport,
     World,
     abandon_groups,
+    cause_of,
     choose_wire,
     end_groups_at_exit,
     first_rank_tells,
+    is_lost,
     restart_store,
     set_group_timeout,
 )
@@ -107,6 +109,11 @@ class PipeProcesses(_compat.LightningStrategy):
         return False
 
     @property
+    def _is_stopping(self) -> bool:
+        """Whether this process has been told to stop."""
+        return False
+
+    @property
     def _meets_peers(self) -> bool:
         return self._has_peers and not self._is_interrupted
 
@@ -156,9 +163,15 @@ class PipeProcesses(_compat.LightningStrategy):
             self.options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
+            if self._transport is not None:
+                self._transport.end_run()
             self._transport = Transport(world, layout, Meter())
-        else:
-            self._transport.begin_run()
+        self._transport.begin_run(lambda: self._is_stopping)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._transport is not None:
+            self._transport.end_run()
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""
@@ -199,7 +212,7 @@ class PipeProcesses(_compat.LightningStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if self._meets_peers:
-            self._everyone.barrier()
+            self._everyone.meet(f"meet the other ranks ({name or 'barrier'})")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._everyone.broadcast_object(obj, src) if self._meets_peers else obj
@@ -208,7 +221,7 @@ class PipeProcesses(_compat.LightningStrategy):
         """Return whether all, or any, ranks decided so."""
         if not self._meets_peers:
             return decision
-        votes = [one[0] for one in self._everyone.all_gather_ints([int(decision)])]
+        votes = [one[0] for one in self._everyone.meet("vote", [int(decision)])]
         return min(votes) == 1 if all else max(votes) == 1
 
     def together(self, work: Callable[[], T]) -> T:
@@ -219,7 +232,7 @@ class PipeProcesses(_compat.LightningStrategy):
         except Exception as found:
             error = found
         if self._has_peers:
-            texts = self._everyone.all_gather_objects(None if error is None else str(error))
+            texts = self._everyone.all_gather_objects(cause_of(error))
             failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
             if error is None and failed:
                 raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
@@ -235,15 +248,32 @@ class PipeProcesses(_compat.LightningStrategy):
             return
         if self._is_interrupted:
             self.abandon()
-        if isinstance(exception, SIGTERMException):  # all ranks stop
+        if isinstance(exception, SIGTERMException) and not self._is_interrupted:  # all ranks stop
             return
         is_peers = isinstance(exception, PeerError)
+        peer = self._publish(exception)
         if first_rank_tells(repr(exception), self.global_rank, is_peers=is_peers):
             silence(exception)
-        elif self.global_rank and not isinstance(exception, PeerError | KeyboardInterrupt):
-            log.error("Rank %d failed: %r", self.global_rank, exception)
+        elif self.global_rank or peer:
+            self._log_end(exception, peer)
         if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
             _end(self.launcher.procs)
+
+    def end_with(self, exception: BaseException) -> None:
+        """Let all ranks know with what error this one ends."""
+        if self._has_peers:
+            self._log_end(exception, self._publish(exception))
+
+    def _publish(self, exception: BaseException) -> str:
+        """Let all ranks know why this one ends; return why it does, if that is another's fault."""
+        is_cause = not isinstance(exception, PeerError) and not is_lost(exception)
+        return self._pipe.watch.fail(cause_of(exception) or "", is_cause=is_cause)
+
+    def _log_end(self, exception: BaseException, peer: str) -> None:
+        if peer and peer != str(exception):
+            log.error("Rank %d ends: %s", self.global_rank, peer)
+        elif not isinstance(exception, PeerError | KeyboardInterrupt) and not is_lost(exception):
+            log.error("Rank %d failed: %s", self.global_rank, cause_of(exception))
 
     def abandon(self) -> None:
         """Do not wait for other ranks when this process ends."""

@@ -53,7 +53,7 @@ class PipeReplicas(PipeCheckpoints):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
         if self.options.data_parallel == 1 or self._predicts or self._is_dealt_out(dataloader):
             return dataloader
-        return EvenLoader(dataloader, self._everyone.all_gather_ints)
+        return EvenLoader(dataloader, partial(self._everyone.meet, "compare loaders"))
 
     @property
     def _predicts(self) -> bool:
@@ -75,7 +75,7 @@ class PipeReplicas(PipeCheckpoints):
         """Return `tensor` reduced over replicas, or over `group`; on one replica as it is."""
         if not isinstance(tensor, Tensor) or not self._has_peers:
             return tensor
-        return self._pipe.replicas.over(
+        return self._pipe.asked.over(
             tensor, group, lambda here, over: _compat.reduce_over(here, over, reduce_op)
         )
 
@@ -86,7 +86,7 @@ class PipeReplicas(PipeCheckpoints):
         if not self._has_peers:
             return tensor
         gather = super().all_gather
-        return self._pipe.replicas.over(
+        return self._pipe.asked.over(
             tensor, group, lambda here, over: gather(here, over, sync_grads)
         )
 
@@ -151,9 +151,9 @@ class PipeReplicas(PipeCheckpoints):
         """Return what gathers the state of a metric from all replicas; None if there is one."""
         if self.options.data_parallel == 1:
             return None
-        replicas = self._pipe.replicas
+        asked = self._pipe.asked
 
         def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
-            return replicas.over(state, group, gather_all_tensors)
+            return asked.over(state, group, gather_all_tensors)
 
         return gather

@@ -11,10 +11,12 @@ replaces the last one in one move: whenever a save is cut off, a whole checkpoin
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ _ABANDONED_S = 3600.0
 def new_id() -> str:
     """Return a name for the histories of one checkpoint."""
     return uuid.uuid4().hex[:16]
+
+
+def is_id(ident: object) -> bool:
+    """Whether `ident` is such a name: one that a checkpoint gives is joined to a path."""
+    return isinstance(ident, str) and re.fullmatch(r"[0-9a-f]{16}", ident) is not None
 
 
 def histories_folder(checkpoint: Path, ident: str) -> Path:
@@ -53,7 +60,7 @@ def write_stage(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
 
 
 def finish(checkpoint: Path, ident: str) -> None:
-    """Make what all ranks have written visible."""
+    """Make what all ranks have written on this host's file system visible."""
     folder = unfinished_folder(checkpoint, ident)
     (folder / _OWNER).write_text(checkpoint.name)
     folder.rename(folder.with_name(ident))
@@ -70,38 +77,48 @@ def prune(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> No
     folder = checkpoint.parent / _FOLDER
     newest_first = sorted(folder.glob("*"), key=_age) if folder.is_dir() else []
     for one in newest_first:
-        owner = one / _OWNER
         if one.name == keep:
             continue
-        if keeps_last and owner.is_file() and owner.read_text() == checkpoint.name:
+        is_old = _owner(one) == checkpoint.name
+        if keeps_last and is_old:
             keeps_last = False
             continue
-        is_old = owner.is_file() and owner.read_text() == checkpoint.name
-        is_left = one.name.endswith(_PART) and time.time() - one.stat().st_mtime > _ABANDONED_S
+        is_left = one.name.endswith(_PART) and time.time() + _age(one) > _ABANDONED_S
         if is_old or is_left:  # another run may be writing to the same folder
             shutil.rmtree(one, ignore_errors=True)
-    if folder.is_dir() and not any(folder.iterdir()):
+    with suppress(OSError):  # it is not empty, or not there
         folder.rmdir()
 
 
 def _age(path: Path) -> float:
+    """Return a number that is the larger the older `path` is."""
     try:
         return -path.stat().st_mtime
-    except FileNotFoundError:  # another run has deleted it
-        return 0.0
+    except OSError:  # another run has deleted it
+        return -time.time()
+
+
+def _owner(folder: Path) -> str:
+    """Return the name of the checkpoint that histories belong to; empty where there is none."""
+    try:
+        return (folder / _OWNER).read_text()
+    except OSError:  # not finished, or another run has deleted it
+        return ""
 
 
 def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
-    """Return what each rank has saved, mapped into memory; nothing if there is no folder.
+    """Return what each rank has saved, mapped into memory; nothing unless all of it is there.
+
+    Hosts without a common file system have the files of their own ranks only.
 
     Raises:
-        CheckpointError: If a file is missing or damaged.
+        CheckpointError: If a file is damaged.
     """
-    if not folder.is_dir():
+    paths = [folder / f"stage_{stage}.pt" for stage in range(num_stages)]
+    if not all(path.is_file() for path in paths):
         return ()
     stages = []
-    for stage in range(num_stages):
-        path = folder / f"stage_{stage}.pt"
+    for stage, path in enumerate(paths):
         try:
             stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         except Exception as error:  # what damaged files raise is not told by torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_gnnpipe import _compat
 from lightning_gnnpipe.engine import (
-    BatchFingerprints,
     PipelinePlan,
     PipelineStats,
+    batch_number,
     drop_foreign_states,
     graph_of_node,
     num_nodes,
@@ -205,7 +205,7 @@ class GNNPipeStrategy(PipeLoops):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._fingerprints = BatchFingerprints()
+        self._undo: list[Callable[[], None]] = []  # what a run has changed outside of the strategy
 
     def __repr__(self) -> str:
         # What the Trainer of the other package quotes, which takes strategies of its own alone.
@@ -233,12 +233,7 @@ class GNNPipeStrategy(PipeLoops):
         check_sync(_compat.syncs_norms(self), self.options.data_parallel)
         self.accelerator.setup(trainer)
         if self.options.data_parallel == 1:
-            _compat.keep_samplers(trainer)
-            # Logged values are equal on all ranks by construction, so this advice would be wrong.
-            advice = ".*recommended to use `self.log.*sync_dist=True"
-            warnings.filterwarnings("ignore", message=advice)
-        # One step an epoch is how a whole graph trains, no mistake of the logging interval.
-        warnings.filterwarnings("ignore", message=r".*number of training batches \(1\) is smaller")
+            self._undo += [_compat.keep_samplers(trainer), _compat.without_wrong_advice()]
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -270,6 +265,8 @@ class GNNPipeStrategy(PipeLoops):
         self.engine.progress.loss_scale = partial(loss_scale, self.precision_plugin)
 
     def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
         self._detach()
         super().teardown()
 
@@ -277,7 +274,7 @@ class GNNPipeStrategy(PipeLoops):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.engine.progress.batch_fingerprint = self._fingerprints.of(batch)
+        self.engine.progress.batch_number = partial(batch_number, batch, self.engine.contents)
         self.engine.progress.graph_of_node = graph_of_node(batch)
         self.engine.progress.num_nodes = partial(num_nodes, batch)
         return batch
@@ -310,5 +307,5 @@ class GNNPipeStrategy(PipeLoops):
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
         if self._has_stages:
-            engine.model.reads.meet("the end of training_step")
+            engine.model.reads.meet("end training_step")
         return output

@@ -19,7 +19,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from packaging.version import Version
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, _compat, sharded, sidecar
+from lightning_gnnpipe import (
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    _compat,
+    checkpoints,
+    sharded,
+    sidecar,
+)
 from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO
 from lightning_gnnpipe.comm import load_shards
 from lightning_gnnpipe.errors import CheckpointError
@@ -141,6 +148,10 @@ def damage(path: Path, how: str) -> None:
         checkpoint = torch.load(path, weights_only=True)
         checkpoint["gnnpipe"]["run"]["version"] = 0
         torch.save(checkpoint, path)
+    elif how == "id":
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["gnnpipe"]["histories"] = f"../.gnnpipe/{checkpoint['gnnpipe']['histories']}"
+        torch.save(checkpoint, path)
 
 
 class Explosive:
@@ -148,6 +159,12 @@ class Explosive:
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("exploded"),)
+
+
+def test_histories_are_read_from_no_other_place(saved: Path, tmp_path: Path) -> None:
+    damage(saved, "id")
+    with pytest.raises(CheckpointError, match=r"the id of histories in .* \(got '\.\./\.gnnpipe/"):
+        fit(tmp_path / "again", num_stages=1, resume=saved)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -311,6 +328,51 @@ def test_histories_that_one_rank_does_not_see_are_taken_by_none(
 ) -> None:
     monkeypatch.setattr(sidecar, "read_stages", RunsOnRankOne())
     fit(tmp_path / "again", epochs=4, resume=saved, timeout=timedelta(seconds=20))
+
+
+class ExpectsExact(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert trainer.strategy.collect_stats().is_exact
+
+
+def test_hosts_without_a_common_disk_go_on_from_an_exact_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 writes to a disk of its own."""
+    original, disk = checkpoints.local_path, tmp_path / "disk"
+
+    def on_own_disk(path: Any) -> Path | None:
+        found = original(path)
+        is_first = found is None or torch.distributed.get_rank() == 0
+        return found if is_first else disk / found.name
+
+    monkeypatch.setattr(checkpoints, "local_path", on_own_disk)
+    _, path = fit(tmp_path / "saved")
+    for folder, stage in ((path.parent, 0), (disk, 1)):
+        found = list(folder.glob(".gnnpipe/*"))
+        assert found and not [one for one in found if one.suffix == ".part"]
+        assert all((one / f"stage_{stage}.pt").is_file() for one in found)
+    fit(tmp_path / "again", ExpectsExact(), epochs=4, resume=path)
+
+
+def test_what_another_run_deletes_meanwhile_ends_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.ckpt"
+    for ident in "ab":
+        sidecar.write_stage(sidecar.unfinished_folder(path, ident), 0, {})
+        sidecar.finish(path, ident)
+    sidecar.write_stage(sidecar.unfinished_folder(path, "c"), 0, {})
+    found, glob = sorted((tmp_path / ".gnnpipe").glob("*")), Path.glob
+
+    def deleted(self: Path, pattern: str) -> Any:
+        shutil.rmtree(found[0], ignore_errors=True)
+        shutil.rmtree(found[2], ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", deleted)
+    sidecar.prune(path, None)
+    assert not list(glob(tmp_path, ".gnnpipe"))
 
 
 def test_a_learning_rate_finder_leaves_no_histories(

@@ -288,7 +288,7 @@ def gradients_of(module: Any) -> Any:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (alone, r"all ranks to run the same step \(got rank 0: a forward .*on_train_epoch_end\)"),
+        (alone, r"all ranks to do the same \(got rank 0 wants to evaluate.*on_train_epoch_end"),
         (gradients_of, r"gradients of some weights.*loss\.backward"),
     ],
 )

@@ -48,7 +48,7 @@ def _exchange_s(transport: Transport, num_bytes: int, num_times: int) -> float:
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     taken = []
     for _ in range(num_times):
-        transport.barrier()
+        transport.meet("measure the link")
         _compute(world.device)
         sent = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
         _synchronize(world.device)
@@ -57,7 +57,7 @@ def _exchange_s(transport: Transport, num_bytes: int, num_times: int) -> float:
         transport.exchange("control", [(following, sent)], [(previous, received)]).wait()
         _synchronize(world.device)
         taken.append(time.perf_counter() - start)
-    all_ns = transport.all_gather_ints([round(mean(taken) * 1e9)])
+    all_ns = transport.meet("measure the link", [round(mean(taken) * 1e9)])
     return max(one for [one] in all_ns) / 1e9
 
 

@@ -24,6 +24,8 @@ def share_tensors(
         local: The tensors that this rank owns, at least.
         shapes: Shape and dtype of the others.
     """
+    if owners:
+        transport.meet("put the stages' weights together")
     shared = {}
     for name, owner in owners.items():
         if owner == transport.world.rank:

@@ -100,6 +100,8 @@ class Mesh:
         shards: The ranks of this stage of this replica.
         own_replica: The ranks of this replica.
         replicas: The ranks of this stage and shard in all replicas.
+        everyone: All ranks.
+        asked: The same ranks as `replicas`, for what the user asks for.
     """
 
     rank: int
@@ -109,6 +111,8 @@ class Mesh:
     shards: Members = Members(())
     own_replica: Members = Members(())
     replicas: Members = Members(())
+    everyone: Members = Members(())
+    asked: Members = Members(())
 
     @property
     def replica(self) -> int:
@@ -145,18 +149,27 @@ def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
     """Return the mesh of the ranks, each replica `num_stages` x `num_shards`; a collective call."""
     assert num_stages * num_shards == world.replica_size
     ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
+    everyone = _own(world, [list(range(world.size))])
+    replicas = ranks.flatten(1).t().tolist()
     return replace(
         Mesh(world.rank, num_stages, num_shards, world.num_replicas),
-        shards=_own(world, ranks.flatten(0, 1).tolist()),
-        own_replica=_own(world, ranks.flatten(1).tolist()),
-        replicas=_own(world, ranks.flatten(1).t().tolist()),
+        shards=_own(world, ranks.flatten(0, 1).tolist(), everyone),
+        own_replica=_own(world, ranks.flatten(1).tolist(), everyone),
+        replicas=_own(world, replicas, everyone),
+        everyone=everyone,
+        asked=_own(world, replicas),
     )
 
 
-def _own(world: World, parts: Sequence[Sequence[int]]) -> Members:
-    """Return the part of all ranks that this one is in, with a group for it where it needs one."""
+def _own(world: World, parts: Sequence[Sequence[int]], everyone: Members | None = None) -> Members:
+    """Return the part of all ranks that this one is in, with a group of its own if it needs one.
+
+    If it is all ranks, it is `everyone`, if that is given.
+    """
     [own] = [ranks for ranks in parts if world.rank in ranks]
-    if len(parts) == 1 or len(own) == 1:
+    if len(parts) == 1 and everyone is not None:
+        return everyone
+    if len(own) == 1 or not dist.is_initialized():
         return Members(own)
     # Every rank makes all groups, in the same order.
     groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in parts]

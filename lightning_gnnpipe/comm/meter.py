@@ -37,8 +37,10 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Count nothing within the block."""
         before = self._bytes.copy()
-        yield
-        self._bytes = before
+        try:
+            yield
+        finally:
+            self._bytes = before
 
     def read(self) -> dict[str, int]:
         """Return bytes by kind."""

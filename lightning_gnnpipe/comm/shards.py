@@ -23,6 +23,7 @@ from lightning_gnnpipe._compat_torch import (
     member_of_metadata,
     save_tensors,
 )
+from lightning_gnnpipe.comm.collectives import UNKNOWN_BYTES
 from lightning_gnnpipe.comm.transport import Transport
 from lightning_gnnpipe.errors import CheckpointError, explain
 
@@ -30,8 +31,9 @@ from lightning_gnnpipe.errors import CheckpointError, explain
 def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's tensors, under names that no other rank uses; a collective call."""
     writer = FileSystemWriter(folder)
-    with transport.explained(f"write the shards of {folder}"):
-        save_tensors(tensors, writer, transport.world.is_distributed)
+    group = transport.everyone.members.group
+    with transport.explained(f"write the shards of {folder}", UNKNOWN_BYTES):
+        save_tensors(tensors, writer, transport.world.is_distributed, group)
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:

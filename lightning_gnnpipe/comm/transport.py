@@ -8,7 +8,6 @@ travel (see `wire`) is sent as a copy, and received into one.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from lightning_gnnpipe.types import TrafficKind
 PLAIN = Codec()  # tensors as they are
 
 _MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES, _MAX_RUNS = 2**10, 2**10, 2**6, 2**4  # 31 bits of tags
-_runs = itertools.count()  # of this process; what a failed one has sent is not for the next
 _EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
 
 
@@ -58,28 +56,38 @@ class Transport(Collectives):
         mesh: This rank's place among replicas, stages and shards.
         everyone: What all ranks do together, those of other replicas included.
         replicas: What the ranks of this stage and shard do together, one of each replica.
+        asked: The same, where the user asks for it: the ranks may ask for different things.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
 
     def __init__(self, world: World, layout: tuple[int, int], meter: Meter) -> None:
         super().__init__(world, meter)
-        self.everyone = Collectives(world, meter)
         with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
             self.mesh = make_mesh(world, *layout)
         self.members = self.mesh.own_replica
-        self.replicas = Collectives(world, meter, self.mesh.replicas)
+        self.everyone = Collectives(world, meter, self.mesh.everyone, self.watch)
+        self.replicas = Collectives(world, meter, self.mesh.replicas, self.watch)
+        self.asked = Collectives(world, meter, self.mesh.asked, self.watch)
         self.waited_s = 0.0
         self._sends: list[tuple[Label, Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
         self._seed = self._run = 0
-        self.begin_run()
 
-    def begin_run(self) -> None:
-        """Receive no message any more that a run before, ended by an error, has left on its way."""
+    def begin_run(self, is_stopping: Callable[[], bool]) -> None:
+        """Watch over waits; receive no message that a run before has left on its way.
+
+        Args:
+            is_stopping: Whether this rank has been told to stop.
+        """
         self._sends.clear()
         self._receives.clear()
         if self.world.is_distributed:
-            self._run = next(_runs) % _MAX_RUNS
+            self._run = (self._run + 1) % _MAX_RUNS
+            self.watch.start(is_stopping)
+
+    def end_run(self) -> None:
+        """Watch over waits no longer."""
+        self.watch.stop()
 
     def begin_step(self, seed: int) -> None:
         """Draw the random numbers of codecs from `seed` on; each message takes the next one."""
@@ -92,7 +100,7 @@ class Transport(Collectives):
         parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
         with self.explained(f"receive {label.kind} data of chunk {label.chunk} from rank {source}"):
             works = [
-                dist.irecv(parcel.place, source, tag=self._tag(label, i))
+                dist.irecv(parcel.place, source, self.members.group, self._tag(label, i))
                 for i, parcel in enumerate(parcels)
                 if parcel.num_bytes
             ]
@@ -101,21 +109,23 @@ class Transport(Collectives):
     def wait_receive(self, label: Label) -> list[Tensor]:
         """Wait for the tensors of a message and return them."""
         works, parcels = self._receives.pop(label)
-        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}"):
+        num_bytes = sum(parcel.num_bytes for parcel in parcels)
+        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}", num_bytes):
             for work in works:
                 work.wait(self.world.timeout)
-        self.meter.count_bytes(label.kind, sum(parcel.num_bytes for parcel in parcels))
+        self.meter.count_bytes(label.kind, num_bytes)
         return [parcel.open() for parcel in parcels]
 
     def send(
         self, target: int, label: Label, tensors: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
         """Start to send the tensors of a message to rank `target`."""
+        payloads = [self._encode(tensor, codec) for tensor in tensors]
         with self.explained(f"send {label.kind} data of chunk {label.chunk} to rank {target}"):
-            for i, tensor in enumerate(tensors):
-                payload = self._encode(tensor, codec)
+            for i, payload in enumerate(payloads):
                 if payload.numel():
-                    work = dist.isend(payload, target, tag=self._tag(label, i))
+                    tag = self._tag(label, i)
+                    work = dist.isend(payload, target, self.members.group, tag)
                     self._sends.append((label, work, payload))
 
     @property
@@ -134,7 +144,8 @@ class Transport(Collectives):
         del self._sends[:num_sends]
 
     def _wait_sends(self, sends: Sequence[tuple[Label, Any, Tensor]]) -> None:
-        with self.explained("wait for sent data to be received"):
+        num_bytes = sum(payload.nbytes for _, _, payload in sends)
+        with self.explained("wait for sent data to be received", num_bytes):
             for _, work, _ in sends:
                 work.wait(self.world.timeout)
 
@@ -160,7 +171,7 @@ class Transport(Collectives):
         self._count_sum(flag_bytes, "control", over.group)
 
         def wait() -> None:
-            with self.explained(f"sum {kind} data over ranks"):
+            with self.explained(f"sum {kind} data over ranks", payload.nbytes):
                 work.wait(self.world.timeout)
             bring(payload, tensor)
 
@@ -182,15 +193,16 @@ class Transport(Collectives):
             codec: That all tensors are sent with.
         """
         parcels = [Parcel(buffer, codec, self.world.wire_device) for _, buffer in receives]
+        payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
+        group = self.members.group
         with self.explained(f"exchange {kind} data"):
             ops = [
-                dist.P2POp(dist.irecv, parcel.place, rank, tag=_EXCHANGE_TAG)
+                dist.P2POp(dist.irecv, parcel.place, rank, group, _EXCHANGE_TAG)
                 for (rank, _), parcel in zip(receives, parcels, strict=True)
                 if parcel.num_bytes
             ]
-            payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
             ops += [
-                dist.P2POp(dist.isend, payload, rank, tag=_EXCHANGE_TAG)
+                dist.P2POp(dist.isend, payload, rank, group, _EXCHANGE_TAG)
                 for rank, payload in payloads
                 if payload.numel()
             ]
@@ -216,8 +228,10 @@ class Transport(Collectives):
     def waiting(self) -> Iterator[None]:
         """Count the block's time as waiting for other shards."""
         start = time.perf_counter()
-        yield
-        self.waited_s += time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - start
 
 
 @dataclass(slots=True)
@@ -233,7 +247,8 @@ class Exchange:
     def wait(self) -> list[Tensor]:
         """Wait until all has come and gone; return what was received."""
         transport = self._transport
-        with transport.explained(f"wait for {self._kind} data"), transport.waiting():
+        num_bytes = sum(parcel.num_bytes for parcel in self._parcels)
+        with transport.explained(f"wait for {self._kind} data", num_bytes), transport.waiting():
             for work in self._works:
                 work.wait(transport.world.timeout)
         self._sent.clear()

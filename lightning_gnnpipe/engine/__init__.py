@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.engine.agree import BatchFingerprints, Progress, graph_of_node, num_nodes
+from lightning_gnnpipe.engine.agree import Progress, batch_number, graph_of_node, num_nodes
 from lightning_gnnpipe.engine.batch_schedules import check_schedule
 from lightning_gnnpipe.engine.batches import check_replicas
 from lightning_gnnpipe.engine.clipping import clip_by_total_norm
@@ -30,7 +30,6 @@ from lightning_gnnpipe.engine.weights import StageWeights
 
 __all__ = [
     "Balance",
-    "BatchFingerprints",
     "ChunkOptions",
     "EngineOptions",
     "ForecastOptions",
@@ -46,6 +45,7 @@ __all__ = [
     "SavedRun",
     "StageWeights",
     "TraceEvent",
+    "batch_number",
     "check_replicas",
     "check_schedule",
     "clip_by_total_norm",

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.contents import ContentNumbers
 from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
-from lightning_gnnpipe.graph import fold, tensor_fingerprint
+from lightning_gnnpipe.graph import fold
 from lightning_gnnpipe.nested import tensors_in
 
 _LOSS_TOLERANCE = 1e-4
@@ -39,7 +40,7 @@ class Progress:
 
     Attributes:
         step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
-        batch_fingerprint: Of everything in the batch.
+        batch_number: Returns a number of everything in the batch.
         graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
         num_nodes: Returns the nodes of the batch, if it is a graph.
         loss: The last loss, to be compared between ranks.
@@ -53,7 +54,7 @@ class Progress:
     """
 
     step_index: int = 0
-    batch_fingerprint: int = 0
+    batch_number: Callable[[], int] = int
     graph_of_node: Tensor | None = None
     num_nodes: Callable[[], int | None] = _unknown
     loss: float = 0.0
@@ -65,28 +66,10 @@ class Progress:
     is_uneven: bool = False
 
 
-class BatchFingerprints:
-    """Fingerprints of batches; a tensor that was not written to since is not read again."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, int]] = {}
-
-    def of(self, batch: Any) -> int:
-        """Return a 63-bit number of the shapes, dtypes and contents of the batch's tensors."""
-        known, total = {}, 0
-        for tensor in tensors_in(batch):
-            if str(tensor.layout) != "torch.strided":
-                continue
-            version = version_of(tensor)
-            last = self._known.get(id(tensor))
-            if last is not None and last[0] is tensor and last[1] == version >= 0:
-                number = last[2]
-            else:
-                number = tensor_fingerprint(tensor)
-            known[id(tensor)] = (tensor, version, number)
-            total = (total * 1_000_003 + number) & _MASK
-        self._known = known
-        return total
+def batch_number(batch: Any, contents: ContentNumbers) -> int:
+    """Return a signed 64-bit number of the shapes, dtypes and contents of a batch's tensors."""
+    dense = (one for one in tensors_in(batch) if one.layout is torch.strided)
+    return fold(map(contents.of, dense))
 
 
 def graph_of_node(batch: Any) -> Tensor | None:
@@ -154,41 +137,36 @@ def agree(
         num_bytes: Bytes of the largest histories on this rank.
 
     Raises:
-        GraphError: If they have different batches, or only some are training.
-        UnsupportedError: If the last loss was not the same everywhere.
+        GraphError: If they have different batches.
+        UnsupportedError: If only some are training, or run the module at all, or the last loss was
+            not the same everywhere.
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    numbers = [int(is_training), progress.batch_fingerprint, loss_bits, graph, progress.signals]
+    batch = progress.batch_number() if transport.world.is_distributed else 0
+    numbers = [batch, loss_bits, graph, progress.signals]
     numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
-    ranks = reads.meet("a forward of the pipelined module", numbers)
-    if len({rank[0] for rank in ranks}) > 1:
-        raise GraphError(
-            explain(
-                expected="all ranks to run the same step",
-                found="a training step on some and an evaluation on others",
-                remedy="Let every rank take the same path through the LightningModule.",
-            )
-        )
+    what = f"{'train' if is_training else 'evaluate'} the pipelined module"
+    ranks = reads.meet(what, numbers)
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
     signals = 0
     for rank in ranks:
-        signals |= rank[4]
-    inputs = {rank[7] for rank in ranks}
+        signals |= rank[3]
+    inputs = {rank[6] for rank in ranks}
     return Agreed(
         signals,
+        any(rank[4] for rank in ranks),
         any(rank[5] for rank in ranks),
-        any(rank[6] for rank in ranks),
         # Tensors that ranks have computed may differ in their last bits.
-        inputs.pop() if len(inputs) == 1 else fold(rank[7] for rank in ranks),
-        max(rank[8] for rank in ranks),
+        inputs.pop() if len(inputs) == 1 else fold(rank[6] for rank in ranks),
+        max(rank[7] for rank in ranks),
     )
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:
     """Refuse to go on if the ranks of a replica differ; see `agree`."""
-    if len({(rank[1], rank[3]) for rank in ranks}) > 1:
+    if len({(rank[0], rank[2]) for rank in ranks}) > 1:
         raise GraphError(
             explain(
                 expected="the same batch on every rank",
@@ -198,7 +176,7 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
                 "sampler of your own takes strategy.distributed_sampler_kwargs.",
             )
         )
-    losses = [struct.unpack("<d", struct.pack("<q", rank[2]))[0] for rank in ranks]
+    losses = [struct.unpack("<d", struct.pack("<q", rank[1]))[0] for rank in ranks]
     if max(losses) - min(losses) > _LOSS_TOLERANCE * max(abs(loss) for loss in losses):
         raise UnsupportedError(
             explain(

@@ -155,7 +155,7 @@ class PipelineEngine:
         if has_graphs:
             number = self.batches.identify(inputs)
         else:
-            batch, allows = self.progress.batch_fingerprint, self.options.allows_changes
+            batch, allows = self.progress.batch_number, self.options.allows_changes
             key = self.identity.of(call, inputs, batch, only_graph=is_training and allows)
             number = key.graph
         if is_training or not has_graphs:

@@ -89,13 +89,15 @@ class InputIdentity:
         """
         self._random_state, self._before = random_state, random_state()
 
-    def of(self, call: Call, inputs: Inputs, batch: int, *, only_graph: bool = False) -> InputKey:
+    def of(
+        self, call: Call, inputs: Inputs, batch: Callable[[], int], *, only_graph: bool = False
+    ) -> InputKey:
         """Return the key of a call over one graph.
 
         Args:
             call: The call.
             inputs: What its tensors are.
-            batch: Fingerprint of the user's batch.
+            batch: Returns a number of the user's batch.
             only_graph: Whether it is the same where graph and options are.
         """
         parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
@@ -119,13 +121,13 @@ class InputIdentity:
         """Take note that the module's own forward may have changed what it holds."""
         self._held.accept()
 
-    def _of_computed(self, leaf: Tensor, batch: int) -> int:
+    def _of_computed(self, leaf: Tensor, batch: Callable[[], int]) -> int:
         """Return a number of the data that weights have computed `leaf` from."""
         sources = find_sources(leaf)
         shape = text_fingerprint(f"{leaf.dtype} {list(leaf.shape)}")
         numbers = [shape, *(self._contents.of(one) for one in sources.tensors)]
         if sources.is_hidden:
-            numbers.append(batch)
+            numbers.append(batch())
             if not _is_equal(self._before, self._random_state()):  # drawn in this step
                 self._num_random += 1
                 numbers.append(self._num_random)

@@ -244,10 +244,12 @@ class PipelinedModel:
         """Have all parameters within the block, and only this stage's after it; collective."""
         with self.reads.inside():
             self._fill()
-            yield
-            for weights in (self._weights, *self._copies):
-                weights.empty(self._users)
-            self.reads.watch()
+            try:
+                yield
+            finally:
+                for weights in (self._weights, *self._copies):
+                    weights.empty(self._users)
+                self.reads.watch()
 
     @contextmanager
     def without_gradients(self, names: Collection[str]) -> Iterator[None]:
@@ -372,10 +374,12 @@ class PipelinedModel:
         if self._splitting.balance == "measured" and fits:
             return preferred
         if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
-            if self._transport.world.is_root:
+
+            def deal_out() -> tuple[int, ...]:
                 self.costs = self.costs or measure(layers)
-                counts = self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
-            counts = self._transport.everyone.broadcast_object(counts)  # alike in all replicas
+                return self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
+
+            counts = self._transport.everyone.run_on_first(deal_out)  # alike in all replicas
         return counts
 
     def _fill(self) -> None:

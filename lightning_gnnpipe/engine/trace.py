@@ -106,8 +106,10 @@ class Recorder:
     def record(self, action: str) -> Iterator[None]:
         """Time the block as `action`."""
         start, waited = time.perf_counter(), self.waited_s()
-        yield
-        self.spans.append((action, start, time.perf_counter(), self.waited_s() - waited))
+        try:
+            yield
+        finally:
+            self.spans.append((action, start, time.perf_counter(), self.waited_s() - waited))
         if self.on_span is not None:
             self.on_span(len(self.spans))
 

@@ -144,7 +144,7 @@ def refusing_errors(part: str, remedy: str) -> Iterator[None]:
     """Refuse a model that fails within the block, when it runs on `part`."""
     try:
         yield
-    except UnsupportedError:
+    except (UnsupportedError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UnsupportedError(

@@ -19,19 +19,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gnnpipe._compat_torch import TENSOR_FLAGS, ignoring_classes, is_dropping_gradients
-from lightning_gnnpipe.comm import Collectives, Transport
+from lightning_gnnpipe.comm import Collectives, Transport, differ
 from lightning_gnnpipe.engine.weights import StageWeights
-from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError, explain
 
-_ARRIVES, _ASKS = 0, 1
-_NUM_NUMBERS = 8  # at most, that ranks compare when they meet
+_ASKS = "read weights of other stages"
 
 _SIZES = {"shape", "size", "numel", "nelement", "nbytes", "stride", "is_contiguous", "__len__"}
 _GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
@@ -147,32 +145,23 @@ class WeightReads:
         """Wait for all ranks, and answer those that ask; a collective call.
 
         Args:
-            place: Where this rank is.
-            numbers: To compare with those of other ranks.
+            place: Where this rank is; see `Collectives.meet`.
+            numbers: See there.
 
         Returns:
             The numbers of each rank.
 
         Raises:
-            GraphError: If a rank is in another place.
+            UnsupportedError: If a rank is in another place.
         """
-        here = crc32(place.encode())
         with self._transport.meter.paused():
-            ranks = self._gather([_ARRIVES, here, *numbers])
-            while any(rank[0] == _ASKS for rank in ranks):
-                self._share(ranks)
-                ranks = self._gather([_ARRIVES, here, *numbers])
-        if len({rank[1] for rank in ranks}) > 1:
-            names = self._over.all_gather_objects(place)
-            raise GraphError(
-                explain(
-                    expected="all ranks to run the same step",
-                    found=", ".join(f"rank {i}: {name}" for i, name in enumerate(names)),
-                    remedy="Let every rank take the same path through the LightningModule and the "
-                    "callbacks: no forward and no early return on one rank alone.",
-                )
-            )
-        return [rank[2 : 2 + len(numbers)] for rank in ranks]
+            places, ranks = self._over.gather(place, numbers)
+            while _ASKS in places:
+                self._share(places)
+                places, ranks = self._over.gather(place, numbers)
+        if len(set(places)) > 1:
+            raise differ(places, self._over.members.ranks)
+        return ranks
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what torch's `func` makes of arguments among which there are watched tensors."""
@@ -199,9 +188,9 @@ class WeightReads:
         if func in _GRADIENTS_OF or self._refusal or self.is_closed():
             raise self._refuse(func)
         with self._transport.meter.paused():
-            ranks = self._gather([_ASKS, 0])
+            places, _ = self._over.gather(_ASKS)
             with self.inside():
-                self._share(ranks, takes=True)
+                self._share(places, takes=True)
         self._is_full = True
         self._show()
 
@@ -224,14 +213,10 @@ class WeightReads:
     def _over(self) -> Collectives:
         return self._transport if self.is_uneven() else self._transport.everyone
 
-    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self._over.all_gather_ints([*numbers, *[0] * (_NUM_NUMBERS + 2 - len(numbers))])
-
-    def _share(self, ranks: Sequence[Sequence[int]], *, takes: bool = False) -> None:
+    def _share(self, places: Sequence[str], *, takes: bool = False) -> None:
         """Give the ranks of this replica that ask what the stages have, if there are any."""
         own = self._transport.members.ranks
-        asking = ranks if self.is_uneven() else [ranks[rank] for rank in own]
-        if not any(rank[0] == _ASKS for rank in asking):
+        if _ASKS not in (places if self.is_uneven() else [places[rank] for rank in own]):
             return
         with self.inside(), torch.inference_mode(False), torch.no_grad():
             for weights in self._weights():

@@ -164,7 +164,7 @@ class StageWeights:
         parameters = {n: p for n, p in self.module.named_parameters() if n in users}
         mesh, here = self._transport.mesh, self._transport.world.rank
         owners = {name: mesh.rank_of(min(users[name]), 0) for name in parameters}
-        forms = self._transport.all_gather_ints(
+        forms = self._transport.all_gather_objects(
             [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters.values()]
         )
         numbers = {rank: forms[i] for i, rank in enumerate(self._transport.members.ranks)}

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 15  # Values at a time: they stay in the cache, and torch starts no threads for them.
+_LARGE_BLOCK = 1 << 23  # bytes
+_WIDTH = 1 << 13  # 64-bit words at a time: likewise
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -30,22 +32,36 @@ def graph_fingerprint(edge_index: Tensor, num_nodes: int, edge_sizes: Sequence[i
     return fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
 
 
-def tensor_fingerprint(tensor: Tensor, max_elements: int = 4096) -> int:
-    """Return a signed 64-bit number of shape, dtype and a sample of the content, bit by bit.
+def tensor_fingerprint(tensor: Tensor) -> int:
+    """Return a signed 64-bit number of shape, dtype and content, bit by bit.
 
     Args:
-        tensor: Any dense tensor.
-        max_elements: Elements that are read, evenly spaced from the first to the last.
+        tensor: Any dense tensor; one that is not contiguous is copied block by block.
     """
     header = [*str(tensor.dtype).encode(), tensor.dim(), *tensor.shape]
-    if tensor.numel() == 0:
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    if rows.numel() == 0:
         return fold(header)
-    num_read = min(max_elements, tensor.numel())
-    places = torch.arange(num_read, device=tensor.device)
-    places = places * (tensor.numel() - 1) // max(num_read - 1, 1)
-    sample = tensor.detach()[torch.unravel_index(places, tensor.shape)].reshape(-1)
-    sample = sample.resolve_conj().resolve_neg().contiguous()
-    return fold([*header, _hash(sample.view(torch.uint8))])
+    height = max(_LARGE_BLOCK // (rows[0].numel() * rows.element_size()), 1)
+    return fold([*header, *(_hash(_words(block)) for block in torch.split(rows, height))])
+
+
+def _words(block: Tensor) -> Tensor:
+    """Return 32-bit words that depend on every byte of `block`: fewer, where there are many.
+
+    Roughly: the bytes are a table of 64-bit words, 8192 in a row. Each column is folded into one
+    word, from the first row to the last.
+    """
+    given = block.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    if given.storage_offset() % 8:
+        given = given.clone()
+    num_words = given.numel() // 8
+    words, rest = given[: 8 * num_words].view(torch.int64), given[8 * num_words :].int()
+    height = num_words // _WIDTH
+    folded = words.new_zeros(_WIDTH if height else 0)
+    for row in torch.split(words[: height * _WIDTH], _WIDTH) if height else ():
+        folded = torch.add(row, folded ^ (folded >> 31), alpha=_signed(_MULTIPLIER))
+    return torch.cat([torch.cat([folded, words[height * _WIDTH :]]).view(torch.int32), rest])
 
 
 def text_fingerprint(text: str) -> int:

@@ -40,6 +40,10 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
     is_upstream = conv.flow == "target_to_source"
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        with context.in_layer():
+            return run_inside(args, kwargs)
+
+    def run_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = (*args, *kwargs.values())
         given, number, is_flip = _find_edges(values, name, context)
         if given is None and is_upstream and not context.sees_all:

@@ -22,6 +22,7 @@ from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degr
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.context import MessageContext
+from lightning_gnnpipe.passing.running import InLayer, replaces
 
 _LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
 
@@ -31,22 +32,22 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     """Let the methods of `convs` find functions that know the halo, within the block.
 
     The names are replaced in the modules that define the layers' classes, so that inherited
-    methods, and `super().forward(...)`, find them as well.
+    methods, and `super().forward(...)`, find them as well. What else runs there gets PyG's.
     """
+    locals_: dict[Callable[..., Any], Callable[..., Any]] = {
+        gcn_norm: _LocalNorm(context),
+        degree: _LocalDegree(context),
+        **{function: _LocalLoops(context, function) for function in _LOOPS},
+    }
     with ExitStack() as stack:
         for names in _namespaces(convs):
             is_own = not str(names["__name__"]).startswith("torch_geometric.")
-            if names.get("gcn_norm") is gcn_norm:
-                stack.callback(names.__setitem__, "gcn_norm", gcn_norm)
-                names["gcn_norm"] = _LocalNorm(context)
-            # PyG's own layers call `degree` for the nodes they are about to update only.
-            if is_own and names.get("degree") is degree:
-                stack.callback(names.__setitem__, "degree", degree)
-                names["degree"] = _LocalDegree(context)
-            for function in _LOOPS:
-                if names.get(function.__name__) is function:
-                    stack.callback(names.__setitem__, function.__name__, function)
-                    names[function.__name__] = _LocalLoops(context, function)
+            for function, local in locals_.items():
+                name = function.__name__
+                # PyG's own layers call `degree` for the nodes they are about to update only.
+                if replaces(names.get(name), function) and (is_own or function is not degree):
+                    stack.callback(names.__setitem__, name, names[name])
+                    names[name] = InLayer(context, local, names[name])
         for conv in convs.values():
             if hasattr(conv, "__norm__"):  # ChebConv
                 conv.__dict__["__norm__"] = _LocalLaplacian(context, conv.__norm__)

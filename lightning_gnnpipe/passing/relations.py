@@ -27,6 +27,7 @@ from lightning_gnnpipe._compat_pyg import SOURCE_ROWS, source_rows
 from lightning_gnnpipe.passing.context import MessageContext
 from lightning_gnnpipe.passing.direction import replace_attributes
 from lightning_gnnpipe.passing.pushpull import push_pull
+from lightning_gnnpipe.passing.running import InLayer
 
 Rows = dict[str, Tensor]
 
@@ -38,7 +39,8 @@ def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Ite
     with ExitStack() as stack:
         if hans:
             stack.callback(setattr, han_conv, "group", han_conv.group)
-            han_conv.group = _group({id(conv.k_lin): name for name, conv in hans.items()}, context)
+            names = {id(conv.k_lin): name for name, conv in hans.items()}
+            han_conv.group = InLayer(context, _group(names, context), han_conv.group)
         for name, conv in convs.items():
             if isinstance(conv, gnn.HGTConv):
                 build = _build_sources(name, conv, context)

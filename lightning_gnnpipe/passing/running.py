@@ -7,8 +7,9 @@ same in each; reversed edges have a halo of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.passing.interfaces import EdgeLeaves
 from lightning_gnnpipe.types import ChunkView, PlanView
+
+_layer: ContextVar[RunningChunk | None] = ContextVar("layer", default=None)  # of this thread
 
 
 @dataclass(slots=True)
@@ -151,6 +154,15 @@ class RunningChunk:
         return known if known is not None and self._is_flip_of(edges, known) else None
 
     @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """Say that a layer runs in this thread within the block; see `InLayer`."""
+        token = _layer.set(self)
+        try:
+            yield
+        finally:
+            _layer.reset(token)
+
+    @contextmanager
     def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
         """Have messages flow along the edges of one set, or against them, within the block.
 
@@ -234,3 +246,31 @@ class RunningChunk:
         return edges.shape == other.shape and bool(
             (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
         )
+
+
+@dataclass(frozen=True, slots=True)
+class InLayer:
+    """A function put in the place of a global one, for the layers that run on chunks alone.
+
+    All others, in hooks of these layers or in other threads, get the one that was there.
+
+    Attributes:
+        context: That the layers run in.
+        local: The function for them.
+        original: The one that was there.
+    """
+
+    context: RunningChunk
+    local: Callable[..., Any]
+    original: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.local if _layer.get() is self.context else self.original
+        return function(*args, **kwargs)
+
+
+def replaces(found: object, function: Callable[..., Any]) -> bool:
+    """Whether `found` is `function`, or stands in its place."""
+    while isinstance(found, InLayer):
+        found = found.original
+    return found is function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -36,9 +37,14 @@ def _without_checkpoints(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _traceable_aggregations() -> Iterator[None]:
     """Let aggregations be called as other modules are: their own `__call__` looks at values."""
-    kind = Aggregation
+    kind, thread = Aggregation, get_ident()
     original = kind.__call__
-    kind.__call__ = lambda self, *args, **kwargs: nn.Module.__call__(self, *args, **kwargs)
+
+    def call(self: Aggregation, *args: Any, **kwargs: Any) -> Any:
+        is_traced = get_ident() == thread
+        return (nn.Module.__call__ if is_traced else original)(self, *args, **kwargs)
+
+    kind.__call__ = call
     try:
         yield
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +22,7 @@ from lightning_gnnpipe.comm import (
     set_group_timeout,
     share_tensors,
 )
-from lightning_gnnpipe.errors import GraphError, PeerError
+from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]
 
@@ -70,7 +72,11 @@ def leave_behind(transport: Transport, folder: Path) -> None:
     label = Label("forward", 0)
     if transport.mesh.is_first:
         transport.send(1, label, [torch.zeros(3)])
-    transport.begin_run()
+    before = threading.active_count(), signal.set_wakeup_fd(-1)
+    transport.begin_run(lambda: False)
+    assert threading.active_count() == before[0] + 1
+    transport.end_run()
+    assert (threading.active_count(), signal.set_wakeup_fd(-1)) == before
     if transport.mesh.is_first:
         transport.send(1, label, [torch.ones(3)])
         transport.flush()
@@ -92,7 +98,7 @@ def share(transport: Transport, folder: Path) -> None:
     total = torch.tensor([1.0 + stage])
     transport.all_reduce(total, "tied_grad")
     assert total.item() == 3
-    assert transport.all_gather_ints([stage, 7]) == [[0, 7], [1, 7]]
+    assert transport.meet("meet", [stage, 7]) == [[0, 7], [1, 7]]
     assert transport.all_gather_objects({"s": stage}) == [{"s": 0}, {"s": 1}]
     assert transport.run_on_first(lambda: stage) == 0
 
@@ -107,6 +113,14 @@ def fails_on_first(transport: Transport, folder: Path) -> None:
 
     with pytest.raises(GraphError, match="found on rank 0"):
         transport.run_on_first(work)
+
+    def fail() -> None:
+        raise MemoryError("no memory on rank 0")
+
+    with pytest.raises(MemoryError if transport.mesh.is_first else PeerError, match="no memory"):
+        transport.run_on_first(fail)
+    with pytest.raises(UnsupportedError, match="rank 0 wants to go; rank 1 wants to stay"):
+        transport.meet("go" if transport.mesh.is_first else "stay", [3])
 
 
 def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
@@ -132,8 +146,8 @@ def meets_in_vain(transport: Transport, folder: Path) -> None:
     if transport.mesh.is_first:
         time.sleep(5)
         return
-    with pytest.raises(PeerError, match=r"compare the batch.*within 2 s"):
-        transport.all_gather_ints([1])
+    with pytest.raises(PeerError, match=r"could not meet: .*within 2 s"):
+        transport.meet("meet")
 
 
 def test_p7_a_collective_ends_with_the_timeout(tmp_path: Path) -> None:
@@ -145,7 +159,7 @@ def test_one_process_needs_no_group() -> None:
     transport = Transport(world, (1, 1), Meter())
     assert not transport.world.is_distributed
     assert transport.mesh.is_first and transport.mesh.is_last
-    assert transport.all_gather_ints([3]) == [[3]]
+    assert transport.meet("meet", [3]) == [[3]]
     assert transport.broadcast_object("x") == "x"
     tensor = torch.ones(2)
     transport.all_reduce(tensor, "tied_grad")

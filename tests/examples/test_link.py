@@ -46,10 +46,8 @@ class Formula(Transport):
         super().__init__(world, (2, 1), Meter())
         self.clock, self.cost = clock, cost
 
-    def barrier(self) -> None: ...
-
-    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [list(numbers), [0]]
+    def meet(self, what: str, numbers: Sequence[int] = ()) -> list[list[int]]:
+        return [list(numbers), [0] * len(numbers)]
 
     def exchange(self, kind: Any, sends: Sequence[tuple[int, Tensor]], *args: Any) -> Exchange:
         num_bytes = sum(tensor.nbytes for _, tensor in sends)

@@ -97,10 +97,38 @@ def test_a_transposed_view_is_read_in_its_own_order() -> None:
     assert tensor_fingerprint(tensor.t()) == tensor_fingerprint(tensor.t().contiguous())
 
 
-def test_a_large_tensor_is_sampled_from_first_to_last() -> None:
-    tensor = torch.zeros(100_000)
-    number = tensor_fingerprint(tensor, max_elements=16)
-    for place in (0, -1):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(70_001,), (3_001, 129), (3, 1_500_001)])
+def test_any_change_of_a_large_tensor_changes_its_fingerprint(
+    size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randint(0, 2, size, generator=generator).to(dtype)
+    numbers = {tensor_fingerprint(tensor)}
+    places = torch.randint(0, tensor.numel(), (20,), generator=generator).tolist()
+    for place in (0, -1, *places):
         changed = tensor.clone()
-        changed[place] = 1
-        assert tensor_fingerprint(changed, max_elements=16) != number
+        changed.view(-1)[place] = 1 - changed.view(-1)[place].int()
+        numbers.add(tensor_fingerprint(changed))
+    flat = tensor.view(-1)
+    others = [flat.roll(1), flat.roll(4096), flat.flip(0)]
+    others += [flat[torch.randperm(flat.numel(), generator=generator)] for _ in range(5)]
+    numbers |= {tensor_fingerprint(other.view(size)) for other in others}
+    assert len(numbers) == 1 + 22 + 8
+
+
+def test_two_changed_signs_are_seen() -> None:
+    """They are the top bits of words."""
+    tensor = torch.ones(40_000)
+    numbers = {tensor_fingerprint(tensor)}
+    for i, j in itertools.combinations((1, 3, 8193, 8195, 16385, 39_999), 2):
+        changed = tensor.clone()
+        changed[[i, j]] = -1
+        numbers.add(tensor_fingerprint(changed))
+    assert len(numbers) == 1 + 15
+
+
+def test_a_view_of_a_large_tensor_is_read_in_its_own_order() -> None:
+    table = torch.arange(3_000_000.0).view(1000, 3000)
+    for view in (table.t(), table[:, 1:], table[1:, :7], table.bool()[3:, 1:], table[5, 1:]):
+        assert tensor_fingerprint(view) == tensor_fingerprint(view.clone().contiguous())
