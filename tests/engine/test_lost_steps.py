@@ -109,10 +109,10 @@ def test_after_a_pass_that_failed_the_next_one_is_exact(
 def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine, x = start("drift")
 
-    def with_another(numbers: list[int]) -> list[list[int]]:
+    def with_another(place: str, numbers: list[int]) -> list[list[int]]:
         return [numbers, [*numbers[:-1], 1]]
 
-    monkeypatch.setattr(engine.transport.everyone, "all_gather_ints", with_another)
+    monkeypatch.setattr(engine.model.reads, "meet", with_another)
     engine.forward((x, EDGES), {}).square().sum().backward()
     assert engine.last_step.record is not None and engine.last_step.record.is_exact
 
