@@ -5,6 +5,8 @@ devices and any graph: whoever reads the script would think otherwise. Not refus
 
 - what does nothing on the present devices only, so that one script runs on one device and on
   eight: `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
+- what does nothing with `num_chunks=1`, the exact baseline of a script that is run with several
+  numbers of chunks: one warning names it;
 - what asks for something that is so in any case: `guard=False`, `self_check=False`,
   `balance="uniform"`, and the callback `StalenessWarmup` where every step is exact.
 
@@ -43,14 +45,9 @@ def check_idle(given: Any) -> None:
     Raises:
         ConfigError: With the option, and what leaves it nothing to do.
     """
-    if _for_graphs(given):
+    if for_graphs(given):
         why = "graphs of a batch are not cut into chunks, and none of their rows is stale"
-        _refuse(given, (*_OF_CHUNKS, *_OF_ROWS), _for_graphs(given), why, "drop the other")
-    more = "use more chunks"
-    if given.num_chunks == 1:
-        _refuse(given, _OF_CHUNKS, "num_chunks=1", "the whole graph is one chunk", more)
-    if never_stale(given) and not (given.recompute and given.graph_parallel > 1):
-        _refuse(given, _OF_ROWS, "num_chunks=1", "no row is stale", more)
+        _refuse(given, (*_OF_CHUNKS, *_OF_ROWS), for_graphs(given), why, "drop the other")
     if given.graph_parallel == 1:
         why = "there are no shards that would swap rows"
         names = ("halo_codec", "async_halo")
@@ -64,14 +61,15 @@ def check_idle(given: Any) -> None:
         _refuse(given, ("num_virtual",), setting, "each rank has one stage", use)
 
 
-def never_stale(given: Any) -> str:
-    """Return the option with which no row is ever stale; "" if some may be."""
-    if given.num_chunks == 1 and not given.async_halo:
-        return "num_chunks=1"
-    return _for_graphs(given)
+def idle_in_one_chunk(given: Any) -> list[str]:
+    """Return the names of the given options that change nothing since there is one chunk."""
+    has_rows = given.async_halo or (given.recompute and given.graph_parallel > 1)
+    names = _OF_CHUNKS if has_rows else (*_OF_CHUNKS, *_OF_ROWS)
+    is_one = given.num_chunks == 1
+    return [name for name in names if is_one and not _is_default(name, getattr(given, name))]
 
 
-def _for_graphs(given: Any) -> str:
+def for_graphs(given: Any) -> str:
     """Return the option that is for batches of graphs; "" if there is none."""
     if given.data_parallel > 1:
         return f"data_parallel={given.data_parallel}"

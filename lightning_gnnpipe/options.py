@@ -15,7 +15,7 @@ from lightning_gnnpipe.comm import MessageOptions
 from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
-from lightning_gnnpipe.idle_options import check_idle, never_stale
+from lightning_gnnpipe.idle_options import check_idle, for_graphs, idle_in_one_chunk
 from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -152,9 +152,14 @@ class StrategyOptions:
         )
 
     @property
-    def never_stale(self) -> str:
-        """The option with which no row is ever stale; "" if some may be."""
-        return never_stale(self)
+    def idle_in_one_chunk(self) -> list[str]:
+        """Names of what was given and changes nothing, since there is one chunk."""
+        return idle_in_one_chunk(self)
+
+    @property
+    def for_graphs(self) -> str:
+        """The option that is for batches of graphs, none of whose rows is stale; "" if none is."""
+        return for_graphs(self)
 
     @property
     def messages(self) -> MessageOptions:

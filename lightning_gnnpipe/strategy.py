@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -44,6 +45,8 @@ from lightning_gnnpipe.types import (
     StalenessName,
     StartMethod,
 )
+
+log = logging.getLogger(__name__)
 
 
 class GNNPipeStrategy(PipeLoops):
@@ -237,6 +240,10 @@ class GNNPipeStrategy(PipeLoops):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        idle = self.options.idle_in_one_chunk
+        if idle and is_fitting and self.is_global_zero:
+            names = ", ".join(idle)
+            log.warning("With num_chunks=1 nothing is cut or stale: %s change nothing.", names)
         self._attach(self.lightning_module, is_fitting)
         self._signals.attach(trainer, self.engine.progress)
         self.engine.on_signals = self._signals.agree

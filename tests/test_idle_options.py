@@ -15,12 +15,6 @@ from tests.helpers.observed import make_data, make_module, make_trainer
 SHARDS = {"graph_parallel": 2}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # the option, the others, and the others of the remedy
-    ("partition", {"partition": "random", "num_chunks": 1}, {"num_chunks": 2}),
-    ("chunk_order", {"chunk_order": "fixed", "num_chunks": 1}, {"num_chunks": 2}),
-    ("cross_chunk_edges", {"cross_chunk_edges": "drop", "num_chunks": 1}, {"num_chunks": 2}),
-    ("staleness", {"staleness": "gnnpipe", "num_chunks": 1}, {"num_chunks": 2}),
-    ("history_dtype", {"history_dtype": "bfloat16", "num_chunks": 1}, {"num_chunks": 2}),
-    ("history_device", {"history_device": "cpu", "num_chunks": 1}, {"num_chunks": "auto"}),
     ("staleness", {"staleness": "constant", "data_parallel": 2}, {"data_parallel": 1}),
     ("partition", {"partition": "random", "schedule": "1f1b"}, {"schedule": "fill_drain"}),
     ("halo_codec", {"halo_codec": "int8"}, SHARDS),
@@ -60,11 +54,20 @@ def test_what_is_so_anyway_or_idle_on_these_devices_only_is_taken(options: dict[
     GNNPipeStrategy(**options)
 
 
+def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(1, 1, max_epochs=1)
+    trainer.strategy.options = GNNPipeStrategy(
+        num_chunks=1, partition="random", staleness="constant", chunk_order="shuffled"
+    ).options
+    trainer.fit(make_module(), make_data())
+    assert sum("partition, staleness change nothing" in one for one in caplog.messages) == 1
+
+
 @pytest.mark.parametrize(
     ("callback", "options", "text", "remedy"),
     [
         (BoundedStaleness(2), {}, "'async_halo' with BoundedStaleness", {}),
-        (EmbeddingRefresh(2), {"num_chunks": 1}, "stale rows .* num_chunks=1", {"num_chunks": 2}),
+        (EmbeddingRefresh(2), {"schedule": "1f1b"}, "stale rows .* schedule='1f1b'", {}),
         (EmbeddingRefresh(2, "snapshot"), {"schedule": "1f1b"}, "schedule='1f1b'", {}),
     ],
 )

@@ -52,7 +52,7 @@ class EmbeddingRefresh(Callback):
         self.every_n_epochs, self.how = every_n_epochs, how
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        setting = pipe_strategy(self, trainer).options.never_stale
+        setting = pipe_strategy(self, trainer).options.for_graphs
         if setting:
             raise ConfigError(
                 explain(
