@@ -125,13 +125,43 @@ def saved_data(node: Any) -> list[Tensor]:
     return [one for one in flat if isinstance(one, Tensor) and not one.requires_grad]
 
 
+def saved_options(node: Any) -> dict[str, Any]:
+    """Return the numbers and flags that a function of autograd was given, by name."""
+    names = [name for name in dir(node) if name.startswith(_SAVED)]
+    values = {name.removeprefix(_SAVED): getattr(node, name) for name in names}
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, plain)
+        or (isinstance(value, tuple | list) and all(isinstance(one, plain) for one in value))
+    }
+
+
+def shape_of_output(node: Any, index: int) -> tuple[int, ...]:
+    """Return the shape of what a function of autograd has computed, or of a leaf."""
+    if hasattr(node, "variable"):
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[index].shape)
+
+
 def _is_given(kind: str, name: str) -> bool:
     """Whether what a function keeps under `name` was given to it, rather than computed by it."""
     if name.startswith("result"):
         return "Dropout" in kind  # its mask
-    if name.startswith("running"):
+    if name.startswith(("running", "logsumexp", "philox", "rng_state", "cum_seq", "output")):
         return False
     return not (name == "indices" and kind.startswith(_CHOOSING))
+
+
+def add_first_post_hook(
+    optimizer: torch.optim.Optimizer, hook: Callable[..., None]
+) -> Callable[[], None]:
+    """Have `hook` run after each step, before all other such hooks; return what removes it."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle.remove
 
 
 def is_compiled(module: nn.Module) -> bool:

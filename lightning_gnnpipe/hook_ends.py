@@ -48,14 +48,19 @@ class HookEnds:
             self._undo.pop()()
 
 
-def _is_users(trainer: pl.Trainer, name: str) -> bool:
-    """Whether the action `name` is a hook of the user's own module or callbacks."""
+def owners_of_hooks(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the user's module and the callbacks, by the names that Lightning profiles them by."""
     owners: dict[str, Any] = {
         f"[Callback]{one.state_key}": one
         for one in trainer.callbacks  # type: ignore[attr-defined]
     }
     module = trainer.lightning_module
-    owners[f"[LightningModule]{type(module).__name__}"] = module
+    return owners | {f"[LightningModule]{type(module).__name__}": module}
+
+
+def _is_users(trainer: pl.Trainer, name: str) -> bool:
+    """Whether the action `name` is a hook of the user's own module or callbacks."""
+    owners = owners_of_hooks(trainer)
     owner, _, hook = name.rpartition(".")
     if owner not in owners or not hook.startswith(("on_", "configure_")):
         return False

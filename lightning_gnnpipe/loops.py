@@ -19,7 +19,7 @@ from lightning_gnnpipe import _compat
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.guests import GuestCallbacks
-from lightning_gnnpipe.hook_ends import HookEnds
+from lightning_gnnpipe.hook_ends import HookEnds, owners_of_hooks
 from lightning_gnnpipe.metrics import PipelineMetrics
 from lightning_gnnpipe.next_batch import NextBatch
 from lightning_gnnpipe.passing import check_support
@@ -161,7 +161,15 @@ class PipeLoops(PipeReplicas):
         if self._has_stages:
             reads = self._engine.model.reads
             reads.is_closed = lambda: self._is_interrupted
-            self._hook_ends.attach(module.trainer, lambda name: reads.meet(f"end {name}"))
+            owners = self._everyone.all_gather_objects(list(owners_of_hooks(module.trainer)))
+            everywhere = set.intersection(*map(set, owners))
+
+            def meet(name: str) -> None:
+                # No other rank comes to a hook of this rank's callback, nor after an error.
+                if name.rpartition(".")[0] in everywhere and not self._is_interrupted:
+                    reads.meet(f"end {name}")
+
+            self._hook_ends.attach(module.trainer, meet)
 
     def _serve_optimizers(self) -> None:
         if self._has_stages:
@@ -199,9 +207,11 @@ class PipeLoops(PipeReplicas):
         if not self._is_interrupted:
             engine.graphs.drop_histories()
             engine.model.restore()
-        elif engine.model.husks():
+            return
+        if engine.model.husks():
             log.warning(
                 "The module on rank %d holds the weights of one stage only, because the run was "
                 "interrupted. Load the last checkpoint.",
                 self.global_rank,
             )
+        engine.model.forget()

@@ -169,9 +169,11 @@ class PipeProcesses(_compat.LightningStrategy):
         self._transport.begin_run(lambda: self._is_stopping)
 
     def teardown(self) -> None:
-        super().teardown()
-        if self._transport is not None:
-            self._transport.end_run()
+        try:
+            super().teardown()
+        finally:
+            if self._transport is not None:
+                self._transport.end_run()
 
     def _connect(self) -> str:
         """Make the group of all processes; return its backend."""

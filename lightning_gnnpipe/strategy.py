@@ -295,7 +295,7 @@ class GNNPipeStrategy(PipeLoops):
         engine = self.engine
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        engine.identity.begin_step(partial(random_state, self.root_device))
+        engine.identity.begin_step(self.lightning_module, partial(random_state, self.root_device))
         engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
         engine.model.reads.settle()
         self._share_buffers()

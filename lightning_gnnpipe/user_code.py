@@ -18,7 +18,7 @@ from types import CodeType, FrameType, TracebackType
 
 from torch import nn
 
-from lightning_gnnpipe.errors import GNNPipeError
+from lightning_gnnpipe.errors import GNNPipeError, PeerError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,10 @@ def shorten(error: BaseException) -> None:
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
-        is_ours, frames = isinstance(one, GNNPipeError), list(_frames(one.__traceback__))
+        is_ours, frames = (
+            isinstance(one, GNNPipeError | PeerError),
+            list(_frames(one.__traceback__)),
+        )
         if any(is_users(frame.tb_frame.f_code) for frame in frames):
             one.__traceback__ = _joined(_telling(frames, is_ours or _OWN in vars(one)))
         elif is_ours:

@@ -127,6 +127,7 @@ UNLISTED = {
     "_edge_update_",
     "_propagate",
 }
+UNLISTED |= {"_input_metadata", "_optimizer_step_post_hooks"}  # of instances alone
 UNLISTED |= {"_global_"}
 
 

@@ -295,3 +295,42 @@ def gradients_of(module: Any) -> Any:
 def test_what_ranks_cannot_do_together_is_refused(use: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message):
         fit(tmp_path / "2", 2, Scaled({"on_train_epoch_end": [use]}))
+
+
+def fails_alone(module: Any) -> None:
+    if module.global_rank == 1 and module.current_epoch == 1:
+        raise KeyError("my own mistake")
+
+
+def test_an_error_on_one_rank_is_told_as_it_is(tmp_path: Path) -> None:
+    """Neither the hook that a callback has for it, nor the end of the run, takes its place."""
+
+    class Notes(L.Callback):
+        def on_exception(self, *_: Any) -> None:
+            pass
+
+    with pytest.raises(Exception, match="my own mistake") as found:
+        fit(tmp_path / "2", 2, Scaled({"on_train_batch_end": [fails_alone]}), Notes())
+    assert "weights of pipelined layers" not in str(found.value)
+
+
+def squared(module: Any) -> Tensor:
+    return sum(p.pow(2).sum() for p in module.net.parameters())
+
+
+class PenalizedBefore(Scaled):
+    """Reads weights before the first forward of the run."""
+
+    def training_step(self, data: Any, batch_idx: int) -> Any:
+        penalty = squared(self)
+        loss = super().training_step(data, batch_idx) + 0.01 * penalty
+        self.seen.append(penalty.detach().clone())
+        return loss
+
+
+def test_weights_may_be_read_before_the_first_forward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = PenalizedBefore({})
+    (plain,) = fit(tmp_path / "0", 0, copy.deepcopy(module), num_sanity_val_steps=0)
+    for found in fit(tmp_path / "2", 2, module, num_sanity_val_steps=0):
+        torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-8)

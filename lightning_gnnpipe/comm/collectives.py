@@ -102,7 +102,9 @@ class Collectives:
             dist.all_gather(found, own, group=self.members.group)
             ranks = [one.tolist() for one in found]
         self.meter.count("control", *found)
-        texts = [struct.pack("<8q", *one[:8]).rstrip(b"\0").decode() for one in ranks]
+        texts = [
+            struct.pack("<8q", *one[:8]).rstrip(b"\0").decode(errors="replace") for one in ranks
+        ]
         return texts, [one[8 : 8 + len(numbers)] for one in ranks]
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:

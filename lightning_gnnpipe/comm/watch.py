@@ -71,6 +71,7 @@ class Watch:
         self._wait: _Wait | None = None
         self._count = 0  # of waits
         self._sampled: tuple[int, _Wait] | None = None
+        self._looked: list[Any] | None = None  # what all ranks waited for, at the last look
         self._told_at = 0.0  # when the others were told of this wait; 0.0 if they are not
         self._signals: dict[int, float] = {}
         self._pipe: tuple[int, int] | None = None
@@ -198,10 +199,20 @@ class Watch:
         self._told_at = time.monotonic()
         told = self._asking(lambda: self._compare([wait.what, waited, wait.num_bytes]))
         if told is None or None in told:
+            self._looked = None
             return None
         least = _STILL_S + max(num_bytes for _, _, num_bytes in told) / _SLOW_BYTES_PER_S
         whats = [what for what, _, _ in told]
-        if min(waited for _, waited, _ in told) < least or len({_kind(one) for one in whats}) == 1:
+        before, self._looked = self._looked, told
+        # A rank that has not looked since may have gone on: its record is old.
+        have_all_looked = before is not None and all(
+            now[0] == then[0] and now[1] > then[1] for now, then in zip(told, before, strict=True)
+        )
+        if (
+            not have_all_looked
+            or min(waited for _, waited, _ in told) < least
+            or len({_kind(one) for one in whats}) == 1
+        ):
             return None
         self._tell(str(differ(whats)), by=None)
         return differ(whats)

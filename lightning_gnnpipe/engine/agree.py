@@ -15,7 +15,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.contents import ContentNumbers
 from lightning_gnnpipe.engine.weight_reads import WeightReads
 from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
-from lightning_gnnpipe.graph import fold
+from lightning_gnnpipe.graph import fold, text_fingerprint
 from lightning_gnnpipe.nested import tensors_in
 
 _LOSS_TOLERANCE = 1e-4
@@ -67,9 +67,10 @@ class Progress:
 
 
 def batch_number(batch: Any, contents: ContentNumbers) -> int:
-    """Return a signed 64-bit number of the shapes, dtypes and contents of a batch's tensors."""
-    dense = (one for one in tensors_in(batch) if one.layout is torch.strided)
-    return fold(map(contents.of, dense))
+    """Return a signed 64-bit number of the tensors in a batch; of a plain one, of its value."""
+    dense = [contents.of(one) for one in tensors_in(batch) if one.layout is torch.strided]
+    is_plain = isinstance(batch, bool | int | float | str)
+    return fold([*dense, text_fingerprint(repr(batch))] if is_plain else dense)
 
 
 def graph_of_node(batch: Any) -> Tensor | None:

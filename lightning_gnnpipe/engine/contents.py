@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class ContentNumbers:
         if known is not None and known.tensor() is tensor:
             version = version_of(tensor)
             is_same = version == known.version and version >= 0
-            if is_same and (known.sample is None or torch.equal(known.sample, _sample(tensor))):
+            if is_same and (known.sample is None or torch.equal(known.sample, sample_of(tensor))):
                 return known.number
         number = tensor_fingerprint(tensor)
         self._keep(tensor, number)
@@ -61,16 +62,17 @@ class ContentNumbers:
             if key in known and known[key].tensor is ref:
                 del known[key]
 
-        sample = _sample(tensor).clone() if tensor.device.type == "cpu" else None
+        sample = sample_of(tensor).clone() if tensor.device.type == "cpu" else None
         known[key] = _Known(weakref.ref(tensor, forget), version_of(tensor), sample, number)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample_of(tensor: Tensor) -> Tensor:
     """Return some elements of the tensor, spread over all of it, bit by bit."""
     flat = tensor.detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat.flatten()
     step = max(1, -(-flat.numel() // _NUM_SAMPLED))
-    step += 1 - step % 2  # an even one would see the same columns of all rows
+    while gcd(step, flat.numel()) > 1 and step < flat.numel():
+        step += 1  # or it would see the same columns of all rows
     return _bits(flat[::step])
 
 

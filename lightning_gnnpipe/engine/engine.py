@@ -268,6 +268,7 @@ class PipelineEngine:
             steps_since_jump=guard.num_steps,
             was_exact=guard.was_exact,
             stale_norms=tuple(sorted(self.statistics.stale)),
+            num_random_inputs=self.identity.num_random,
         )
         return state.without_histories() if self._is_lost else state
 
@@ -367,7 +368,7 @@ class PipelineEngine:
         own.note_step()
         own.last_step, own.frozen = number, mode.frozen
         if is_exact:
-            own.filled.add(mode.reads)
+            own.filled = {mode.reads}
         return output
 
     def _take_saved(self) -> bool:
@@ -379,6 +380,7 @@ class PipelineEngine:
         known.saved = saved.histories()
         known.num_saved_layers = sum(saved.state.stage_layers)
         known.seen.update(saved.state.seen)
+        self.identity.num_random += saved.state.num_random_inputs
         return saved.state.num_training_passes > 0
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:

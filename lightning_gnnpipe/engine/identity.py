@@ -6,19 +6,23 @@ compared by content. Of those that trained weights have computed, the data behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.engine.contents import ContentNumbers
+from lightning_gnnpipe.engine.contents import ContentNumbers, sample_of
 from lightning_gnnpipe.engine.sources import find_sources
 from lightning_gnnpipe.graph import fold, text_fingerprint
-from lightning_gnnpipe.stages import Call, Inputs, Kind
+from lightning_gnnpipe.nested import tensors_in
+from lightning_gnnpipe.stages import Call, Inputs, Kind, Reads, is_traced_through
 from lightning_gnnpipe.types import CrossChunkEdges
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +81,22 @@ class InputIdentity:
     ) -> None:
         self._contents, self._cross_edges = contents, cross_edges
         self._held = _HeldTensors(module, contents)
+        self._parts = _PartOptions(module, contents)
+        self._owner: nn.Module = module
         self._random_state: Callable[[], Mapping[str, Any]] = dict
-        self._before: Mapping[str, Any] = {}
-        self._num_random = 0
+        self._before: Mapping[str, Any] | None = None
+        self._needs_random = True
+        self.num_random = 0
 
-    def begin_step(self, random_state: Callable[[], Mapping[str, Any]]) -> None:
+    def begin_step(self, owner: nn.Module, random_state: Callable[[], Mapping[str, Any]]) -> None:
         """Say that the user's code of a step begins.
 
         Args:
+            owner: The module whose step it is.
             random_state: Returns where random numbers stand, in plain types and tensors.
         """
-        self._random_state, self._before = random_state, random_state()
+        self._owner, self._random_state = owner, random_state
+        self._before = random_state() if self._needs_random else None
 
     def of(
         self, call: Call, inputs: Inputs, batch: Callable[[], int], *, only_graph: bool = False
@@ -100,6 +109,7 @@ class InputIdentity:
             batch: Returns a number of the user's batch.
             only_graph: Whether it is the same where graph and options are.
         """
+        self._needs_random = self._needs_random and not torch.is_grad_enabled()
         parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
@@ -115,23 +125,76 @@ class InputIdentity:
                 graph.append(parts[name])
         if not only_graph:
             parts |= self._held.numbers()
+            parts["option of a layer"] = self._parts.number()
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
         """Take note that the module's own forward may have changed what it holds."""
         self._held.accept()
+        self._parts.accept()
 
     def _of_computed(self, leaf: Tensor, batch: Callable[[], int]) -> int:
         """Return a number of the data that weights have computed `leaf` from."""
         sources = find_sources(leaf)
-        shape = text_fingerprint(f"{leaf.dtype} {list(leaf.shape)}")
-        numbers = [shape, *(self._contents.of(one) for one in sources.tensors)]
+        places = {id(one): place for place, one in enumerate(self._owner.parameters())}
+        weights = [places.get(id(one), -1) for one in sources.weights]
+        text = text_fingerprint(repr((leaf.dtype, list(leaf.shape), weights, sources.functions)))
+        numbers = [text, *(self._contents.of(one) for one in sources.tensors)]
         if sources.is_hidden:
-            numbers.append(batch())
-            if not _is_equal(self._before, self._random_state()):  # drawn in this step
-                self._num_random += 1
-                numbers.append(self._num_random)
+            self._needs_random = True
+            numbers += [batch(), self._of_owner()]
+            if self._before is None or not _is_equal(self._before, self._random_state()):
+                self.num_random += 1  # drawn in this step
+                numbers.append(self.num_random)
         return fold(numbers)
+
+    def _of_owner(self) -> int:
+        """Return a number of what the user's module holds beside weights."""
+        inside = {id(one) for one in self._held.module.modules()}
+        held: list[Any] = []
+        for one in self._owner.modules():
+            if id(one) not in inside:
+                held += [v for n, v in vars(one).items() if n[:1] != "_" and n != "training"]
+                held += one.buffers(recurse=False)
+        numbers = [self._contents.of(one) for one in tensors_in(held) if _is_dense(one)]
+        states = [one.get_state() for one in held if isinstance(one, torch.Generator)]
+        numbers += [self._contents.of(one) for one in states]
+        plain = [one for one in held if isinstance(one, bool | int | float | str)]
+        return fold([*numbers, text_fingerprint(repr(plain))])
+
+
+class _PartOptions:
+    """Options of the parts of a module that run as they are, without a trace.
+
+    Args:
+        module: The module.
+        contents: Numbers of tensors.
+    """
+
+    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
+        self._module, self._contents = module, contents
+        self._modules: list[nn.Module] = []
+        self._reads = Reads()
+        self._values: tuple[Hashable, ...] | None = None
+        self._number = 0
+
+    def number(self) -> int:
+        """Return a number of their present values."""
+        modules = list(self._module.modules())
+        if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
+            self._modules, self._values = modules, None
+            self._reads = Reads.of_parts(self._module, is_traced_through)
+        values = self._reads.values()
+        if values != self._values:
+            self._values = values
+            plain = self._reads.plain(values, self._contents.of)
+            self._number = text_fingerprint(repr(plain))
+        return self._number
+
+    def accept(self) -> None:
+        """Take their present values for those of the number: a forward may count its calls."""
+        if self._values is not None:
+            self._values = self._reads.values()
 
 
 class _HeldTensors:
@@ -145,24 +208,24 @@ class _HeldTensors:
     """
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
-        self._module, self._contents = module, contents
+        self.module, self._contents = module, contents
         self._held: dict[str, _Held] = {}
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of the tensors, by name."""
         before, self._held = self._held, {}
-        for prefix, module in self._module.named_modules():
+        for prefix, module in self.module.named_modules():
             held = dict(module.named_buffers(recurse=False)) | vars(module)
-            if "running_mean" in held:
-                continue
             for key, tensor in held.items():
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                if key in _STATISTICS and module.training:
+                    continue
+                if isinstance(tensor, Tensor) and _is_dense(tensor):
                     name = f"'{prefix}.{key}' of the module".replace("'.", "'")
-                    known, version = before.get(name), version_of(tensor)
-                    is_known = known is not None and known.tensor is tensor
-                    if known is None or not is_known or known.version != version or version < 0:
+                    known = before.get(name)
+                    if known is None or not known.is_as_it_was(tensor):
                         number = self._contents.of(tensor)
-                        known = _Held(module, key, tensor, version, number)
+                        known = _Held(module, key, number)
+                        known.accept(tensor)
                     self._held[name] = known
         return {name: held.number for name, held in self._held.items()}
 
@@ -171,18 +234,31 @@ class _HeldTensors:
         for held in self._held.values():
             tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):
-                held.tensor, held.version = tensor, version_of(tensor)
+                held.accept(tensor)
 
 
-@dataclass(slots=True)
 class _Held:
     """An attribute of a module, and its number when it was last given from outside."""
 
-    module: nn.Module
-    key: str
-    tensor: Tensor
-    version: int
-    number: int
+    def __init__(self, module: nn.Module, key: str, number: int) -> None:
+        self.module, self.key, self.number = module, key, number
+        self._tensor: Tensor | None = None
+        self._version, self._sample = -1, torch.empty(0)
+
+    def accept(self, tensor: Tensor) -> None:
+        """Take the present state of the tensor for that of its number."""
+        if self._tensor is not tensor or self._version != version_of(tensor):
+            self._tensor, self._version = tensor, version_of(tensor)
+            self._sample = sample_of(tensor).clone()
+
+    def is_as_it_was(self, tensor: Tensor) -> bool:
+        """Whether nobody has written to the tensor since."""
+        is_same = self._tensor is tensor and self._version == version_of(tensor) >= 0
+        return is_same and torch.equal(self._sample, sample_of(tensor))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -244,12 +244,14 @@ class PipelinedModel:
         """Have all parameters within the block, and only this stage's after it; collective."""
         with self.reads.inside():
             self._fill()
+            # Autograd may have saved weights that the user's code has read before.
+            keeps = torch.is_grad_enabled() and self._transport.mesh.num_stages > 1
             try:
                 yield
             finally:
-                for weights in (self._weights, *self._copies):
+                for weights in () if keeps else (self._weights, *self._copies):
                     weights.empty(self._users)
-                self.reads.watch()
+                self.reads.watch(is_full=keeps)
 
     @contextmanager
     def without_gradients(self, names: Collection[str]) -> Iterator[None]:
@@ -307,7 +309,8 @@ class PipelinedModel:
         key = first, layers.outside.values()
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
-        options = text_fingerprint(repr((layers.outside.plain(key[1]), shapes)))
+        own = text_fingerprint(repr((layers.outside.plain(key[1]), shapes)))
+        options = self._transport.everyone.broadcast_object(own)  # some name the process
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
         return key

@@ -42,6 +42,7 @@ class RunState:
         was_exact: Whether the last step was exact.
         stale_norms: Norms whose running statistics pipelined steps have updated; see
             `RunningStatistics`.
+        num_random_inputs: Inputs that were new because of random numbers.
         version: Of this format.
     """
 
@@ -56,6 +57,7 @@ class RunState:
     steps_since_jump: int
     was_exact: bool
     stale_norms: tuple[str, ...]
+    num_random_inputs: int
     version: int = _VERSION
 
     @property
@@ -109,7 +111,7 @@ class SavedRun:
             return {}
         return {
             one.number: SavedHistories(
-                one, [part for rank in self.stages for part in rank[one.number]]
+                one, [part for rank in self.stages for part in rank.get(one.number, ())]
             )
             for one in self.state.inputs
         }

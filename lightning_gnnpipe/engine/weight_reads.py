@@ -18,13 +18,19 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gnnpipe._compat_torch import TENSOR_FLAGS, ignoring_classes, is_dropping_gradients
+from lightning_gnnpipe._compat_torch import (
+    TENSOR_FLAGS,
+    add_first_post_hook,
+    ignoring_classes,
+    is_dropping_gradients,
+)
 from lightning_gnnpipe.comm import Collectives, Transport, differ
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -64,9 +70,13 @@ class WeightReads:
         self._names: dict[int, tuple[str, StageWeights]] = {}
         self._seen_parameter, self._seen_buffer = _make_classes(self)
 
-    def watch(self) -> None:
-        """Notice reads from now on, outside of `inside`; the tensors have just been emptied."""
-        self._is_full = False
+    def watch(self, *, is_full: bool = False) -> None:
+        """Notice reads from now on, outside of `inside`.
+
+        Args:
+            is_full: Whether the tensors of other stages are still to be emptied, by `settle`.
+        """
+        self._is_full = is_full
         if self._transport.mesh.num_stages == 1:
             return
         kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
@@ -128,7 +138,17 @@ class WeightReads:
                 begin()
                 return args, kwargs
 
+            num_calls = count(1)
+
             def run() -> Any:
+                if next(num_calls) > 1:
+                    raise UnsupportedError(
+                        explain(
+                            expected="an optimizer that evaluates the loss once a step",
+                            found=f"{type(optimizer).__name__}, which does so several times",
+                            remedy="Use one that does so once, such as Adam, AdamW or SGD.",
+                        )
+                    )
                 loss = closure()
                 begin()
                 return loss
@@ -138,7 +158,7 @@ class WeightReads:
 
         served = ExitStack()
         served.callback(optimizer.register_step_pre_hook(before).remove)
-        served.callback(optimizer.register_step_post_hook(lambda *_: self._hide()).remove)
+        served.callback(add_first_post_hook(optimizer, lambda *_: self._hide()))
         return served.close
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[list[int]]:

@@ -19,6 +19,7 @@ from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.listed import is_listed
 from lightning_gnnpipe.stages.reach import find_reached
+from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, find_repeatable, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, part_of
 from lightning_gnnpipe.stages.split import (
@@ -30,6 +31,7 @@ from lightning_gnnpipe.stages.split import (
 )
 from lightning_gnnpipe.stages.trace import (
     NUM_GRAPHS,
+    is_traced_through,
     line_of_node,
     strip_root,
     trace,
@@ -52,6 +54,7 @@ __all__ = [
     "Kind",
     "KnownKinds",
     "Layers",
+    "Reads",
     "Sample",
     "Segment",
     "Shape",
@@ -73,6 +76,7 @@ __all__ = [
     "find_repeatable",
     "find_users",
     "is_listed",
+    "is_traced_through",
     "learn_values",
     "line_of_node",
     "make_husks",

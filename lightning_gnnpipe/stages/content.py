@@ -7,12 +7,12 @@ functions by identity, other objects by identity and by what their attributes ho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType
 
 import numpy as np
@@ -50,6 +50,13 @@ class KeptProxyError(Exception):
     """A value holds what stands for a tensor during a trace."""
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a number, a text, or a tuple or list of them."""
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    return type(value) in _PLAIN
+
+
 def content_of(value: Any) -> Hashable:
     """Return what `value` holds.
 
@@ -60,15 +67,32 @@ def content_of(value: Any) -> Hashable:
     return (kind, value) if kind in _PLAIN else _look(value, {})
 
 
-def plain_of(content: Hashable) -> Any:
-    """Return what is plain in what `content_of` has returned; None for all that is not."""
+def plain_of(content: Hashable, number_of: Callable[[Tensor], int] | None = None) -> Any:
+    """Return what is plain in what `content_of` has returned, the same in every process.
+
+    Args:
+        content: What it has returned.
+        number_of: Returns a number of a tensor's content; None leaves tensors out.
+    """
     if isinstance(content, tuple):
-        return tuple(plain_of(part) for part in content)
+        return tuple(plain_of(part, number_of) for part in content)
     if isinstance(content, frozenset):
-        return sorted(repr(plain_of(part)) for part in content)
-    if isinstance(content, type):
+        return sorted(repr(plain_of(part, number_of)) for part in content)
+    if isinstance(content, Same):
+        content = cast(Any, content.it)
+    if isinstance(content, Tensor):
+        is_data = not isinstance(content, nn.Parameter) and content.layout is torch.strided
+        return number_of(content) if number_of is not None and is_data else None
+    if isinstance(content, FunctionType):
+        code = content.__code__
+        return content.__qualname__, code.co_code, repr(code.co_names), repr(code.co_varnames)
+    if isinstance(content, nn.Module):
+        return type(content).__qualname__, content.extra_repr()
+    if isinstance(content, type | BuiltinFunctionType):
         return content.__qualname__
-    return content if type(content) in _PLAIN else None
+    if isinstance(content, Enum):
+        return str(content)
+    return content if type(content) in _PLAIN else type(content).__qualname__
 
 
 class Same:

@@ -22,7 +22,14 @@ import torch
 from torch import nn
 
 from lightning_gnnpipe._compat_torch import registry_of
-from lightning_gnnpipe.stages.content import FRAMEWORKS, KeptProxyError, Same, content_of, plain_of
+from lightning_gnnpipe.stages.content import (
+    FRAMEWORKS,
+    KeptProxyError,
+    Same,
+    content_of,
+    is_plain,
+    plain_of,
+)
 from lightning_gnnpipe.stages.watch import MISSING, Watched
 
 Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and owner
@@ -56,15 +63,44 @@ class Reads:
         walk.finish()
         return reads
 
+    @staticmethod
+    def of_parts(module: nn.Module, is_traced: Callable[[nn.Module], bool]) -> Reads:
+        """Return what those parts of `module` may read that run as they are, without a trace.
+
+        Probabilities of dropout, and whether a part is in training mode, are left out.
+        """
+        reads, of_torch = Reads(), vars(nn.Module())
+        walk = _Walk(module, reads._sources)
+        for part in module.modules():
+            if is_traced(part):
+                continue
+            is_library = walk.is_library(type(part).__module__)
+            for name, value in list(vars(part).items()):
+                is_left_out = name in of_torch or is_probability(part, name)
+                is_own = not is_library or (name[0] != "_" and is_plain(value))
+                if is_own and not is_left_out and not isinstance(value, torch.Tensor):
+                    walk.attribute(part, name)
+            if not is_library:
+                walk.visit(type(part))
+                for function in vars(type(part)).values():
+                    if isinstance(function, FunctionType):
+                        walk.visit(function)
+        walk.finish()
+        return reads
+
     def values(self) -> tuple[Hashable, ...]:
         """Return what is there at present; see `content_of`."""
         return tuple([content_of(read()) for read in self._sources.values()])
 
-    def plain(self, values: tuple[Hashable, ...]) -> list[tuple[str, Any]]:
+    def plain(
+        self,
+        values: tuple[Hashable, ...],
+        number_of: Callable[[torch.Tensor], int] | None = None,
+    ) -> list[tuple[str, Any]]:
         """Return what is plain of `values`, by name, the same in every process and mode."""
         named = zip((name for name, _ in self._sources), values, strict=True)
         return sorted(
-            (name, repr(plain_of(value)))
+            (name, repr(plain_of(value, number_of)))
             for name, value in named
             if name.rpartition(".")[2] != "training" and name not in _GLOBAL_STATE
         )
@@ -77,6 +113,11 @@ class Reads:
         """Return the names of what differs."""
         triples = zip(self._sources, before, now, strict=True)
         return [name for (name, _), old, new in triples if old != new]
+
+
+def is_probability(part: nn.Module, name: str) -> bool:
+    """Whether an attribute of a layer is the probability of its dropout."""
+    return name == "dropout" or (name == "p" and "Dropout" in type(part).__name__)
 
 
 def _holds_proxy(value: Any) -> bool:
@@ -139,7 +180,7 @@ class _Walk:
         elif isinstance(value, type | ModuleType):
             is_module = isinstance(value, ModuleType)
             for one in (value,) if is_module else value.__mro__:
-                if not self._is_library(one.__name__ if is_module else one.__module__):
+                if not self.is_library(one.__name__ if is_module else one.__module__):
                     self._spaces.setdefault(id(one), one)
         else:
             for part in self._parts(value):
@@ -154,12 +195,12 @@ class _Walk:
             yield from list(value)[:_MOST]
         elif not isinstance(value, torch.Tensor):
             yield type(value)
-            if not self._is_library(type(value).__module__) and not isinstance(value, nn.Module):
+            if not self.is_library(type(value).__module__) and not isinstance(value, nn.Module):
                 yield getattr(value, "__dict__", {})
                 yield vars(type(value)).get("__call__")
 
     def _function(self, function: FunctionType) -> None:
-        if self._is_library(function.__module__ or ""):
+        if self.is_library(function.__module__ or ""):
             return
         label = function.__qualname__
         names = set(_names_in(function.__code__))
@@ -185,7 +226,7 @@ class _Walk:
                 read = partial(getattr, one, name, MISSING)
                 self._source(f"{one.__name__}.{name}", read, one)
 
-    def _is_library(self, name: str) -> bool:
+    def is_library(self, name: str) -> bool:
         """Whether the Python module `name` is no part of what the user has written."""
         top = name.partition(".")[0]
         if top in _LIBRARIES or top in self._own:
@@ -203,6 +244,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():  # getattr(Config, "scale")
+            yield constant
 
 
 def _same_in(registry: Mapping[str, Any], name: str) -> Same:

@@ -169,7 +169,7 @@ def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
     Yields:
         What else to call then.
     """
-    attributes = [vars(m) for m in module.modules() if _is_traced_through(m)]
+    attributes = [vars(m) for m in module.modules() if is_traced_through(m)]
     held = [*(one for named in attributes for one in named.values()), *attributes]
     with ExitStack() as undo:
         for one in held:
@@ -190,7 +190,7 @@ def contains_passing(module: nn.Module) -> bool:
     return any(isinstance(m, MessagePassing) for m in module.modules())
 
 
-def _is_traced_through(module: nn.Module) -> bool:
+def is_traced_through(module: nn.Module) -> bool:
     """Whether the forward of `module` is traced.
 
     Others are called as they are, on real tensors: message-passing layers, what holds none, PyG's
@@ -249,7 +249,7 @@ class _Tracer(fx.Tracer):
         )
         listed = listed_parts(module)
         self._traced = {
-            id(m) for m in module.modules() if _is_traced_through(m) and id(m) not in listed
+            id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
         }
         norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
         super().__init__(autowrap_functions=(*functions, *_POOLS, norm))

@@ -16,7 +16,8 @@ class Oracle(L.Callback):
     """Runs `net` in chunks with stale rows, as `staleness="constant"` does.
 
     Node n is in chunk n modulo `num_chunks`. The rows of each input are its own, as are those of
-    other frozen layers: the first step on them is exact.
+    other frozen layers. The first input is kept at once, any other one when it comes a second time:
+    steps until then are exact.
 
     Args:
         num_chunks: Chunks of the graph.
@@ -26,6 +27,7 @@ class Oracle(L.Callback):
     def __init__(self, num_chunks: int, seed: int = 7) -> None:
         self.num_chunks, self.seed = num_chunks, seed
         self.oracles: dict[Any, StaleOracle] = {}
+        self.seen: set[Any] = set()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         net, loop = pl_module.net, trainer.fit_loop.epoch_loop
@@ -34,12 +36,14 @@ class Oracle(L.Callback):
         def forward(x: Tensor, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(x, *args)
-            frozen = tuple(p.requires_grad for p in net.parameters())
-            key = (frozen, *((one.shape, *one.flatten().tolist()) for one in (x, *args)))
+            key = _key_of(net, (x, *args))
             if key not in self.oracles:
                 partition = torch.arange(x.size(0)) % self.num_chunks
-                self.oracles[key] = StaleOracle(_Own(net, own), partition)  # type: ignore[arg-type]
-                return self.oracles[key].exact(x, *args)
+                oracle = StaleOracle(_Own(net, own), partition)  # type: ignore[arg-type]
+                if not self.oracles or key in self.seen:
+                    self.oracles[key] = oracle
+                self.seen.add(key)
+                return oracle.exact(x, *args)
             order = chunk_order(
                 self.num_chunks, epoch=loop.total_batch_idx, seed=self.seed, order="shuffled"
             )
@@ -49,6 +53,19 @@ class Oracle(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pl_module.net.__dict__.pop("forward", None)
+
+
+def _key_of(net: Any, args: tuple[Any, ...]) -> Any:
+    """Return what rows are made of: arguments, and what the modules hold beside weights."""
+    held = [*args, *net.buffers(), *(v for one in net.modules() for v in vars(one).values())]
+    values = [_value_of(one) for one in held]
+    return tuple(p.requires_grad for p in net.parameters()), tuple(map(repr, values))
+
+
+def _value_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.requires_grad else (value.shape, *value.flatten().tolist())
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 class _Own:

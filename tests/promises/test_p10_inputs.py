@@ -70,6 +70,13 @@ class Steps:
         self.net, self.plain = Net(), Net()
         self.engine: PipelineEngine = one_process_engine(self.net, partition=CHUNKS, **options)
         self.engine.attach()
+        self.owner = nn.ModuleList([self.net, TABLE, LABEL_TABLE, ENCODER])
+        self.begin()
+
+    def begin(self) -> None:
+        """Say that a step begins."""
+        state = lambda: {"torch": torch.get_rng_state()}  # noqa: E731
+        self.engine.identity.begin_step(self.owner, state)
 
     def run(self, *args: Any, **kwargs: Any) -> bool:
         """Run one step; return whether it was exact, and refuse any other output than plain."""
@@ -79,7 +86,7 @@ class Steps:
         output = self.net(*args, **kwargs)
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
         output.sum().backward()
-        self.engine.identity.begin_step(lambda: {"torch": torch.get_rng_state()})
+        self.begin()
         record = self.engine.last_step.record
         assert record is not None
         return record.is_exact
