@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import currentframe
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.nn.pool.glob
 import torch_geometric.utils
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
@@ -261,7 +263,7 @@ class _Tracer(fx.Tracer):
         return id(m) not in self._traced
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _contexts() != self._contexts:
+        if _contexts() != self._contexts and not _is_checkpointed():
             raise UnsupportedError(
                 explain(
                     expected="forward to call its layers in one mode of autograd and of autocast",
@@ -307,6 +309,14 @@ def _contexts() -> tuple[bool, ...]:
     """Return the modes that a trace does not take down."""
     autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     return torch.is_grad_enabled(), *autocast
+
+
+def _is_checkpointed() -> bool:
+    """Whether an activation checkpoint runs, which switches gradients off for the time being."""
+    frame = currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _node_types(m: nn.Module) -> list[str]:
