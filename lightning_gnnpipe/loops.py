@@ -121,7 +121,14 @@ class PipeLoops(PipeReplicas):
         """Let the engine run a training step again on outputs that have come out early."""
         module, pipelined = self.lightning_module, self.engine.model.module
         assert module is not None
-        replay = StepReplay(module, pipelined, step, args, self.root_device)
+        reads = self.engine.model.reads
+
+        def step_again(*args: Any) -> Any:
+            with reads.refusing("Use schedule='fill_drain', or the optimizer's weight_decay."):
+                return step(*args)
+
+        with reads.inside():
+            replay = StepReplay(module, pipelined, step_again, args, self.root_device)
         self.engine.batches.early_loss.run = replay
 
     def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:

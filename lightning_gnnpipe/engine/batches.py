@@ -165,8 +165,7 @@ class BatchPasses:
             return TrainingPass(parts, None, self._model, schedule, is_exact=codecs.is_exact)
 
         def differentiate(outputs: list[Tensor]) -> list[Tensor]:
-            with self._model.reads.refusing("Use schedule='fill_drain', or weight_decay."):
-                return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
+            return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
 
         early = EarlyGrads(parts, differentiate)
         return AlternatingPass(parts, self._model, schedule, early, is_exact=codecs.is_exact)

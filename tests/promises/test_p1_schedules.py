@@ -258,3 +258,16 @@ def test_replicas_are_those_of_fill_drain(schedule: str, tmp_path: Path) -> None
     for ours, theirs in zip(runs[1][1], runs[0][1], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-12)
+
+
+class Decaying(Staged):
+    """Decays its weights by hand."""
+
+    def training_step(self, data: Any, batch_idx: int) -> dict[str, Tensor]:
+        found = super().training_step(data, batch_idx)
+        return {"loss": found["loss"] + sum(p.square().sum() for p in self.net.parameters())}
+
+
+def test_a_penalty_on_weights_is_refused_where_the_loss_runs_on_one_rank(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"weights of pipelined layers to be read.*fill_drain"):
+        fit("1f1b", 2, tmp_path, module=Decaying())
