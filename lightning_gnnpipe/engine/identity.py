@@ -217,7 +217,8 @@ class _HeldTensors:
         for prefix, module in self.module.named_modules():
             held = dict(module.named_buffers(recurse=False)) | vars(module)
             for key, tensor in held.items():
-                if key in _STATISTICS and module.training:
+                # In training mode, and for validation to be given the same, a norm's own.
+                if key in _STATISTICS and (module.training or not torch.is_grad_enabled()):
                     continue
                 if isinstance(tensor, Tensor) and _is_dense(tensor):
                     name = f"'{prefix}.{key}' of the module".replace("'.", "'")
