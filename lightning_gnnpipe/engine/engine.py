@@ -217,7 +217,9 @@ class PipelineEngine:
         vector, has_replicas = call.batch_vector, self.transport.world.num_replicas > 1
         if vector is None or has_replicas or self._checks.has_seen_graphs:
             return call
-        if self.progress.graph_of_node is not None or not vector.numel() or vector.any():
+        if self.progress.graph_of_node is not None or vector.any():
+            return call
+        if vector.numel() < self.options.chunks.expected:  # too small to be cut
             return call
         if self._is_one_graph is None:
             self._is_one_graph = is_one_graph(self.model.module, call)

@@ -65,7 +65,7 @@ def test_a_thousand_random_batches(
     """1 to 64 graphs, empty ones, a single node: no error, no new trace, nothing kept."""
     traces = []
     original = cut.trace
-    monkeypatch.setattr(cut, "trace", lambda *a: traces.append(0) or original(*a))
+    monkeypatch.setattr(cut, "trace", lambda *a, **k: traces.append(0) or original(*a, **k))
     net = make(0.2)
     make_engine(net, num_chunks=5)
     draw = random.Random(0)
