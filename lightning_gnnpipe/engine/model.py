@@ -302,7 +302,7 @@ class PipelinedModel:
                 served,
                 finds_repeatable=repeats,
                 is_grad_enabled=records,
-                is_cut=self._is_cut(inputs),
+                is_cut=inputs.graphs is not None or self._is_cut(inputs),
             )
             self._check(layers, call, inputs)
         first = trace_key(self.module, call, inputs, self._transport.world.device)
