@@ -22,6 +22,7 @@ from lightning_gnnpipe.nested import tensors_in
 from lightning_gnnpipe.stages import Call, Inputs, Kind, Reads, is_traced_through
 from lightning_gnnpipe.types import CrossChunkEdges
 
+_LIBRARIES = ("torch.", "torch_geometric.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -210,18 +211,20 @@ class _HeldTensors:
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
         self.module, self._contents = module, contents
         self._held: dict[str, _Held] = {}
+        self._own: set[str] = set()
 
     def numbers(self) -> dict[str, int]:
         """Return the numbers of the tensors, by name."""
         before, self._held = self._held, {}
         for prefix, module in self.module.named_modules():
-            held = dict(module.named_buffers(recurse=False)) | vars(module)
+            held = dict(module.named_buffers(recurse=False))
+            if not type(module).__module__.startswith(_LIBRARIES):  # which keep results there
+                held |= vars(module)
             for key, tensor in held.items():
-                # In training mode, and for validation to be given the same, a norm's own.
-                if key in _STATISTICS and (module.training or not torch.is_grad_enabled()):
+                name = f"'{prefix}.{key}' of the module".replace("'.", "'")
+                if key in _STATISTICS and self._is_norms_own(name, module):
                     continue
-                if isinstance(tensor, Tensor) and _is_dense(tensor):
-                    name = f"'{prefix}.{key}' of the module".replace("'.", "'")
+                if isinstance(tensor, Tensor) and _is_dense(tensor) and not tensor.requires_grad:
                     known = before.get(name)
                     if known is None or not known.is_as_it_was(tensor):
                         number = self._contents.of(tensor)
@@ -229,6 +232,15 @@ class _HeldTensors:
                         known.accept(tensor)
                     self._held[name] = known
         return {name: held.number for name, held in self._held.items()}
+
+    def _is_norms_own(self, name: str, module: nn.Module) -> bool:
+        """Whether a norm updates its running statistic `name` itself in training steps.
+
+        In validation no norm does; what is given counts as in the training step before.
+        """
+        if torch.is_grad_enabled():
+            (self._own.add if module.training else self._own.discard)(name)
+        return name in self._own or module.training
 
     def accept(self) -> None:
         """Take the present state of all tensors for that of their numbers."""
