@@ -39,18 +39,17 @@ class Branches(Net):
 
 
 class Module(L.LightningModule):
-    def __init__(self, net: nn.Module | None = None, calls: int = 1, penalty: float = 0.0) -> None:
+    def __init__(self, net: nn.Module | None = None, calls: int = 1) -> None:
         super().__init__()
         self.net = Net() if net is None else net
-        self.calls, self.penalty = calls, penalty
+        self.calls = calls
         self.optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         out = sum(self.net(data.x, data.edge_index) for _ in range(self.calls))
         if not self.calls:
             out = self.net.convs[0](data.x, data.edge_index)
-        penalty = sum(p.square().sum() for p in self.parameters())
-        return F.cross_entropy(out, data.y) + self.penalty * penalty
+        return F.cross_entropy(out, data.y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters(), lr=0.1)
@@ -221,7 +220,6 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
         {},
         "the same batch on every rank",
     ),
-    "penalty": (lambda: Module(penalty=1.0), graph, {}, "the same loss on every rank"),
     "partition": (
         Module,
         graph,

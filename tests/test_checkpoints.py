@@ -121,7 +121,7 @@ def test_without_its_histories_a_checkpoint_goes_on_exactly_and_says_so(
     with caplog.at_level(logging.WARNING, "lightning_gnnpipe"):
         fit(tmp_path / "again", kinds, num_stages=1, epochs=5, resume=moved)
     assert kinds.was_exact == [True, False]
-    assert "no histories of this graph" in caplog.text
+    assert "no histories of this input" in caplog.text
 
 
 def test_a_link_to_a_checkpoint_finds_its_histories(saved: Path, tmp_path: Path) -> None:
