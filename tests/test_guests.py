@@ -217,9 +217,9 @@ def test_the_last_pass_over_averaged_weights_reads_no_stale_row(
     exact: list[bool] = []
     train = PipelineEngine._train
 
-    def watched(self: PipelineEngine, *args: Any, is_exact: bool) -> Any:
-        exact.append(is_exact)
-        return train(self, *args, is_exact=is_exact)
+    def watched(self: PipelineEngine, *args: Any) -> Any:
+        exact.append(self.controls.is_exact)
+        return train(self, *args)
 
     monkeypatch.setattr(PipelineEngine, "_train", watched)
     trainer = make_trainer(1, 4, averaging("swa"))

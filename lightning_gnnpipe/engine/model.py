@@ -310,7 +310,7 @@ class PipelinedModel:
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
         own = text_fingerprint(repr((layers.outside.plain(key[1]), shapes)))
-        options = self._transport.everyone.broadcast_object(own)  # some name the process
+        options = self._transport.broadcast_object(own)  # some name the process
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
         return key

@@ -84,7 +84,6 @@ def run_fit(
         options["partition"] = partition
     num_ranks = num_stages * num_shards
     strategy = GNNPipeStrategy(
-        num_stages=num_stages,
         graph_parallel=num_shards,
         num_chunks=num_chunks,
         start_method="fork",
