@@ -8,9 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.plugins import Precision
-from torch import nn
 from torch.optim import Optimizer
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
@@ -105,31 +103,18 @@ def check_pruning(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def check_was_called(name: str, was_called: bool, module: nn.Module | None) -> None:
+def check_was_called(name: str, was_called: bool) -> None:
     """Refuse a training step that went past the pipelined module.
 
     Args:
-        name: Of the pipelined module; empty for `module`.
+        name: Of the pipelined module; empty for the LightningModule itself.
         was_called: Whether it was called.
-        module: The LightningModule.
 
     Raises:
         UnsupportedError: With the module's name.
     """
     if was_called:
         return
-    branches = [] if name or module is None else _branches(module)
-    if len(branches) > 1:
-        found = ", ".join(f"'{branch}'" for branch in branches)
-        raise UnsupportedError(
-            explain(
-                expected="training_step to call one module that holds all message passing",
-                found=f"{found}, which it calls one by one",
-                remedy="Put them into one module whose forward calls them. Or name one by "
-                f"GNNPipeStrategy(pipelined_module='{branches[0]}'): every rank then runs the "
-                "others as they are.",
-            )
-        )
     raise UnsupportedError(
         explain(
             expected=f"training_step to call the pipelined module '{name or 'self'}'",
@@ -138,13 +123,3 @@ def check_was_called(name: str, was_called: bool, module: nn.Module | None) -> N
             "GNNPipeStrategy(pipelined_module=...).",
         )
     )
-
-
-def _branches(module: nn.Module) -> list[str]:
-    """Return the names of the children that hold message passing."""
-    children = module.named_children()
-    return [name for name, child in children if any(map(_passes_messages, child.modules()))]
-
-
-def _passes_messages(module: nn.Module) -> bool:
-    return isinstance(module, MessagePassing)

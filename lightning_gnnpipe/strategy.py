@@ -309,7 +309,7 @@ class GNNPipeStrategy(PipeLoops):
         engine.batches.early_loss.run = None
         self.controls.reset()  # what callbacks ask for is for one step
         was_called = engine.num_training_passes > passes
-        check_was_called(self._prefix, was_called, self.lightning_module)
+        check_was_called(self._prefix, was_called)
         drop_foreign_states(self.optimizers, engine.model)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)

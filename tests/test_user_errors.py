@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
     ),
     "two branches": (
         Branches,
-        "'left', 'right', which it calls one by one.*pipelined_module='left'",
+        "'left' and 'right'.*pipelined_module=",
         Branches,
         {"pipelined_module": "left"},
     ),
