@@ -131,7 +131,7 @@ if __name__ == "__main__":
 """
 
 MISTAKE = "the user's mistake"
-LOST = "another rank has failed|SIGKILL|exit code"
+LOST = "another rank has failed|SIGKILL|exit code|terminated with code -9"
 RANK_OF = {"F": 0, "B": 1, "SEND_F": 0, "RECV_F": 1, "SEND_B": 1, "RECV_B": 0}
 CASES = [
     ("training_step", "raise", 0, "popen", MISTAKE),
