@@ -137,22 +137,22 @@ class EngineChecks:
         if not own.takes_rows(step):
             return
         norms = self._model.intercepted.norms
+        remedy = "Validate after every epoch, with the inputs of training."
         if norms:
             why = f"'{next(iter(norms))}' sees all nodes, otherwise in validation than in training"
+            remedy = "This is how networks with such norms train by default."
         elif self._options.messages.is_async:
             why = "With async_halo shards do not wait for the rows of validation"
+            remedy = "This is a part of asynchronous training."
         elif averages_weights:
             why = "Validation may run with averages of the weights"
+            remedy = "staleness='constant' never takes rows of validation."
         elif own.was_renewed is False:
             why = "Validation is given other inputs than training, or other weights"
         else:
             why = "No validation has run just before a pipelined step"
         self._fallbacks.tell(
-            why,
-            origin="stale rows of validation",
-            to="those of the last step",
-            remedy="Validate after every epoch with the inputs of training if you can; "
-            "staleness='constant' never takes rows of validation.",
+            why, origin="stale rows of validation", to="those of the last step", remedy=remedy
         )
 
     def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:

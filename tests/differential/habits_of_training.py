@@ -239,6 +239,7 @@ SETTINGS = [
                         "found['later'] = torch.as_tensor(found['later'])"}, oracle=False),
     Habit("evaluated before",
           {"loaders": "trainer.validate(module, val or train, verbose=False)\n"
+                      "module.seen.clear()\n"
                       "L.seed_everything(7, verbose=False)"}, oracle=False),
     Habit("steps at its own pace",
           {"methods": "def optimizer_step(self, epoch, batch_idx, optimizer, closure):\n"

@@ -103,7 +103,7 @@ class NetDraw:
     def is_rowwise(self) -> bool:
         """Whether nodes see each other through messages alone that the oracle knows."""
         if self.is_basic:
-            return self.layers[0] != "basic GIN"
+            return self.layers[0] not in ("basic GIN", "basic GCN jk")  # with norms over all nodes
         return NORMS[self.norm][1] and all(CONVS[layer][2] for layer in self.layers)
 
     @property
