@@ -1,4 +1,4 @@
-"""What takes the place of what was asked for: every fallback of the package is told here, once.
+"""Warnings of fallbacks: the package does something else than the user has asked for.
 
 What is only slower than it could be, and gives the same, is no fallback.
 """
@@ -21,7 +21,7 @@ class Fallbacks:
         self._told: set[tuple[str, str]] = set()
 
     def tell(self, why: str, *, origin: str, to: str, remedy: str = "") -> None:
-        """Warn that `to` takes the place of `origin`, unless that has been told.
+        """Warn once that `to` replaces `origin`.
 
         Args:
             why: What has made it necessary.

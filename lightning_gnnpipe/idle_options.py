@@ -1,7 +1,7 @@
-"""Options that do nothing as the others stand: refused where they are given.
+"""Options without effect beside the other options: refused at construction.
 
-An option is refused if it was given and, with the others as they are given, changes nothing on any
-devices and any graph: whoever reads the script would think otherwise. Not refused is
+An option is refused if, beside the other options, it changes nothing on any devices and any graph:
+whoever reads the script would think otherwise. Not refused is
 
 - what does nothing on the present devices only, so that one script runs on one device and on
   eight: `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;

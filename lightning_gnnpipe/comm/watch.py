@@ -72,7 +72,7 @@ class Watch:
         self._count = 0  # of waits
         self._sampled: tuple[int, _Wait] | None = None
         self._looked: list[Any] | None = None  # what all ranks waited for, at the last look
-        self._told_at = 0.0  # when the others were told of this wait; 0.0 if they are not
+        self._told_at = 0.0  # when this rank published this wait; 0.0 if it has not
         self._signals: dict[int, float] = {}
         self._pipe: tuple[int, int] | None = None
         self._verdict: Exception | None = None
@@ -149,7 +149,7 @@ class Watch:
             is_cause: Whether it is the cause of all: wait a moment until they know.
 
         Returns:
-            Why this rank ends, if that is another one's, or all ranks', fault. Else empty.
+            The cause, if another rank or all ranks together have caused the end. Else empty.
         """
         self._is_ending = True
         if self._thread is None:
@@ -176,7 +176,7 @@ class Watch:
                 self._end(wait)
 
     def _judge(self, wait: _Wait | None) -> Exception | None:
-        """Return the error with which a wait is to end, told to all ranks; None to go on."""
+        """Return the error that ends this wait, after telling all ranks; None to keep waiting."""
         waited = 0.0 if wait is None else time.monotonic() - wait.since
         if wait is None or waited < _SHORT_S:
             if self._told_at:

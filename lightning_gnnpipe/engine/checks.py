@@ -127,7 +127,7 @@ class EngineChecks:
             )
 
     def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:
-        """Tell once if stale rows are to be those of validation, and are not there.
+        """Warn once if the method takes stale rows from validation, and validation has written none.
 
         Args:
             own: The histories of the step's input.

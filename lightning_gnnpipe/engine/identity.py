@@ -1,4 +1,4 @@
-"""What the pipelined module is given in a step, as numbers to compare with those of other steps.
+"""The inputs of a training step as numbers, to compare with the inputs of other steps.
 
 Rows of neighbours that are read from an earlier step have to be made of the same input. Tensors are
 compared by content. Of those that trained weights have computed, the data behind them are compared.
@@ -48,12 +48,12 @@ class InputKey:
         return fold(self.parts.values())
 
     def changed(self, before: InputKey) -> list[str]:
-        """Return the names of what is another than `before`."""
+        """Return the names of the parts that differ from `before`."""
         names = [name for name, number in self.parts.items() if before.parts.get(name) != number]
         return names + [name for name in before.parts if name not in self.parts]
 
     def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
-        """Return the key without what the forward does not read, with what it reads elsewhere.
+        """Return the key without unread tensors, and with the options that the forward reads.
 
         Args:
             leaves: Numbers of the tensors that it reads.
@@ -130,7 +130,7 @@ class InputIdentity:
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
-        """Take note that the module's own forward may have changed what it holds."""
+        """Note that a pass has ended: what the forward itself has changed is no new input."""
         self._held.accept()
         self._parts.accept()
 
@@ -193,7 +193,7 @@ class _PartOptions:
         return self._number
 
     def accept(self) -> None:
-        """Take their present values for those of the number: a forward may count its calls."""
+        """Keep the number although values have changed: a forward may count its own calls."""
         if self._values is not None:
             self._values = self._reads.values()
 
@@ -243,7 +243,7 @@ class _HeldTensors:
         return name in self._own or module.training
 
     def accept(self) -> None:
-        """Take the present state of all tensors for that of their numbers."""
+        """Keep the numbers although tensors have changed: the forward itself has written to them."""
         for held in self._held.values():
             tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):
@@ -259,7 +259,7 @@ class _Held:
         self._version, self._sample = -1, torch.empty(0)
 
     def accept(self, tensor: Tensor) -> None:
-        """Take the present state of the tensor for that of its number."""
+        """Note the present state of the tensor; later writes change its number."""
         if self._tensor is not tensor or self._version != version_of(tensor):
             self._tensor, self._version = tensor, version_of(tensor)
             self._sample = sample_of(tensor).clone()

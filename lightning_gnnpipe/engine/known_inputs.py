@@ -1,4 +1,4 @@
-"""Which inputs of training have histories: the first one, and those that come again.
+"""Which inputs of training have histories: the first one, and each input that comes again.
 
     step     1      2      3      4      5      6        inputs a, b, c in turn
     input    a      b      c      a      b      c
@@ -76,7 +76,7 @@ class KnownInputs:
         self._kept[number] = histories
 
     def admits(self, number: int, num_bytes: int) -> bool:
-        """Whether an input without histories is to have some; drops others for them if it has to.
+        """Whether to keep histories for an input that has none; may drop the oldest histories.
 
         Args:
             number: Of the input.

@@ -1,8 +1,7 @@
 """What data a tensor was computed from, read off its autograd graph.
 
-An argument that was computed by trained weights, as an encoder's output, is another in each step
-because the weights are. Whether its data are others as well, the tensors tell that autograd has
-saved:
+The output of a trained encoder changes in each step, because its weights do. Its data may still be
+the same. Autograd saves most of the data that a function was given:
 
     x = lin(features)                          features
     x = dropout(lin(features))                 features, the mask
@@ -33,7 +32,7 @@ class Sources:
         functions: Names and options of the functions that have computed it.
         weights: The leaves with a gradient.
         tensors: Tensors that autograd has saved and that need no gradient.
-        is_hidden: Whether there are others that it has not saved.
+        is_hidden: Whether some data was not saved.
     """
 
     functions: list[str] = field(default_factory=list)

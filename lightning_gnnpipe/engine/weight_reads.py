@@ -1,4 +1,4 @@
-"""Weights, gradients and buffers that user code reads, whole: those of other stages are fetched.
+"""Whole weights, gradients and buffers for user code: other stages send theirs when one is read.
 
 A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
 of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
@@ -42,11 +42,11 @@ _GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class WeightReads:
-    """Serves reads of a pipelined module's tensors, and of those of its copies.
+    """Serves reads of the tensors of a pipelined module and of its copies.
 
     Args:
         transport: The ranks.
-        weights: Returns those of the module, and of its copies.
+        weights: Returns the weights of the module, and of its copies.
         users: Returns the stages of each tensor of the module.
 
     Attributes:
