@@ -127,7 +127,7 @@ class EngineChecks:
             )
 
     def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:
-        """Warn once if the method takes stale rows from validation, and validation has written none.
+        """Warn once if stale rows should come from validation, and it has written none.
 
         Args:
             own: The histories of the step's input.

@@ -243,7 +243,7 @@ class _HeldTensors:
         return name in self._own or module.training
 
     def accept(self) -> None:
-        """Keep the numbers although tensors have changed: the forward itself has written to them."""
+        """Keep the numbers although tensors have changed: the forward has written to them."""
         for held in self._held.values():
             tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):
