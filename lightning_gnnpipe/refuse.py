@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -12,9 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
+log = logging.getLogger(__name__)
 
-def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+
+def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
     """Refuse optimizers that evaluate the loss several times a step.
+
+    On several stages, warn of those that may mix the weights of several layers.
 
     Raises:
         UnsupportedError: With the optimizer.
@@ -27,6 +32,12 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                     found="LBFGS, whose line search would differ between stages",
                     remedy="Use Adam, AdamW or SGD.",
                 )
+            )
+        if num_stages > 1 and not type(optimizer).__module__.startswith("torch.optim"):
+            log.warning(
+                "%s is not one of torch.optim's. In its step each rank has the weights of its own "
+                "stage only, so it has to treat every weight by itself, without norms over all.",
+                type(optimizer).__name__,
             )
 
 

@@ -258,7 +258,7 @@ class GNNPipeStrategy(PipeLoops):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
+        check_optimizers(self.optimizers, self._pipe.mesh.num_stages if self.is_global_zero else 1)
         self._serve_optimizers()
 
     def setup_precision_plugin(self) -> None:

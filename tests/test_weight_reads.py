@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine.weight_reads import WeightReads
+from lightning_gnnpipe.refuse import check_optimizers
 from tests.helpers.realistic import Realistic
 from tests.helpers.trainers import assert_same, datamodule, double_precision, make_trainer
 
@@ -334,3 +335,15 @@ def test_weights_may_be_read_before_the_first_forward(tmp_path: Path) -> None:
     (plain,) = fit(tmp_path / "0", 0, copy.deepcopy(module), num_sanity_val_steps=0)
     for found in fit(tmp_path / "2", 2, module, num_sanity_val_steps=0):
         torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-8)
+
+
+class OfOthers(torch.optim.SGD):
+    """As one of another package."""
+
+
+def test_an_optimizer_that_may_mix_weights_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = OfOthers([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    check_optimizers([optimizer, torch.optim.Adam(optimizer.param_groups[0]["params"])], 2)
+    check_optimizers([optimizer], 1)
+    [text] = caplog.messages
+    assert text.startswith("OfOthers is not one of torch.optim's")

@@ -34,6 +34,7 @@ from lightning_gnnpipe.stages import (
     Call,
     Inputs,
     Layers,
+    Reads,
     Stage,
     check_counts,
     check_num_virtual,
@@ -182,11 +183,16 @@ class PipelinedModel:
         return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
+        known = set(self._modes)
         key = self._trace(call, inputs)
         if also_train and self._counts is None:
             for training in (True, False):
                 with switched(self.module, training):
                     self._trace(call, inputs)
+        new = [one for one in self._modes if one not in known]
+        options = self._options_number() if new else 0
+        for one in new:
+            self._modes[one] = replace(self._modes[one], options=options)
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
         if len(lengths) > 1:
             raise UnsupportedError(
@@ -198,6 +204,16 @@ class PipelinedModel:
                 )
             )
         return key
+
+    def _options_number(self) -> int:
+        """Return a number of what the forward reads in any mode, and of the shapes of weights.
+
+        Validation reads what training reads, although it may leave options of training unread.
+        """
+        reads = Reads.merged([mode.layers.outside for mode in self._modes.values()])
+        shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
+        own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
+        return self._transport.broadcast_object(own)  # some options name the process
 
     def add_copy(self, module: nn.Module) -> StageWeights:
         """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
@@ -308,11 +324,8 @@ class PipelinedModel:
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = first, layers.outside.values()
         reads = reads_key(self.module, call, self.intercepted.norms.values())
-        shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
-        own = text_fingerprint(repr((layers.outside.plain(key[1]), shapes)))
-        options = self._transport.broadcast_object(own)  # some name the process
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
-        self._modes[key] = Mode(layers, (), reads, self.module.training, options, frozen)
+        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
         return key
 
     def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:

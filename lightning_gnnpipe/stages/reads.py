@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -61,6 +61,14 @@ class Reads:
         for owner, name in watched.reads:
             walk.attribute(owner, name)
         walk.finish()
+        return reads
+
+    @staticmethod
+    def merged(several: Iterable[Reads]) -> Reads:
+        """Return what any of them reads."""
+        reads = Reads()
+        for one in several:
+            reads._sources |= one._sources
         return reads
 
     @staticmethod

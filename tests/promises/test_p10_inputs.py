@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.engine import PipelineEngine, known_inputs
+from lightning_gnnpipe.history import METHODS
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import double_precision
 
@@ -233,6 +234,27 @@ def test_an_argument_that_no_layer_reads_is_no_part_of_it() -> None:
     steps, x = Steps(), features(0)
     exact = [steps.run(x, EDGES, mask=torch.rand(N) < 0.5) for _ in range(3)]
     assert exact == [True, False, False]
+
+
+class DropsInTraining(Net):
+    """Reads an option in training only."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        if self.training:
+            x = F.dropout(x, 0.1 * self.slope)
+        return super().forward(x, edge_index)
+
+
+def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
+    net = DropsInTraining()
+    engine = one_process_engine(net, partition=CHUNKS, method=METHODS["drift"])
+    engine.attach()
+    for _ in range(2):
+        net.train()(features(0), EDGES).sum().backward()
+        with torch.no_grad():
+            net.eval()(features(0), EDGES)
+        (own,) = engine.graphs.inputs
+        assert own.is_renewed
 
 
 def test_where_changes_are_allowed_steps_stay_pipelined() -> None:
