@@ -347,3 +347,18 @@ def test_an_optimizer_that_may_mix_weights_is_told_of(caplog: pytest.LogCaptureF
     check_optimizers([optimizer], 1)
     [text] = caplog.messages
     assert text.startswith("OfOthers is not one of torch.optim's")
+
+
+def reads_alone_then_saves(module: Any) -> Any:
+    found = norm_of(module.parameters()) if module.global_rank == 0 else None
+    module.trainer.strategy.barrier()
+    module.trainer.save_checkpoint(Path(module.trainer.default_root_dir) / "own.ckpt")
+    return found
+
+
+def test_a_rank_that_reads_alone_is_answered_where_ranks_meet_next(tmp_path: Path) -> None:
+    module = Scaled({"on_train_epoch_end": [reads_alone_then_saves]})
+    found, _ = fit(tmp_path / "2", 2, module, default_root_dir=tmp_path)
+    saved = torch.load(tmp_path / "own.ckpt", weights_only=False)["state_dict"]
+    expected = norm_of([saved[name] for name, _ in module.named_parameters()])
+    torch.testing.assert_close(found[-1], expected, rtol=1e-10, atol=0)

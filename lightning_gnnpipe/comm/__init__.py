@@ -20,7 +20,6 @@ from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.comm.rendezvous import restart_store
 from lightning_gnnpipe.comm.shards import load_shards, save_shards
 from lightning_gnnpipe.comm.transport import PLAIN, Exchange, Label, Transport
-from lightning_gnnpipe.comm.watch import differ
 from lightning_gnnpipe.comm.wire import GPU_BACKEND, choose_wire
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "abandon_groups",
     "cause_of",
     "choose_wire",
-    "differ",
     "end_groups_at_exit",
     "first_rank_tells",
     "get_codec",

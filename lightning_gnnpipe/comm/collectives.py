@@ -38,6 +38,10 @@ class Collectives:
         meter: Counts what travels.
         members: The ranks that take part; None for all.
         watch: Over what this rank waits for; None for one that does nothing.
+
+    Attributes:
+        answers: What the other ranks do if one asks for something in a meeting, by its text. It is
+            called with the texts of all ranks, and they meet again.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Collectives:
         self.meter = meter
         self.watch = Watch(world.rank, world.size) if watch is None else watch
         self.members = Members(range(world.size)) if members is None else members
+        self.answers: dict[str, Callable[[Sequence[str]], None]] = {}
 
     @property
     def has_others(self) -> bool:
@@ -84,6 +89,9 @@ class Collectives:
             UnsupportedError: If another rank is about to do something else.
         """
         texts, ranks = self.gather(what, numbers)
+        while asked := self.answers.keys() & set(texts):
+            self.answers[asked.pop()](texts)
+            texts, ranks = self.gather(what, numbers)
         if len(set(texts)) > 1:
             raise differ(texts, self.members.ranks)
         return ranks

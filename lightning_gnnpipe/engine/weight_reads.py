@@ -31,7 +31,7 @@ from lightning_gnnpipe._compat_torch import (
     ignoring_classes,
     is_dropping_gradients,
 )
-from lightning_gnnpipe.comm import Collectives, Transport, differ
+from lightning_gnnpipe.comm import Collectives, Transport
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
@@ -79,6 +79,8 @@ class WeightReads:
         self._is_full = is_full
         if self._transport.mesh.num_stages == 1:
             return
+        for ranks in (self._transport, self._transport.everyone):
+            ranks.answers[_ASKS] = self._share
         kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
         self._watched, self._names = [], {}
         for weights in self._weights():
@@ -89,6 +91,8 @@ class WeightReads:
 
     def release(self) -> None:
         """Notice nothing any more."""
+        for ranks in (self._transport, self._transport.everyone):
+            ranks.answers.pop(_ASKS, None)
         self._show()
         self._is_full, self._watched, self._names = False, [], {}
 
@@ -175,13 +179,7 @@ class WeightReads:
             UnsupportedError: If a rank is in another place.
         """
         with self._transport.meter.paused():
-            places, ranks = self._over.gather(place, numbers)
-            while _ASKS in places:
-                self._share(places)
-                places, ranks = self._over.gather(place, numbers)
-        if len(set(places)) > 1:
-            raise differ(places, self._over.members.ranks)
-        return ranks
+            return self._over.meet(place, numbers)
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what torch's `func` makes of arguments among which there are watched tensors."""
