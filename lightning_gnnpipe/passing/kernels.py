@@ -16,6 +16,8 @@ from lightning_gnnpipe.types import ChunkView
 
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
     """Return `[num_rows, channels]`: the rows times `table`, `[num_columns, channels]`."""
+    if not torch.is_autocast_enabled(table.device.type):
+        return _bag(rows, table)
     with torch.autocast(table.device.type, enabled=False):
         return _bag(rows, table)
 
