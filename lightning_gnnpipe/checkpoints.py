@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,8 @@ class PipeCheckpoints(PipeProcesses):
             return full_state_dict(module, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
+        with self._engine.model.reads.inside() if self._engine else nullcontext():
+            state = super().optimizer_state(optimizer)
         if not self._has_peers or self._is_interrupted:
             return state
         if self.options.save_distributed_checkpoint:

@@ -202,6 +202,8 @@ class PipeLoops(PipeReplicas):
             self._ended = engine.run_state().without_histories()
         engine.detach()
         self._hook_ends.detach()
+        if not self._is_interrupted:
+            engine.model.reads.share_states()
         while self._unserve:
             self._unserve.pop()()
         if not self._is_interrupted:

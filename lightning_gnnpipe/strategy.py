@@ -21,7 +21,6 @@ from lightning_gnnpipe.engine import (
     PipelinePlan,
     PipelineStats,
     batch_number,
-    drop_foreign_states,
     graph_of_node,
     num_nodes,
 )
@@ -310,7 +309,7 @@ class GNNPipeStrategy(PipeLoops):
         self.controls.reset()  # what callbacks ask for is for one step
         was_called = engine.num_training_passes > passes
         check_was_called(self._prefix, was_called)
-        drop_foreign_states(self.optimizers, engine.model)
+        engine.model.reads.settle_states()
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
         if self._has_stages:

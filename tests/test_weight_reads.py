@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ class Scaled(Realistic):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.look("on_before_optimizer_step")
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.look("on_train_batch_start")
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.look("on_train_batch_end")
@@ -136,6 +140,33 @@ def draw(module: Any) -> None:
         module.logger.experiment.add_histogram(f"{name}.grad", p.grad)
 
 
+def states_of(module: Any) -> Any:
+    return module.optimizers().state_dict()["state"]
+
+
+def moments(module: Any) -> list[Any]:
+    states = module.trainer.optimizers[0].state
+    found = {n: states[p]["exp_avg_sq"] for n, p in module.net.named_parameters()}
+    weight = module.net.convs[2].lin_l.weight
+    return [found, len(states), weight in states, bool(states.get(weight)), list(states.values())]
+
+
+def each_rank_its_own(module: Any) -> Any:
+    """The first rank reads weights, the second one states; afterwards both read the other."""
+    if module.global_rank == 0:
+        return norm_of(module.parameters()), states_of(module)
+    states = states_of(module)
+    return norm_of(module.parameters()), states
+
+
+def load_states(module: Any) -> None:
+    optimizer = module.trainer.optimizers[0]
+    found = copy.deepcopy(optimizer).state_dict()
+    for state in found["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+    optimizer.load_state_dict(found)
+
+
 READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
     "read": {
         "on_after_backward": [
@@ -166,6 +197,21 @@ READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
         "on_before_optimizer_step": [clip_by_hand],
         "on_train_batch_end": [halve],
         "on_train_epoch_end": [restart, to_vector],
+    },
+    "optimizer states": {
+        "on_train_batch_start": [states_of],
+        "on_before_optimizer_step": [states_of],
+        "on_train_batch_end": [states_of, moments],
+        "on_train_epoch_end": [each_rank_its_own],
+        "on_validation_epoch_end": [lambda m: copy.deepcopy(m.trainer.optimizers[0]).state_dict()],
+        "on_train_end": [
+            lambda m: pickle.loads(pickle.dumps(m.trainer.optimizers[0].state_dict()))
+        ],
+    },
+    "optimizer states on one rank": {"on_train_batch_end": [rank_zero_only(moments)]},
+    "optimizer states written": {
+        "on_train_batch_end": [load_states, states_of],
+        "on_train_epoch_end": [states_of],
     },
 }
 
@@ -362,3 +408,18 @@ def test_a_rank_that_reads_alone_is_answered_where_ranks_meet_next(tmp_path: Pat
     saved = torch.load(tmp_path / "own.ckpt", weights_only=False)["state_dict"]
     expected = norm_of([saved[name] for name, _ in module.named_parameters()])
     torch.testing.assert_close(found[-1], expected, rtol=1e-10, atol=0)
+
+
+def test_checkpoints_after_resuming_have_the_newest_states(tmp_path: Path) -> None:
+    """A single number, which is on all ranks, and its state, which is its stage's."""
+    saved: list[Any] = []
+    for num_stages in 0, 2:
+        folder = tmp_path / str(num_stages)
+        for num_epochs, path in ((1, None), (EPOCHS, folder / "epoch=0.ckpt")):
+            torch.manual_seed(0)
+            keeps = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+            trainer = make_trainer(num_stages, num_epochs, keeps)
+            trainer.fit(Scaled({}), datamodule=datamodule(), ckpt_path=path)
+        saved.append(torch.load(folder / f"epoch={EPOCHS - 1}.ckpt", weights_only=False))
+    [expected], [found] = (one["optimizer_states"] for one in saved)
+    assert_seen([found["state"]], [expected["state"]])

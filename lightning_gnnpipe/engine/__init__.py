@@ -10,6 +10,10 @@ from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.forecast import ForecastOptions, forecast
 from lightning_gnnpipe.engine.measured import LayoutOptions
 from lightning_gnnpipe.engine.model import PipelinedModel
+from lightning_gnnpipe.engine.optimizer_states import (
+    merge_optimizer_states,
+    own_optimizer_state,
+)
 from lightning_gnnpipe.engine.options import EngineOptions
 from lightning_gnnpipe.engine.partitioner import ChunkOptions
 from lightning_gnnpipe.engine.pipeline_plan import LayoutForecast, PipelinePlan
@@ -18,10 +22,7 @@ from lightning_gnnpipe.engine.run_state import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.engine.scaling import share_overflows
 from lightning_gnnpipe.engine.splitting import Balance
 from lightning_gnnpipe.engine.state import (
-    drop_foreign_states,
     full_state_dict,
-    merge_optimizer_states,
-    own_optimizer_state,
     own_state_dict,
 )
 from lightning_gnnpipe.engine.switch import switched
@@ -49,7 +50,6 @@ __all__ = [
     "check_replicas",
     "check_schedule",
     "clip_by_total_norm",
-    "drop_foreign_states",
     "forecast",
     "full_state_dict",
     "graph_of_node",

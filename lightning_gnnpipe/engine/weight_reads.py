@@ -1,4 +1,4 @@
-"""Whole weights, gradients and buffers for user code: other stages send theirs when one is read.
+"""Whole weights, gradients, buffers, optimizer states for user code: stages send theirs at a read.
 
 A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
 of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
@@ -32,10 +32,12 @@ from lightning_gnnpipe._compat_torch import (
     is_dropping_gradients,
 )
 from lightning_gnnpipe.comm import Collectives, Transport
+from lightning_gnnpipe.engine.optimizer_states import OptimizerStates
 from lightning_gnnpipe.engine.weights import StageWeights
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
 _ASKS = "read weights of other stages"
+_ASKS_STATES = "read optimizer states of other stages"
 
 _SIZES = {"shape", "size", "numel", "nelement", "nbytes", "stride", "is_contiguous", "__len__"}
 _GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
@@ -68,6 +70,7 @@ class WeightReads:
         self._refusal = ""
         self._watched: list[tuple[Tensor, type, type]] = []
         self._names: dict[int, tuple[str, StageWeights]] = {}
+        self._states: list[OptimizerStates] = []
         self._seen_parameter, self._seen_buffer = _make_classes(self)
 
     def watch(self, *, is_full: bool = False) -> None:
@@ -80,7 +83,7 @@ class WeightReads:
         if self._transport.mesh.num_stages == 1:
             return
         for ranks in (self._transport, self._transport.everyone):
-            ranks.answers[_ASKS] = self._share
+            ranks.answers |= dict.fromkeys((_ASKS, _ASKS_STATES), self._share)
         kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
         self._watched, self._names = [], {}
         for weights in self._weights():
@@ -92,7 +95,8 @@ class WeightReads:
     def release(self) -> None:
         """Notice nothing any more."""
         for ranks in (self._transport, self._transport.everyone):
-            ranks.answers.pop(_ASKS, None)
+            for asks in (_ASKS, _ASKS_STATES):
+                ranks.answers.pop(asks, None)
         self._show()
         self._is_full, self._watched, self._names = False, [], {}
 
@@ -128,11 +132,22 @@ class WeightReads:
                     weights.empty(self._users())
                 self._is_full = False
 
+    def settle_states(self) -> None:
+        """Forget optimizer states of other stages, if a checkpoint or a read has brought some."""
+        for states in self._states:
+            states.settle(lambda: self._weights()[0].foreign(self._users()))
+
+    def share_states(self) -> None:
+        """Give every rank the optimizer states of all stages; collective."""
+        for states in self._states:
+            states.share(takes=True)
+
     def serve(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let `optimizer` change what this rank's stage has alone; return what ends that."""
 
         def begin() -> None:
             self.settle()
+            self.settle_states()
             self._show()
 
         def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -160,7 +175,11 @@ class WeightReads:
             values.arguments["closure"] = run
             return values.args, values.kwargs
 
+        states = OptimizerStates(optimizer, self._transport, self._ask_states)
+        self._states.append(states)
         served = ExitStack()
+        served.callback(self._states.remove, states)
+        served.callback(states.show)
         served.callback(optimizer.register_step_pre_hook(before).remove)
         served.callback(add_first_post_hook(optimizer, lambda *_: self._hide()))
         return served.close
@@ -205,12 +224,22 @@ class WeightReads:
         """
         if func in _GRADIENTS_OF or self._refusal or self.is_closed():
             raise self._refuse(func)
-        with self._transport.meter.paused():
-            places, _ = self._over.gather(_ASKS)
-            with self.inside():
-                self._share(places, takes=True)
+        self._gather(_ASKS)
         self._is_full = True
         self._show()
+        for states in self._states:
+            states.hide()
+
+    def _ask_states(self) -> None:
+        if self._refusal or self.is_closed():
+            raise self._refuse(None)
+        self._gather(_ASKS_STATES)
+
+    def _gather(self, asks: str) -> None:
+        with self._transport.meter.paused():
+            places, _ = self._over.gather(asks)
+            with self.inside():
+                self._share(places, asks)
 
     def _refuse(self, func: Any) -> UnsupportedError:
         found, remedy = "other ranks, which hold some of them, out of reach", self._refusal
@@ -231,17 +260,18 @@ class WeightReads:
     def _over(self) -> Collectives:
         return self._transport if self.is_uneven() else self._transport.everyone
 
-    def _share(self, places: Sequence[str], *, takes: bool = False) -> None:
-        """Give the ranks of this replica that ask what the stages have, if there are any."""
+    def _share(self, places: Sequence[str], asks: str = "") -> None:
+        """Give the ranks of this replica what they ask for; `asks` is what this one does."""
         own = self._transport.members.ranks
-        if _ASKS not in (places if self.is_uneven() else [places[rank] for rank in own]):
-            return
+        places = places if self.is_uneven() else [places[rank] for rank in own]
         with self.inside(), torch.inference_mode(False), torch.no_grad():
-            for weights in self._weights():
+            for weights in self._weights() if _ASKS in places else ():
                 tensors = weights.assemble(self._users())
                 grads = weights.assemble_gradients(self._users())
-                if takes:
+                if asks == _ASKS:
                     weights.take(tensors, grads)
+            for states in self._states if _ASKS_STATES in places else ():
+                states.share(takes=asks == _ASKS_STATES)
 
     def _in_size(self, value: Any) -> Any:
         """Return, for a tensor that is empty here, one without data of its true size."""
@@ -254,10 +284,14 @@ class WeightReads:
     def _show(self) -> None:
         for tensor, kind, _ in self._watched:
             tensor.__class__ = kind
+        for states in self._states:
+            states.show()
 
     def _hide(self) -> None:
         for tensor, _, kind in self._watched:
             tensor.__class__ = kind
+        for states in self._states if self._watched else ():
+            states.hide()
 
 
 def _make_classes(reads: WeightReads) -> tuple[type, type]:

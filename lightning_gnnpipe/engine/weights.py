@@ -130,6 +130,13 @@ class StageWeights:
         _check_present(self._shapes, parameters)
         return [parameters[name] for name in self._shapes]
 
+    def foreign(self, users: Users) -> list[nn.Parameter]:
+        """Return the parameters that only other stages use, single numbers among them."""
+        here = self._transport.mesh.stage
+        return [
+            p for name, p in self.module.named_parameters() if here not in users.get(name, {here})
+        ]
+
     def shape_of(self, name: str, parameter: Tensor) -> Shape:
         """Return shape and dtype that the tensor `name` has where it is not empty."""
         shape, _ = self._shapes.get(name, (parameter.shape, parameter.dtype))
