@@ -1,4 +1,4 @@
-"""Whole weights, gradients, buffers, optimizer states for user code: stages send theirs at a read.
+"""Whole weights, gradients and buffers for user code: other stages send theirs when one is read.
 
 A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
 of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
@@ -9,7 +9,8 @@ gets what other stages have:
 
 Ranks that ask in the same place ask together. What was fetched stays until the next step of
 training or of an optimizer: then the tensors of other stages are emptied again. Sizes, dtypes and
-flags are known everywhere, and cost nothing.
+flags are known everywhere, and cost nothing. States of optimizers are served in the same way, by
+`OptimizerStates`.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ trainer = L.Trainer(
 module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
 trainer.fit(module, datamodule=FullGraphDataModule(data), ckpt_path="last")
 total = sum(p.sum().item() for p in module.parameters())
+states = trainer.optimizers[0].state_dict()["state"].values()
+total += sum(state["exp_avg"].sum().item() for state in states)
 print(f"rank {trainer.global_rank} ends with {total:.12f}", flush=True)
 """
 
