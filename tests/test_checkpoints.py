@@ -30,7 +30,7 @@ from lightning_gnnpipe import (
 from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO
 from lightning_gnnpipe.comm import load_shards
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.sharded import read_sharded
 
 
@@ -45,7 +45,7 @@ def data() -> Data:
 
 def module() -> NodeClassifier:
     L.seed_everything(1, verbose=False)
-    return NodeClassifier(GCN(4, 8, 3, num_layers=4, dropout=0.2), 3)
+    return NodeClassifier(GNN(4, 8, 3, num_layers=4, dropout=0.2), 3)
 
 
 class NotesKind(L.Callback):
@@ -106,7 +106,7 @@ def test_histories_of_checkpoints_that_are_gone_are_gone(tmp_path: Path) -> None
 def test_a_plain_trainer_goes_on_from_a_checkpoint(saved: Path, tmp_path: Path) -> None:
     plain, _ = fit(tmp_path / "plain", num_stages=0, epochs=4, resume=saved)
     again = NodeClassifier.load_from_checkpoint(
-        saved, net=GCN(4, 8, 3, num_layers=4, dropout=0.2), num_classes=3
+        saved, net=GNN(4, 8, 3, num_layers=4, dropout=0.2), num_classes=3
     )
     assert torch.isfinite(weights(plain)).all()
     assert not torch.equal(weights(again), weights(plain))

@@ -20,7 +20,7 @@ from torch_geometric.data import Batch, Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.cli import SaveFitConfig
 from lightning_gnnpipe.comm import wire
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from tests.docs.messages import PACKAGE, fallbacks, package_messages
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data
 
@@ -87,7 +87,7 @@ class Module(NodeClassifier):
 
 def make_module(norm: Any = None) -> Module:
     L.seed_everything(3, verbose=False)
-    net: Any = GCN(NUM_FEATURES, WIDTH, NUM_CLASSES, 3)
+    net: Any = GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, 3)
     if norm is not None:
         net = gnn.models.GCN(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, norm=norm)
     return Module(net, NUM_CLASSES)

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv import gcn_conv, han_conv
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 MODULES = (torch, torch.distributed, torch_geometric.utils, gnn, gcn_conv, han_conv)
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, gnn.MessagePassing, gnn.GCNConv)
@@ -80,7 +80,7 @@ def test_a_run_leaves_the_process_as_it_was(fails: bool, tmp_path: Any) -> None:
         enable_checkpointing=False,
         strategy=GNNPipeStrategy(num_chunks=3),
     )
-    module = Module(GCN(30, 8, 3, num_layers=4), 3)
+    module = Module(GNN(30, 8, 3, num_layers=4), 3)
     loader = FullGraphDataModule(data)
     before = process_state(trainer)
     if fails:

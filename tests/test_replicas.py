@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.loaders import EvenLoader
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from tests.helpers.batches import (
     NUM_FEATURES,
     NUM_TARGETS,
@@ -291,7 +291,7 @@ def test_one_graph_is_refused() -> None:
     nodes = torch.arange(12)
     edges = torch.stack([nodes, (nodes + 1) % 12])
     ring = Data(x=torch.rand(12, 5), edge_index=edges, y=nodes % 3)
-    module = NodeClassifier(GCN(5, 8, 3, num_layers=2), 3)
+    module = NodeClassifier(GNN(5, 8, 3, num_layers=2), 3)
     with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
         make_trainer(2).fit(module, datamodule=FullGraphDataModule(ring))
     strategy = GNNPipeStrategy(data_parallel=2, num_chunks=2)
@@ -306,7 +306,7 @@ def test_batches_of_one_graph_are_no_single_graph() -> None:
         graph.y = torch.zeros(graph.num_nodes, dtype=torch.long)
         graph.train_mask = torch.ones(graph.num_nodes, dtype=torch.bool)
         graph.x = graph.x.float()
-    module = NodeClassifier(GCN(5, 8, 3, num_layers=2), 3)
+    module = NodeClassifier(GNN(5, 8, 3, num_layers=2), 3)
     make_trainer(2).fit(module, DataLoader(graphs, batch_size=1))
 
 

@@ -5,23 +5,19 @@ mini-batches of graphs.
 """
 
 from lightning_gnnpipe.models.classifier import NodeClassifier
-from lightning_gnnpipe.models.gat import GAT
-from lightning_gnnpipe.models.gcn import GCN
 from lightning_gnnpipe.models.gcnii import GCNII
 from lightning_gnnpipe.models.gin import GIN
+from lightning_gnnpipe.models.gnn import GNN
 from lightning_gnnpipe.models.graph_classifier import GraphClassifier
-from lightning_gnnpipe.models.graphsage import GraphSAGE
 from lightning_gnnpipe.models.pixelvig import PixelViG
 from lightning_gnnpipe.models.resgcnplus import ResGCNPlus
 from lightning_gnnpipe.models.vig import ViG
 
 __all__ = [
-    "GAT",
-    "GCN",
     "GCNII",
     "GIN",
+    "GNN",
     "GraphClassifier",
-    "GraphSAGE",
     "NodeClassifier",
     "PixelViG",
     "ResGCNPlus",

@@ -18,7 +18,7 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
@@ -61,7 +61,7 @@ def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
         edge_index=torch.randint(0, 20, (2, 50), generator=generator),
         y=torch.randint(0, 3, (20,), generator=generator),
     )
-    return NodeClassifier(GCN(4, 8, 3, num_layers=2), 3), FullGraphDataModule(data)
+    return NodeClassifier(GNN(4, 8, 3, num_layers=2), 3), FullGraphDataModule(data)
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,13 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_one_graph_is_refused(schedule: str) -> None:
-    from lightning_gnnpipe.models import GCN, NodeClassifier
+    from lightning_gnnpipe.models import GNN, NodeClassifier
     from tests.promises.test_p5_bytes import graph
 
     data = graph()
     data.y = torch.randint(0, 3, (data.num_nodes,))
     strategy = GNNPipeStrategy(schedule=schedule, num_chunks=3)
-    module = NodeClassifier(GCN(data.num_features, 8, 3, num_layers=3), 3)
+    module = NodeClassifier(GNN(data.num_features, 8, 3, num_layers=3), 3)
     with pytest.raises(UnsupportedError, match=f"batches of graphs where schedule='{schedule}'"):
         L.Trainer(devices=1, strategy=strategy, **OPTIONS).fit(module, FullGraphDataModule(data))
     with pytest.raises(UnsupportedError, match="batches of graphs where schedule="):

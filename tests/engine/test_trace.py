@@ -18,7 +18,7 @@ from lightning_gnnpipe.comm import Exchange, Transport
 from lightning_gnnpipe.engine import TraceEvent, memory, phases
 from lightning_gnnpipe.engine.memory import peak_memory_bytes
 from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.report import timeline_title
 from tests.helpers.steps import make_stats
 
@@ -81,7 +81,7 @@ def test_waiting_for_a_slow_shard_is_no_computing(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = NodeClassifier(GCN(5, 8, 3, num_layers=2), 3)
+    module = NodeClassifier(GNN(5, 8, 3, num_layers=2), 3)
     trainer.fit(module, datamodule=FullGraphDataModule(ring))
     (first, second), waited_us = torch.load(tmp_path / "waits.pt", weights_only=True)
     num_exchanges = 2 * 2 * 2  # layers, chunks, directions

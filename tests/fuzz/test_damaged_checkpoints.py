@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
 
@@ -37,7 +37,7 @@ def fit(folder: Path, resume: Path | None = None) -> None:
         logger=False,
         num_sanity_val_steps=0,
     ).fit(
-        NodeClassifier(GCN(12, 4, 2, num_layers=2), 2),
+        NodeClassifier(GNN(12, 4, 2, num_layers=2), 2),
         datamodule=FullGraphDataModule(data),
         ckpt_path=resume,
     )

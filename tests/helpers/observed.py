@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.types import StartMethod
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS = 40, 5, 8, 3, 4
@@ -17,7 +17,7 @@ NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS = 40, 5, 8, 3, 4
 
 def make_module() -> NodeClassifier:
     L.seed_everything(3, verbose=False)
-    return NodeClassifier(GCN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS), NUM_CLASSES)
+    return NodeClassifier(GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS), NUM_CLASSES)
 
 
 def make_data() -> FullGraphDataModule:

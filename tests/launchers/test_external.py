@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 torch.set_num_threads(1)
 folder, how, epochs = Path(sys.argv[1]), sys.argv[2], 12
@@ -56,7 +56,7 @@ trainer = L.Trainer(
     callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), Fails()],
     strategy=GNNPipeStrategy(timeout=timedelta(seconds=20)),
 )
-module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
+module = NodeClassifier(GNN(30, 8, 3, num_layers=4, dropout=0.1), 3)
 trainer.fit(module, datamodule=FullGraphDataModule(data), ckpt_path="last")
 total = sum(p.sum().item() for p in module.parameters())
 states = trainer.optimizers[0].state_dict()["state"].values()

@@ -31,7 +31,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 torch.set_num_threads(1)
 how = sys.argv[1]
@@ -57,7 +57,7 @@ def fit(options):
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         strategy=GNNPipeStrategy(num_chunks=3, **options), callbacks=[Stops()],
     )
-    module = NodeClassifier(GCN(30, 8, 3, num_layers=4, dropout=0.1), 3)
+    module = NodeClassifier(GNN(30, 8, 3, num_layers=4, dropout=0.1), 3)
     trainer.fit(module, datamodule=FullGraphDataModule(data))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ class Late(NodeClassifier):
     def configure_model(self):
         if isinstance(self.net, torch.nn.Identity):
             torch.manual_seed(3)
-            self.net = GCN(30, 8, 3, num_layers=4, dropout=0.1)
+            self.net = GNN(30, 8, 3, num_layers=4, dropout=0.1)
 
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     )
     L.seed_everything(0, verbose=False)
     module = Late() if sys.argv[3] == "late" else NodeClassifier(
-        GCN(30, 8, 3, num_layers=4, dropout=0.1), 3
+        GNN(30, 8, 3, num_layers=4, dropout=0.1), 3
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=num_stages, max_epochs=4, logger=False,

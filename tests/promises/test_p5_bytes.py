@@ -16,7 +16,7 @@ from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
 )
-from lightning_gnnpipe.models import GCN, GCNII, NodeClassifier
+from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
 from lightning_gnnpipe.types import CodecOption, RepeatOption, StalenessName
 
@@ -154,7 +154,7 @@ def test_p5_bytes_equal_the_formula(
 def test_p5_codecs_count_at_cuts(
     codec: CodecOption, forward: int, backward: int, tmp_path: Path
 ) -> None:
-    module = NodeClassifier(GCN(4, D, C, num_layers=4), C)
+    module = NodeClassifier(GNN(4, D, C, num_layers=4), C)
     exact, *others = measure(tmp_path, module, 2, 5, cut_codec=codec)
     assert exact["forward"] == exact["backward"] == N * D * FLOAT
     for step in others:
@@ -200,7 +200,7 @@ def test_p5_shards_sum_shared_gradients_as_a_ring_of_all_would(tmp_path: Path) -
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Path) -> None:
     num_layers = 3
-    module = NodeClassifier(GCN(4, D, D, num_layers), D)
+    module = NodeClassifier(GNN(4, D, D, num_layers), D)
     weight_bytes = sum(p.numel() for p in module.parameters()) * FLOAT
     steps = measure(tmp_path, module, 1, 1, num_shards, complete_graph())
     assert len(steps) == 3

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.models import GCN, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from torch_geometric.data import Data
 
 torch.set_num_threads(1)
@@ -94,7 +94,7 @@ if __name__ == "__main__":
         enable_progress_bar=False, enable_model_summary=False,
         strategy=GNNPipeStrategy(start_method=start_method),
     )
-    trainer.fit(Module(GCN(4, 8, 3, num_layers=4), 3), datamodule=FullGraphDataModule(data))
+    trainer.fit(Module(GNN(4, 8, 3, num_layers=4), 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """
 DIFFER = "Expected all ranks to do the same"

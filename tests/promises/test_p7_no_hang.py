@@ -24,7 +24,7 @@ import lightning_gnnpipe.comm.transport as transport
 import lightning_gnnpipe.engine.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.models import GCN, GIN, GraphClassifier, NodeClassifier
+from lightning_gnnpipe.models import GIN, GNN, GraphClassifier, NodeClassifier
 from lightning_gnnpipe.replay import StepReplay
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
@@ -125,7 +125,7 @@ if __name__ == "__main__":
         net = GIN(4, 8, 3, num_layers=num_layers)
         trainer.fit(OfGraphs(net, 3), graphs, graphs)
     else:
-        net = GCN(4, 8, 3, num_layers=num_layers)
+        net = GNN(4, 8, 3, num_layers=num_layers)
         trainer.fit(OfNodes(net, 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """

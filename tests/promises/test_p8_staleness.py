@@ -18,7 +18,7 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.graph import ChunkPlan, chunk_order, plan_from_assignment
 from lightning_gnnpipe.history import StalenessMethod
-from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.schedule import stale_frac, stale_reads
 from tests.helpers.methods import with_method
 
@@ -81,7 +81,7 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = NodeClassifier(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.0), 3)
+    module = NodeClassifier(GNN(4, 6, 3, num_layers=3, dropout=0.0, conv="sage"), 3)
     trainer.fit(module, datamodule=FullGraphDataModule(graph()))
     steps: list[dict[str, Any]] = torch.load(folder / "stale.pt")
     return steps

@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.history import METHODS, StalenessMethod
-from lightning_gnnpipe.models import GraphSAGE, NodeClassifier
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from tests.helpers.graphs import communities
 from tests.helpers.methods import with_method
 
@@ -59,7 +59,7 @@ def train(
 ) -> list[Tensor]:
     """Return the weights after six epochs."""
     L.seed_everything(1, verbose=False)
-    module = kind(GraphSAGE(4, 6, 3, num_layers=3, dropout=0.5), 3)
+    module = kind(GNN(4, 6, 3, num_layers=3, dropout=0.5, conv="sage"), 3)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -275,7 +275,7 @@ def test_a_step_that_is_not_finite_costs_one_step(
     options: dict[str, Any], limit_val_batches: int, is_manual: bool
 ) -> None:
     """As in plain training; the next one is exact."""
-    module = Skips(GraphSAGE(4, 6, 3, num_layers=5, dropout=0.2), 3, is_manual=is_manual)
+    module = Skips(GNN(4, 6, 3, num_layers=5, dropout=0.2, conv="sage"), 3, is_manual=is_manual)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2 if options in IN_TWO else 1,
@@ -304,5 +304,7 @@ def test_gradients_of_a_loss_that_is_not_finite_cost_one_step(staleness: Any) ->
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Loses(GraphSAGE(4, 6, 3, num_layers=3), 3), datamodule=FullGraphDataModule(graph()))
+    trainer.fit(
+        Loses(GNN(4, 6, 3, num_layers=3, conv="sage"), 3), datamodule=FullGraphDataModule(graph())
+    )
     assert trainer.current_epoch == 6

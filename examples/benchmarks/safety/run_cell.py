@@ -27,15 +27,15 @@ from typing import Any
 import lightning as L
 import torch
 
-sys.path.append(str(Path(__file__).parents[2]))
+sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
 from panel import Cell, read_cells
 from quiet import silence_lightning
+from resumable import NO_GRAPH
 from tasks import make_data, make_task
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 
 NUM_FINAL = 5  # epochs whose mean is the final metric
-NO_GRAPH = 3  # exit status
 WARMUP = partial(StalenessWarmup, num_epochs=1)
 
 # Options of the strategy beside those of the cell, and callbacks, made anew for each run.

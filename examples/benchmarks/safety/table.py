@@ -7,7 +7,6 @@ more. Seeds are compared in pairs.
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -161,11 +160,3 @@ def max_of(rows: Sequence[Row], name: str) -> float:
     """Return the largest of one figure; infinite where a run has none."""
     values = [float(row[name]) for row in rows]
     return math.inf if any(math.isnan(value) for value in values) else max(values)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the finished runs."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
