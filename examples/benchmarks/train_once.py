@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -46,7 +47,12 @@ from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
-MODELS = {"gcn": GNN, "gcnii": GCNII, "sage": partial(GNN, conv="sage"), "resgcn+": ResGCNPlus}
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "gcn": GNN,
+    "gcnii": GCNII,
+    "sage": partial(GNN, conv="sage"),
+    "resgcn+": ResGCNPlus,
+}
 
 
 class Measure(L.Callback):

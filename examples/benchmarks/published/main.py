@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
+from accuracies import write_table
 from resumable import Run, read_rows, run_all
 from settings import Setting, read_settings
-from table import write_table
 
 FOLDER = Path(__file__).parent
 

@@ -110,9 +110,9 @@ def summarize(curves: Curves, select: str) -> dict[str, Any]:
     """Return what is reported of a run."""
     best = curves.best(select)
     return {
-        "test": round(curves.epochs[best]["test_metric"], 3),
-        "val": round(curves.epochs[best]["val_metric"], 3),
-        "last_test": round(curves.epochs[-1]["test_metric"], 3),
+        "test": round(100 * curves.epochs[best]["test_metric"], 3),
+        "val": round(100 * curves.epochs[best]["val_metric"], 3),
+        "last_test": round(100 * curves.epochs[-1]["test_metric"], 3),
         "best_epoch": best + 1,
         "epochs": len(curves.epochs),
     }

@@ -12,10 +12,11 @@ from typing import Any
 import lightning as L
 import torch
 import yaml  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch_geometric.data import Data
 from torch_geometric.transforms import AddSelfLoops, Compose, RemoveSelfLoops, ToUndirected
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -85,8 +86,15 @@ def make_data(setting: Setting, seed: int, root: str | None) -> FullGraphDataMod
     return module
 
 
+def make_metric(setting: Setting, num_classes: int) -> Metric:
+    """Return what a setting is measured by."""
+    if setting.metric == "auroc":
+        return BinaryAUROC()
+    return MulticlassAccuracy(num_classes, average="micro")
+
+
 class Published(L.LightningModule):
-    """Trains a setting; logs val_loss, and val_metric and test_metric in %, after each epoch."""
+    """Trains a setting; logs val_loss, val_metric and test_metric after each epoch."""
 
     def __init__(self, setting: Setting, num_features: int, num_classes: int) -> None:
         super().__init__()
@@ -99,12 +107,8 @@ class Published(L.LightningModule):
             dropout=setting.dropout,
             **setting.net,
         )
-        is_binary = setting.metric == "auroc"
-        metrics = {
-            name: BinaryAUROC() if is_binary else MulticlassAccuracy(num_classes, average="micro")
-            for name in ("val", "test")
-        }
-        self.metrics = nn.ModuleDict(metrics)
+        self.val_metric = make_metric(setting, num_classes)
+        self.test_metric = make_metric(setting, num_classes)
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         out = self.net(data.x, data.edge_index)
@@ -113,13 +117,12 @@ class Published(L.LightningModule):
     def validation_step(self, data: Data, batch_idx: int) -> None:
         out = self.net(data.x, data.edge_index)
         loss = F.cross_entropy(out[data.val_mask], data.y[data.val_mask])
-        found = {"val_loss": loss}
+        self.log("val_loss", loss, batch_size=1)
         scores = out.softmax(-1)[:, 1] if self.setting.metric == "auroc" else out
-        for name, metric in self.metrics.items():
-            mask = data[f"{name}_mask"]
-            found[f"{name}_metric"] = 100 * metric(scores[mask], data.y[mask])
-            metric.reset()
-        self.log_dict(found, batch_size=1)
+        for name in ("val", "test"):
+            mask, metric = data[f"{name}_mask"], getattr(self, f"{name}_metric")
+            metric(scores[mask], data.y[mask])
+            self.log(f"{name}_metric", metric, batch_size=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         setting = self.setting
