@@ -188,7 +188,10 @@ class PipeCheckpoints(PipeProcesses):
             return full_state_dict(module, self.engine.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self._engine.model.reads.inside() if self._engine else nullcontext():
+        reads = self._engine.model.reads if self._engine else None
+        if reads is not None:
+            reads.settle_states()
+        with reads.inside() if reads is not None else nullcontext():
             state = super().optimizer_state(optimizer)
         if not self._has_peers or self._is_interrupted:
             return state

@@ -202,7 +202,7 @@ class PipeLoops(PipeReplicas):
             self._ended = engine.run_state().without_histories()
         engine.detach()
         self._hook_ends.detach()
-        if not self._is_interrupted:
+        if engine.model.is_split and not self._is_interrupted:
             engine.model.reads.share_states()
         while self._unserve:
             self._unserve.pop()()

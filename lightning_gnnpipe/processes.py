@@ -36,7 +36,7 @@ from lightning_gnnpipe.comm import (
     restart_store,
     set_group_timeout,
 )
-from lightning_gnnpipe.errors import PeerError
+from lightning_gnnpipe.errors import ConfigError, PeerError, explain
 from lightning_gnnpipe.launcher import WorkerLauncher
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.randomness import random_state, set_random_state
@@ -144,6 +144,17 @@ class PipeProcesses(_compat.LightningStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
+        if self.local_rank >= self.num_processes:
+            raise ConfigError(
+                explain(
+                    expected="as many devices as the Trainer that has started this process has",
+                    found=f"devices={self.num_processes} in the process of local rank "
+                    f"{self.local_rank}",
+                    remedy="Each rank runs the script from its beginning. Use one Trainer a "
+                    "script, the same number of devices in all of them, or "
+                    "GNNPipeStrategy(start_method='spawn').",
+                )
+            )
         if isinstance(self.launcher, WorkerLauncher) and self.launcher.random_state is not None:
             set_random_state(self.launcher.random_state, torch.device("cpu"))
             self.launcher.random_state = None

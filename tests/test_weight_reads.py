@@ -151,6 +151,20 @@ def moments(module: Any) -> list[Any]:
     return [found, len(states), weight in states, bool(states.get(weight)), list(states.values())]
 
 
+def as_mapping(module: Any) -> list[Any]:
+    """Use the states as a dict is used, keys that are absent among them."""
+    states, absent = module.trainer.optimizers[0].state, nn.Parameter(torch.zeros(1))
+    found = [
+        states.get(absent),
+        states.pop(absent, 1),
+        states.setdefault("own", 2),
+        "own" in states,
+    ]
+    found += [len(states), len(states.copy()), len(copy.copy(states)), len(states | {3: 4})]
+    states |= {"own": 5}
+    return [*found, states.pop("own"), states[absent], states.pop(absent), len(states)]
+
+
 def each_rank_its_own(module: Any) -> Any:
     """The first rank reads weights, the second one states; afterwards both read the other."""
     if module.global_rank == 0:
@@ -199,7 +213,7 @@ READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
         "on_train_epoch_end": [restart, to_vector],
     },
     "optimizer states": {
-        "on_train_batch_start": [states_of],
+        "on_train_batch_start": [states_of, as_mapping],
         "on_before_optimizer_step": [states_of],
         "on_train_batch_end": [states_of, moments],
         "on_train_epoch_end": [each_rank_its_own],
@@ -311,13 +325,48 @@ class Everything(Scaled):
 def test_nothing_is_fetched_that_nobody_reads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(self: WeightReads, func: Any = None) -> None:
-        raise AssertionError(f"{func} is read")
+    def refuse(self: WeightReads, asks: str) -> None:
+        raise AssertionError(asks)
 
-    monkeypatch.setattr(WeightReads, "ask", refuse)
+    monkeypatch.setattr(WeightReads, "_gather", refuse)
     callbacks = [EMAWeightAveraging(decay=0.7), ModelCheckpoint(tmp_path, save_last=True)]
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     fit(tmp_path / "2", 2, Everything({}), *callbacks, **options, accumulate_grad_batches=2)
+
+
+class FillsGradients(torch.optim.Optimizer):
+    """Makes a state for each parameter, and zeros where one has no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + grad
+                p -= group["lr"] * state["mean"]
+        return loss
+
+
+class FillingGradients(Scaled):
+    def configure_optimizers(self) -> Any:
+        return FillsGradients(self.parameters(), {"lr": 0.01})
+
+
+def test_optimizers_that_make_states_for_all_parameters(tmp_path: Path) -> None:
+    hooks = {"on_train_batch_end": [states_of], "on_train_epoch_end": [states_of]}
+    saved = []
+    for num_stages in 0, 2:
+        keeps = ModelCheckpoint(tmp_path / f"saved{num_stages}", save_last=True)
+        torch.manual_seed(0)
+        saved.append(fit(tmp_path / str(num_stages), num_stages, FillingGradients(hooks), keeps))
+        path = tmp_path / f"saved{num_stages}" / "last.ckpt"
+        saved.append([torch.load(path, weights_only=False)["optimizer_states"][0]["state"]])
+    [expected], [expected_saved], found, [found_saved] = saved
+    for one in found:
+        assert_seen(one, expected)
+    assert_seen([found_saved], [expected_saved])
 
 
 def alone(module: Any) -> None:

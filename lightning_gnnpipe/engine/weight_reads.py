@@ -126,29 +126,33 @@ class WeightReads:
                 self._show()
 
     def settle(self) -> None:
-        """Empty the tensors of other stages again, if they have been fetched."""
+        """Empty the tensors of other stages again, and forget their states, if there are any."""
         if self._is_full:
             with self.inside():
                 for weights in self._weights():
                     weights.empty(self._users())
                 self._is_full = False
+        self.settle_states()
 
     def settle_states(self) -> None:
-        """Forget optimizer states of other stages, if a checkpoint or a read has brought some."""
-        for states in self._states:
-            states.settle(lambda: self._weights()[0].foreign(self._users()))
+        """Forget optimizer states of other stages, which a checkpoint or a read has brought."""
+        if self._states:
+            foreign = self._weights()[0].foreign(self._users())
+            for states in self._states:
+                states.settle(foreign)
 
     def share_states(self) -> None:
-        """Give every rank the optimizer states of all stages; collective."""
-        for states in self._states:
-            states.share(takes=True)
+        """Give every rank the optimizer states of all stages, on the CPU; collective."""
+        with self.inside(), torch.no_grad():
+            self.settle_states()
+            for states in self._states:
+                states.share(takes=True, brings=False)
 
     def serve(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let `optimizer` change what this rank's stage has alone; return what ends that."""
 
         def begin() -> None:
             self.settle()
-            self.settle_states()
             self._show()
 
         def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -224,7 +228,7 @@ class WeightReads:
             UnsupportedError: If they cannot answer.
         """
         if func in _GRADIENTS_OF or self._refusal or self.is_closed():
-            raise self._refuse(func)
+            raise self._refuse("weights of pipelined layers", func)
         self._gather(_ASKS)
         self._is_full = True
         self._show()
@@ -233,7 +237,7 @@ class WeightReads:
 
     def _ask_states(self) -> None:
         if self._refusal or self.is_closed():
-            raise self._refuse(None)
+            raise self._refuse("optimizer states of pipelined layers")
         self._gather(_ASKS_STATES)
 
     def _gather(self, asks: str) -> None:
@@ -242,7 +246,7 @@ class WeightReads:
             with self.inside():
                 self._share(places, asks)
 
-    def _refuse(self, func: Any) -> UnsupportedError:
+    def _refuse(self, what: str, func: Any = None) -> UnsupportedError:
         found, remedy = "other ranks, which hold some of them, out of reach", self._refusal
         if func in _GRADIENTS_OF:
             found = "a call that asks for the gradients of some weights"
@@ -251,7 +255,7 @@ class WeightReads:
             remedy = "An error has ended the run: load the last checkpoint."
         return UnsupportedError(
             explain(
-                expected="weights of pipelined layers to be read where all ranks can give theirs",
+                expected=f"{what} to be read where all ranks can give theirs",
                 found=found,
                 remedy=remedy,
             )
@@ -262,7 +266,12 @@ class WeightReads:
         return self._transport if self.is_uneven() else self._transport.everyone
 
     def _share(self, places: Sequence[str], asks: str = "") -> None:
-        """Give the ranks of this replica what they ask for; `asks` is what this one does."""
+        """Give the ranks of this replica what they ask for.
+
+        Args:
+            places: What each rank asks for, or where it is.
+            asks: What this rank asks for; empty for nothing.
+        """
         own = self._transport.members.ranks
         places = places if self.is_uneven() else [places[rank] for rank in own]
         with self.inside(), torch.inference_mode(False), torch.no_grad():
@@ -271,6 +280,8 @@ class WeightReads:
                 grads = weights.assemble_gradients(self._users())
                 if asks == _ASKS:
                     weights.take(tensors, grads)
+            if _ASKS_STATES in places:
+                self.settle_states()
             for states in self._states if _ASKS_STATES in places else ():
                 states.share(takes=asks == _ASKS_STATES)
 

@@ -131,7 +131,7 @@ class StageWeights:
         return [parameters[name] for name in self._shapes]
 
     def foreign(self, users: Users) -> list[nn.Parameter]:
-        """Return the parameters that only other stages use, single numbers among them."""
+        """Return the parameters that only other stages use; single numbers are among them."""
         here = self._transport.mesh.stage
         return [
             p for name, p in self.module.named_parameters() if here not in users.get(name, {here})

@@ -45,22 +45,25 @@ if __name__ == "__main__":
     module = Late() if sys.argv[3] == "late" else NodeClassifier(
         GNN(30, 8, 3, num_layers=4, dropout=0.1), 3
     )
-    trainer = L.Trainer(
-        accelerator="cpu", devices=num_stages, max_epochs=4, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        strategy=GNNPipeStrategy(start_method=start_method, num_chunks=3),
-    )
-    trainer.fit(module, datamodule=FullGraphDataModule(data))
+    for devices in (1, num_stages) if sys.argv[3] == "twice" else (num_stages,):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=devices, max_epochs=4, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            strategy=GNNPipeStrategy(start_method=start_method, num_chunks=3),
+        )
+        trainer.fit(module, datamodule=FullGraphDataModule(data))
     if trainer.global_rank == 0:
         total = sum(p.double().sum().item() for p in module.net.parameters())
         print(f"ends with {total:.6f}", flush=True)
 """
 
 
-def run(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> str:
+def start(
+    tmp_path: Path, num_stages: int, start_method: str, kind: str
+) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(script), str(num_stages), start_method, kind],
         capture_output=True,
         text=True,
@@ -72,6 +75,10 @@ def run(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> str:
         },
         check=False,
     )
+
+
+def run(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> str:
+    done = start(tmp_path, num_stages, start_method, kind)
     assert done.returncode == 0, done.stderr[-3000:]
     [found] = [line for line in done.stdout.splitlines() if line.startswith("ends with")]
     return found
@@ -83,3 +90,12 @@ def test_all_ways_of_starting_give_the_same_weights(kind: str, tmp_path: Path) -
     # Lightning makes late layers in the processes it has forked alone.
     ways = {"plain": ["popen", "spawn", "fork", "forkserver"], "late": ["popen"]}
     assert [run(tmp_path, 2, way, kind) for way in ways[kind]] == [expected] * len(ways[kind])
+
+
+def test_trainers_of_other_numbers_of_devices_in_one_script(tmp_path: Path) -> None:
+    """A rank that runs the script from its beginning says so; the remedy works."""
+    failed = start(tmp_path, 2, "popen", "twice")
+    assert failed.returncode != 0
+    assert "as many devices as the Trainer that has started this process" in failed.stderr
+    assert "IndexError" not in failed.stderr
+    run(tmp_path, 2, "spawn", "twice")
