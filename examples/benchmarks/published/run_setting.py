@@ -68,42 +68,52 @@ class Curves(L.Callback):
         )
 
 
-def train(setting: Setting, method: str, seed: int, root: str | None) -> Curves:
-    """Train once; return what each epoch gave.
+def train(
+    setting: Setting,
+    method: str,
+    seed: int,
+    root: str | None,
+    *callbacks: L.Callback,
+    num_stages: int = 1,
+    validates: bool = True,
+) -> None:
+    """Train once.
 
     Args:
         setting: What is trained.
         method: "exact", "pipeline", or "plain", which is a Trainer without the strategy.
         seed: Of weights and dropout, and of the split where there are several.
         root: Folder of raw data sets.
+        callbacks: Of the Trainer.
+        num_stages: Devices of the pipeline.
+        validates: Whether each epoch is validated.
     """
     datamodule = make_data(setting, seed, root)
     L.seed_everything(seed, verbose=False)
     module = Published(setting, datamodule.num_features, datamodule.num_classes)
-    curves = Curves()
-    callbacks: list[L.Callback] = [curves]
-    if setting.patience:
-        callbacks.append(EarlyStopping("val_loss", patience=setting.patience, min_delta=0.0))
+    own: list[L.Callback] = []
+    if setting.patience and validates:
+        own.append(EarlyStopping("val_loss", patience=setting.patience, min_delta=0.0))
     strategy: Any = "auto"
     if method == "exact":
         strategy = GNNPipeStrategy(num_chunks=1)
     elif method == "pipeline":
         strategy = GNNPipeStrategy(num_chunks=setting.chunks, partition="metis")
-        callbacks.append(StalenessWarmup(NUM_EXACT))
+        own.append(StalenessWarmup(NUM_EXACT))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=num_stages,
         strategy=strategy,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *own],
         max_epochs=setting.epochs,
         num_sanity_val_steps=0,
+        limit_val_batches=1.0 if validates else 0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=datamodule)
-    return curves
 
 
 def summarize(curves: Curves, select: str) -> dict[str, Any]:
@@ -126,7 +136,9 @@ def compare(setting: Setting, seed: int, root: str | None) -> float:
     net = {**setting.net, "input_dropout": 0.0} if setting.model == "GNN" else setting.net
     setting = replace(setting, dropout=0.0, net=net, epochs=NUM_COMPARED)
     torch.set_default_dtype(torch.float64)
-    plain, exact = (train(setting, method, seed, root) for method in ("plain", "exact"))
+    plain, exact = Curves(), Curves()
+    train(setting, "plain", seed, root, plain)
+    train(setting, "exact", seed, root, exact)
     pairs = zip(plain.train_losses, exact.train_losses, strict=True)
     return max(abs(one / other - 1) for one, other in pairs)
 
@@ -152,7 +164,8 @@ def main() -> None:
         if options.method == "compare":
             row["difference"] = f"{compare(setting, options.seed, options.root):.1e}"
         else:
-            curves = train(setting, options.method, options.seed, options.root)
+            curves = Curves()
+            train(setting, options.method, options.seed, options.root, curves)
             row |= summarize(curves, setting.select)
     except FileNotFoundError as error:
         print(f"{setting.graph}: {error}", file=sys.stderr)
