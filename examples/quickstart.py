@@ -38,7 +38,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
     TimelineCallback,
 )
-from lightning_gnnpipe.engine import PipelineStats
+from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.graph import partition_nodes, replicas_per_node
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes

@@ -10,13 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.axis_options import check_axes, is_count
-from lightning_gnnpipe.comm import MessageOptions
-from lightning_gnnpipe.engine import ChunkOptions, EngineOptions
+from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.history import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.idle_options import check_idle, for_graphs, idle_in_one_chunk
 from lightning_gnnpipe.removed import advice_on
+from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
+from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     ChangingInputs,
@@ -252,3 +251,41 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def _refuse(expected: str, found: Any, remedy: str) -> None:
     raise ConfigError(explain(expected=expected, found=str(found), remedy=remedy))
+
+
+def check_axes(
+    data_parallel: object, graph_parallel: object, schedule: ScheduleName, num_virtual: object
+) -> None:
+    """Refuse what cannot be right, whatever the graphs and the devices are.
+
+    Args:
+        data_parallel: Replicas.
+        graph_parallel: Shards of the graph; it has been checked by itself.
+        schedule: Of batches of graphs; likewise.
+        num_virtual: Stages of each rank.
+
+    Raises:
+        ConfigError: With the option.
+    """
+    if not is_count(data_parallel):
+        found, remedy = data_parallel, "1 gives all processes the same batches."
+        _refuse("'data_parallel' to be at least 1", found, remedy)
+    if data_parallel != 1 and graph_parallel != 1:
+        _refuse(
+            "'graph_parallel' to be 1 with data_parallel, which is for batches of graphs",
+            graph_parallel,
+            "Graphs of a batch are not split: use more stages, or more replicas.",
+        )
+    if not is_count(num_virtual):
+        _refuse("'num_virtual' to be at least 1", num_virtual, "Leave it at 2.")
+    if schedule != "fill_drain" and graph_parallel != 1:
+        _refuse(
+            f"'graph_parallel' to be 1 where schedule={schedule!r}",
+            graph_parallel,
+            "Only batches of graphs can go back early, and they have no shards.",
+        )
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

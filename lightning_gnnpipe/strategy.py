@@ -16,22 +16,23 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_gnnpipe import _compat
-from lightning_gnnpipe.engine import (
-    PipelinePlan,
-    PipelineStats,
-    batch_number,
-    graph_of_node,
-    num_nodes,
-)
-from lightning_gnnpipe.history import Staleness
-from lightning_gnnpipe.loops import PipeLoops
+from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
-from lightning_gnnpipe.planning import plan_pipeline
-from lightning_gnnpipe.precision import loss_scale
-from lightning_gnnpipe.randomness import random_state
-from lightning_gnnpipe.refuse import check_optimizers, check_scaling, check_sync, check_was_called
-from lightning_gnnpipe.summary import print_stages, shows_stages
+from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
+from lightning_gnnpipe.staleness import Staleness
+from lightning_gnnpipe.steps import batch_number, graph_of_node, num_nodes
+from lightning_gnnpipe.trainer import (
+    PipeLoops,
+    _compat,
+    check_optimizers,
+    check_scaling,
+    check_sync,
+    check_was_called,
+    loss_scale,
+    print_stages,
+    random_state,
+    shows_stages,
+)
 from lightning_gnnpipe.types import (
     ChangingInputs,
     CodecOption,

@@ -19,19 +19,13 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from packaging.version import Version
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    _compat,
-    checkpoints,
-    sharded,
-    sidecar,
-)
-from lightning_gnnpipe.checkpoint_io import AtomicCheckpointIO
-from lightning_gnnpipe.comm import load_shards
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.models import GNN, NodeClassifier
-from lightning_gnnpipe.sharded import read_sharded
+from lightning_gnnpipe.saving import load_shards, sharded, sidecar
+from lightning_gnnpipe.saving.sharded import read_sharded
+from lightning_gnnpipe.trainer import _compat, checkpoints
+from lightning_gnnpipe.trainer.checkpoint_io import AtomicCheckpointIO
 
 
 def data() -> Data:

@@ -16,13 +16,8 @@ import docstring_parser
 import pytest
 import torch
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    StalenessWarmup,
-    cli,
-    models,
-)
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup, models
+from lightning_gnnpipe.cli import commands as cli
 from lightning_gnnpipe.options import StrategyOptions
 
 ROOT = Path(__file__).parent.parent

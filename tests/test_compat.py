@@ -23,7 +23,7 @@ from torch import nn
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_gnnpipe"
-COMPAT = sorted(PACKAGE.glob("_compat*.py"))
+COMPAT = sorted(PACKAGE.rglob("_compat*.py"))
 
 LAUNCHERS = "lightning.pytorch.strategies.launchers"
 CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"

@@ -18,8 +18,8 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.cli import SaveFitConfig
-from lightning_gnnpipe.comm import wire
+from lightning_gnnpipe.cli.commands import SaveFitConfig
+from lightning_gnnpipe.comm import groups as wire
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from tests.docs.messages import PACKAGE, fallbacks, package_messages
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data

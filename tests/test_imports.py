@@ -1,8 +1,9 @@
-"""P9: imports go one way along the line of modules, and heavy ones stay where they belong."""
+"""P9: folders import one way, heavy imports stay where they belong, and files can be found."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,119 +11,29 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
+MAX_LINES = 400
+MAX_FILES = 14
 
-# What each part may import of ours; these are open to all.
-SHARED = {"types", "errors", "fallbacks", "removed", "nested", "user_code"}
-SHARED |= {"_compat_pyg", "_compat_torch"}
-PARTS = ("graph", "stages", "passing", "schedule", "history", "comm")
-ALLOWED: dict[str, set[str]] = {
-    **{part: set() for part in PARTS},
-    "types": set(),
-    "errors": set(),
-    "user_code": set(),
-    "fallbacks": set(),
-    "removed": set(),
-    "nested": set(),
-    "controls": set(),
-    "axis_options": set(),
-    "idle_options": set(),
-    "options": {"axis_options", "comm", "engine", "history", "idle_options"},
-    "metrics": set(),
-    "loaders": set(),
-    "models": set(),
-    "datamodule": set(),
-    "_compat": set(),
-    "_compat_pyg": set(),
-    "_compat_torch": set(),
-    "engine": {*PARTS, "controls"},
-    "randomness": set(),
-    "launcher": {"randomness", "_compat"},
-    "processes": {"comm", "launcher", "options", "randomness", "_compat"},
-    "sidecar": set(),
-    "sharded": {"comm"},
-    "checkpoint_io": {"_compat"},
-    "signals": {"_compat", "engine"},
-    "checkpoints": {
-        "_compat",
-        "checkpoint_io",
-        "engine",
-        "processes",
-        "randomness",
-        "sharded",
-        "sidecar",
-        "signals",
-    },
-    "replicas": {"_compat", "checkpoints", "loaders"},
-    "loops": {
-        "_compat",
-        "controls",
-        "engine",
-        "guests",
-        "hook_ends",
-        "metrics",
-        "next_batch",
-        "passing",
-        "precision",
-        "randomness",
-        "refuse",
-        "replay",
-        "replicas",
-        "stages",
-    },
-    "refuse": set(),
-    "replay": {"randomness"},
-    "guests": {"engine", "_compat"},
-    "hook_ends": set(),
-    "next_batch": {"_compat", "loaders"},
-    "strategy": {
-        *PARTS,
-        "_compat",
-        "engine",
-        "loops",
-        "options",
-        "planning",
-        "precision",
-        "randomness",
-        "refuse",
-        "summary",
-    },
-    "planning": {"comm", "engine", "options", "stages"},
-    "precision": {"comm", "engine"},
-    "report": {"engine", "schedule", "stages"},
-    "summary": {"report", "stages"},
-    "registry": {"strategy"},
-    "plan_tables": {"engine"},
-    "cli_parser": set(),
-    "cli": {"cli_parser", "strategy", "models", "plan_tables"},
-    "callbacks": {"strategy", "controls", "history", "report"},
-    "__init__": {"strategy", "registry", "callbacks", "datamodule", "history"},
-}
+# Folders and files, from the bottom up: each may import those before it, none behind it.
+LINE = (
+    *("errors", "types", "removed", "_compat_torch", "_compat_pyg", "fallbacks", "controls"),
+    *("idle_options", "user_code", "datamodule", "models"),
+    *("schedule", "staleness", "codecs", "graph", "passing", "calls", "comm"),
+    *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),
+    *("batches", "planning", "engine", "trainer", "strategy", "registry", "callbacks", "cli"),
+    "__init__",
+)
 LIGHTNING = {
-    "cli",
-    "cli_parser",
-    "launcher",
-    "signals",
     "strategy",
     "registry",
-    "processes",
-    "checkpoint_io",
-    "checkpoints",
-    "refuse",
-    "replay",
-    "guests",
-    "hook_ends",
-    "next_batch",
-    "loops",
+    "trainer",
     "planning",
-    "replicas",
-    "precision",
-    "summary",
-    "_compat",
     "callbacks",
     "datamodule",
     "models",
+    "cli",
 }
-DISTRIBUTED = {"comm", "processes", "_compat_torch"}
+DISTRIBUTED = {"comm", "saving", "trainer", "_compat_torch"}
 
 
 def modules() -> list[Path]:
@@ -148,11 +59,13 @@ def imports(path: Path) -> Iterator[str]:
 def test_p9_imports_go_one_way(path: Path) -> None:
     part = part_of(path)
     for name in imports(path):
-        if not name.startswith(f"{NAME}."):
-            continue
-        target = name.split(".")[1]
-        if (PACKAGE / target).exists() or (PACKAGE / f"{target}.py").exists():
-            assert target in {part} | SHARED | ALLOWED[part], f"{part} imports {target}"
+        target = name.split(".")[1] if name.startswith(f"{NAME}.") else part
+        if target != part and target in LINE:
+            assert LINE.index(target) < LINE.index(part), f"{part} imports {target}"
+
+
+def test_p9_the_line_has_all_parts() -> None:
+    assert sorted({part_of(path) for path in modules()}) == sorted(LINE)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -172,3 +85,15 @@ def test_p9_heavy_imports_stay_in_their_place(path: Path) -> None:
             assert root not in ("torch", "torch_geometric", "numpy")
         if part == "models":
             assert root != NAME or path.name == "__init__.py", "models import nothing of ours"
+
+
+def test_no_base_name_stands_twice() -> None:
+    names = Counter(path.name for path in modules() if path.name != "__init__.py")
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_folders_and_files_are_small_enough_to_find_things() -> None:
+    folders = Counter(path.parent for path in modules())
+    assert {folder.name: n for folder, n in folders.items() if n > MAX_FILES} == {}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in modules()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}

@@ -18,9 +18,9 @@ from lightning_gnnpipe import (
     FullGraphDataModule,
     GNNPipeStrategy,
 )
-from lightning_gnnpipe.engine import PipelinePlan
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption, StalenessName
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3

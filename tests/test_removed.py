@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 import lightning_gnnpipe
-from lightning_gnnpipe.history import METHODS
 from lightning_gnnpipe.removed import CLASSES, VALUES, advice_on
+from lightning_gnnpipe.staleness import METHODS
 from lightning_gnnpipe.types import CodecName, OrderName, StalenessName
 
 

@@ -21,8 +21,8 @@ from torchmetrics import MeanMetric
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.loaders import EvenLoader
 from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.trainer.loaders import EvenLoader
 from tests.helpers.batches import (
     NUM_FEATURES,
     NUM_TARGETS,

@@ -20,7 +20,7 @@ from torch_geometric.loader import DataLoader as PyGDataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.history import StalenessMethod
+from lightning_gnnpipe.staleness import StalenessMethod
 from lightning_gnnpipe.types import OrderName, StalenessName
 from tests.helpers.realistic import Realistic, TiedNet, realistic_graph
 from tests.helpers.trainers import (

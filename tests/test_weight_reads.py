@@ -18,8 +18,8 @@ from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_gnnpipe.engine.weight_reads import WeightReads
-from lightning_gnnpipe.refuse import check_optimizers
+from lightning_gnnpipe.steps.weight_reads import WeightReads
+from lightning_gnnpipe.trainer.refuse import check_optimizers
 from tests.helpers.realistic import Realistic
 from tests.helpers.trainers import assert_same, datamodule, double_precision, make_trainer
 

@@ -10,7 +10,8 @@ from statistics import mean
 
 import torch
 
-from lightning_gnnpipe.comm import Link, Transport
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.planning import Link
 
 _SMALL_BYTES, _LARGE_BYTES = 2**14, 2**22
 _LONG_S = 0.02  # a message whose bytes take longer is large

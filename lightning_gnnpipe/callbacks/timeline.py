@@ -13,12 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
-from lightning_gnnpipe.report import (
-    check_matplotlib,
-    chrome_trace,
-    draw_timeline,
-    timeline_title,
-)
+from lightning_gnnpipe.report import check_matplotlib, chrome_trace, draw_timeline, timeline_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnnpipe.codecs import Codec, Parcel
 from lightning_gnnpipe.comm.collectives import Collectives, bring
 from lightning_gnnpipe.comm.mesh import Members, World, make_mesh
 from lightning_gnnpipe.comm.meter import Meter
-from lightning_gnnpipe.comm.parcel import Parcel
-from lightning_gnnpipe.comm.payload import Codec
 from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # tensors as they are

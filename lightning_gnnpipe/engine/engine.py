@@ -17,45 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport, get_codecs
+from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
+from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, take_apart
+from lightning_gnnpipe.chunks import PlannedInputs
+from lightning_gnnpipe.codecs import get_codecs
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.agree import Agreed, Progress, agree
-from lightning_gnnpipe.engine.autograd import join
-from lightning_gnnpipe.engine.batch_schedules import check_schedule
-from lightning_gnnpipe.engine.batches import BatchPasses
+from lightning_gnnpipe.engine.after_step import LastStep, LossGuard
 from lightning_gnnpipe.engine.checks import EngineChecks
-from lightning_gnnpipe.engine.contents import ContentNumbers
-from lightning_gnnpipe.engine.gradients import average_replicated
-from lightning_gnnpipe.engine.graph import GraphCache
-from lightning_gnnpipe.engine.graph_passes import GraphPasses
-from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
-from lightning_gnnpipe.engine.infer import run_exact
-from lightning_gnnpipe.engine.inputs import PlannedInputs
-from lightning_gnnpipe.engine.last_step import LastStep
-from lightning_gnnpipe.engine.loss_guard import LossGuard
-from lightning_gnnpipe.engine.mode import Mode
-from lightning_gnnpipe.engine.model import PipelinedModel
-from lightning_gnnpipe.engine.options import EngineOptions
-from lightning_gnnpipe.engine.pass_state import PassState
-from lightning_gnnpipe.engine.plain import is_one_graph, raising_wrong_arguments
-from lightning_gnnpipe.engine.resume import save_rank
-from lightning_gnnpipe.engine.run_state import InputState, RankHistories, RunState, SavedRun
+from lightning_gnnpipe.engine.known_graphs import GraphCache
+from lightning_gnnpipe.engine.one_graph import OneGraph
+from lightning_gnnpipe.engine.passes import GraphPasses, run_exact
+from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.engine.running_statistics import RunningStatistics
-from lightning_gnnpipe.engine.seeds import PassSeeds
-from lightning_gnnpipe.engine.stream import BatchStream
-from lightning_gnnpipe.engine.switch import PipelinedForward
-from lightning_gnnpipe.engine.training import TrainingPass
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import guard_losses
+from lightning_gnnpipe.graph import ContentNumbers
+from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
-from lightning_gnnpipe.stages import (
-    Call,
-    Inputs,
-    KnownKinds,
-    Layers,
-    find_graphs,
-    take_apart,
+from lightning_gnnpipe.selfcheck import PipelinedForward, raising_wrong_arguments
+from lightning_gnnpipe.steps import (
+    Agreed,
+    EngineOptions,
+    Mode,
+    PassSeeds,
+    PassState,
+    PipelinedModel,
+    Progress,
+    TrainingPass,
+    agree,
+    average_replicated,
+    join,
 )
 
 _MASK = (1 << 62) - 1
@@ -77,7 +69,11 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.model = PipelinedModel(
-            module, transport, options.splitting, self._check_layers, self.graphs.is_cut
+            module,
+            transport,
+            options.splitting,
+            lambda *call: self._checks.layers(*call),
+            self.graphs.is_cut,
         )
         self.progress = Progress()
         self.model.reads.is_uneven = lambda: self.progress.is_uneven
@@ -101,7 +97,7 @@ class PipelineEngine:
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # the loss of the last step, on this rank
         self._was_exact: bool | None = None  # the last step over one graph; None for graphs
-        self._is_one_graph: bool | None = None  # where batch vectors are all zeros
+        self._one_graph = OneGraph(module, transport, options, self.progress)
         self._unguard: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
@@ -146,8 +142,8 @@ class PipelineEngine:
         self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
             call = take_apart(self.model.module, args, kwargs, self.progress.num_nodes)
-            call = self._as_one_graph(call)
-            graph_of_node = self._graph_of_node()
+            call = self._one_graph.of(call, self._checks.has_seen_graphs)
+            graph_of_node = self._one_graph.batch_vector(self._checks.has_seen_graphs)
             call, inputs = find_graphs(call, graph_of_node, self._known_kinds)
         self._checks.graphs(call, inputs, graph_of_node)
         has_graphs = inputs.graphs is not None
@@ -182,8 +178,10 @@ class PipelineEngine:
             self.progress.loss = 0.0
         self._checks.support(has_graphs)
         if key is None:
-            run = self._train_on_graphs if is_training else self._infer_on_graphs
-            return run(call, inputs)
+            if is_training:
+                return self._train_on_graphs(call, inputs)
+            mode, outputs = self.stream.run(call, inputs)
+            return mode.layers.rebuild_output(outputs)
         try:
             if not is_training:
                 return self._infer(call, inputs, key, agreed)
@@ -197,33 +195,9 @@ class PipelineEngine:
         if self.options.guards_loss and self._was_exact is not None:
             self._has_jumped = self._guard.sees_jump(loss, is_exact=self._was_exact)
 
-    def _graph_of_node(self) -> Tensor | None:
-        """Return the batch vector of the user's batch; a single graph is one to cut into chunks."""
-        vector, has_replicas = self.progress.graph_of_node, self.transport.world.num_replicas > 1
-        if vector is None or has_replicas or self._checks.has_seen_graphs or int(vector[-1]) > 0:
-            return vector
-        return None
-
     def tell_changes(self) -> None:
         """Say how many steps were exact because of their inputs, if any were."""
         self.graphs.inputs.tell_share(self.num_training_passes)
-
-    def _as_one_graph(self, call: Call) -> Call:
-        """Return the call as one of a single graph, if it is: one to cut into chunks.
-
-        Its batch vector is all zeros, and outputs have one row a node. A PyG `Batch` is one of a
-        loader, whose other batches may hold several.
-        """
-        vector, has_replicas = call.batch_vector, self.transport.world.num_replicas > 1
-        if vector is None or has_replicas or self._checks.has_seen_graphs:
-            return call
-        if self.progress.graph_of_node is not None or vector.any():
-            return call
-        if vector.numel() < self.options.chunks.expected:  # too small to be cut
-            return call
-        if self._is_one_graph is None:
-            self._is_one_graph = is_one_graph(self.model.module, call)
-        return replace(call, is_one_graph=self._is_one_graph)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward never came, or has failed."""
@@ -250,21 +224,21 @@ class PipelineEngine:
         self.statistics.warn()
 
     def run_state(self) -> RunState:
-        """Return what a checkpoint keeps of the run between steps, beside weights and histories."""
+        """Return what a checkpoint keeps of the run, beside weights and histories."""
         self.abandon()
         if self._saved is not None:  # resumed, and no step since
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
-        counts = self.num_training_passes, self._seeds.num_inferences
         num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
-        layout = self.model.stage_layers, num_shards
         guard, known = self._guard, self.graphs.inputs
         state = RunState(
             self.options.seed,
-            *counts,
-            *layout,
-            self._input_states(),
+            self.num_training_passes,
+            self._seeds.num_inferences,
+            self.model.stage_layers,
+            num_shards,
+            self._passes.input_states(is_validation_next=self.progress.validates_next()),
             tuple(known.seen.items()),
             losses=guard.losses,
             steps_since_jump=guard.num_steps,
@@ -273,28 +247,6 @@ class PipelineEngine:
             num_random_inputs=self.identity.num_random,
         )
         return state.without_histories() if self._is_lost else state
-
-    def _input_states(self) -> tuple[InputState, ...]:
-        """Return what a checkpoint keeps of each input with histories, but for the rows."""
-        known, is_next = self.graphs.inputs, self.progress.validates_next()
-        waiting = [saved.state for saved in known.saved.values()]
-        states = [
-            InputState(
-                number,
-                tuple(own.filled),
-                own.last_step,
-                is_next and self._passes.validation_renews(own),
-                own.is_refresh_asked,
-            )
-            for number, own in self._kept_inputs()
-        ]
-        return tuple(sorted((*waiting, *states), key=lambda one: one.number))
-
-    def _kept_inputs(self) -> list[tuple[int, Histories]]:
-        """Return those whose histories are read, with their numbers."""
-        kept = self.graphs.inputs.items()
-        read = [(n, own) for n, own in kept if own.graph.plan.num_chunks > 1]
-        return [(n, own) for n, own in read if not self._passes.is_free(own.graph)]
 
     def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -309,22 +261,21 @@ class PipelineEngine:
             number: list(saved.parts[world.rank :: world.size])
             for number, saved in self.graphs.inputs.saved.items()
         }
-        found |= {number: [save_rank(own)] for number, own in self._kept_inputs()}
+        found |= {number: [save_rank(own)] for number, own in self._passes.kept_inputs()}
         return {world.rank: found} if found else {}
 
     def resume(self, saved: SavedRun) -> None:
         """Go on with a saved run; its histories are taken at the first step on its graph."""
-        self._saved = saved
-        self.num_training_passes = saved.state.num_training_passes
-        self._seeds.num_inferences = saved.state.num_inferences
-        state = saved.state
+        self._saved, state = saved, saved.state
+        self.num_training_passes = state.num_training_passes
+        self._seeds.num_inferences = state.num_inferences
         is_quiet = not self.transport.world.is_root
         self._guard = LossGuard(
             state.losses, state.steps_since_jump, was_exact=state.was_exact, is_quiet=is_quiet
         )
         self.statistics = RunningStatistics(state.stale_norms, is_quiet=is_quiet)
         self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
-        self.model.prefer(saved.state.stage_layers)
+        self.model.prefer(state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         check_schedule(self.options.schedule)
@@ -379,8 +330,7 @@ class PipelineEngine:
         if saved is None:
             return False
         known = self.graphs.inputs
-        known.saved = saved.histories()
-        known.num_saved_layers = sum(saved.state.stage_layers)
+        known.saved, known.num_saved_layers = saved.histories(), sum(saved.state.stage_layers)
         known.seen.update(saved.state.seen)
         self.identity.num_random += saved.state.num_random_inputs
         return saved.state.num_training_passes > 0
@@ -424,10 +374,6 @@ class PipelineEngine:
         joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.layers.rebuild_output(joined)
 
-    def _infer_on_graphs(self, call: Call, inputs: Inputs) -> Any:
-        mode, outputs = self.stream.run(call, inputs)
-        return mode.layers.rebuild_output(outputs)
-
     def _infer(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         graph = self.graphs.for_inference(key.graph, inputs)
         mode = self._passes.mode(call, inputs, key.graph)
@@ -452,6 +398,3 @@ class PipelineEngine:
             own.renew()
             self._state.settle()
         return mode.layers.rebuild_output(outputs)
-
-    def _check_layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        self._checks.layers(layers, call, inputs)

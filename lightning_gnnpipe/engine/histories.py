@@ -1,4 +1,6 @@
-"""The histories of one input of the pipelined module: a graph, its features, and all else.
+"""A planned graph and its histories, as the engine keeps them.
+
+The histories of one input of the pipelined module: a graph, its features, and all else.
 
 A row is read from an earlier step only where that step was given the same input.
 """
@@ -7,11 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.planned_graph import PlannedGraph
 from lightning_gnnpipe.engine.shared import SharedStore
-from lightning_gnnpipe.history import HistoryOptions, HistoryStore
+from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore
+
+
+class PlannedGraph:
+    """One graph, or this rank's shard of it.
+
+    Args:
+        plan: The chunks.
+        transport: The ranks.
+        is_complete: Whether the plan has all edges of the graph.
+        cut_frac: The share of its edges that lie between chunks; 0 if these are dropped.
+
+    Attributes:
+        inputs: The batch's tensors in plan order.
+        reading: Serves passes that write no histories.
+    """
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        transport: Transport,
+        *,
+        is_complete: bool = True,
+        cut_frac: float = 0.0,
+    ) -> None:
+        self.plan, self.is_complete, self.cut_frac = plan, is_complete, cut_frac
+        self.inputs = PlannedInputs(plan)
+        store = None if plan.shard is None else SharedStore(plan, transport, None)
+        self.reading = MessageContext(store, plan)
 
 
 class Histories:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from lightning_gnnpipe.engine.planned_graph import PlannedGraph
-from lightning_gnnpipe.passing import tracks_statistics
+from lightning_gnnpipe.engine.histories import PlannedGraph
+from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The histories of one shard: what other ranks hold of a chunk travels when the chunk is written.
+"""Histories with graph parallelism: rows that other ranks need are sent when they are written.
 
     push       own rows -> history; rows that others read -> their ghosts, theirs -> ours
     pull       from own rows and ghosts, as if they were all here
@@ -12,17 +12,23 @@ Source: graph parallelism within a stage, as in the hybrid of GNNPipe (arXiv 230
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Exchange, MessageOptions, Transport, get_codecs
-from lightning_gnnpipe.engine.shared_moments import SharedMoments
+from lightning_gnnpipe.codecs import MessageOptions, get_codecs
+from lightning_gnnpipe.comm import Exchange, Transport
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ChunkPlan
-from lightning_gnnpipe.history import HistoryStore
 from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.staleness import (
+    HistoryStore,
+    MomentStore,
+    RowMoments,
+    mean_and_var,
+    sums_by_chunk,
+)
 from lightning_gnnpipe.types import ChunkView, TrafficKind
 
 _Slot = tuple[TrafficKind, CallKey, int]  # what travels, for which call, of which chunk
@@ -297,3 +303,38 @@ def _number(chunk: ChunkView) -> int:
 def _like(mask: Tensor, rows: Tensor) -> Tensor:
     """Return `mask`, `[num_rows]`, in a shape that fits `rows`, `[num_rows, *]`."""
     return mask.view(-1, *(1 for _ in rows.shape[1:]))
+
+
+class SharedMoments:
+    """The statistics of norms over the rows of all ranks of the stage.
+
+    Args:
+        sum_over_shards: Returns the sum of a tensor over the ranks.
+        moments: Where they are kept; None where nothing is remembered.
+    """
+
+    def __init__(
+        self, sum_over_shards: Callable[[Tensor], Tensor], moments: MomentStore | None
+    ) -> None:
+        self._sum, self._moments = sum_over_shards, moments
+
+    def __getitem__(self, key: CallKey) -> RowMoments:
+        """Return the statistics of a call."""
+        assert self._moments is not None
+        return self._moments[key]
+
+    def keep(
+        self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the statistics of the rows of all ranks; see `MomentStore`."""
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        first = rows.sum(0)
+        num_nodes = -1 if counts is None else sum(counts)
+        share = self._sum(torch.cat([first, first.new_tensor([rows.size(0), num_nodes])]))
+        counts = counts if share[-2] == share[-1] else None  # the same on all ranks
+        center = share[:-2] / share[-2].clamp(min=1)
+        sums = self._sum(sums_by_chunk(rows, counts, center))
+        total = sums.sum(0)
+        if self._moments is not None:
+            self._moments.put(key, None if counts is None else sums, total, center)
+        return *mean_and_var(total, center), total[0]

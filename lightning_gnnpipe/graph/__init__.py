@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.graph.build import build_chunk_plan
-from lightning_gnnpipe.graph.chunk import Chunk, Peer
-from lightning_gnnpipe.graph.cut import (
+from lightning_gnnpipe.graph.batch_plan import BatchPlan, MicroBatch, plan_micro_batches
+from lightning_gnnpipe.graph.chunk import Chunk
+from lightning_gnnpipe.graph.edge_cut import (
     SplitSizes,
     edge_cut_frac,
     edges_within,
@@ -12,28 +12,31 @@ from lightning_gnnpipe.graph.cut import (
     replicas_per_node,
 )
 from lightning_gnnpipe.graph.fingerprint import (
+    ContentNumbers,
     fold,
     graph_fingerprint,
+    sample_of,
     tensor_fingerprint,
+    tensors_in,
     text_fingerprint,
 )
-from lightning_gnnpipe.graph.micro_batches import BatchPlan, MicroBatch, plan_micro_batches
-from lightning_gnnpipe.graph.order import chunk_order
 from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.plan import (
     ChunkPlan,
+    build_chunk_plan,
+    chunk_order,
     plan_from_assignment,
     shard_plan,
 )
-from lightning_gnnpipe.graph.split import split_chunks
+from lightning_gnnpipe.graph.shard_partition import split_chunks
 from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
 
 __all__ = [
     "BatchPlan",
     "Chunk",
     "ChunkPlan",
+    "ContentNumbers",
     "MicroBatch",
-    "Peer",
     "SplitSizes",
     "build_chunk_plan",
     "check_graph",
@@ -48,8 +51,10 @@ __all__ = [
     "plan_from_assignment",
     "plan_micro_batches",
     "replicas_per_node",
+    "sample_of",
     "shard_plan",
     "split_chunks",
     "tensor_fingerprint",
+    "tensors_in",
     "text_fingerprint",
 ]

@@ -1,4 +1,6 @@
-"""Telling graphs and batches apart by content, quickly.
+"""Fingerprints of graphs and tensors, by identity and version first, then by content.
+
+Telling graphs and batches apart by content, quickly.
 
 Multilinear hashing: each value times a random-looking 64-bit number of its own place, summed modulo
 2^64. Source: Carter and Wegman, Universal classes of hash functions (1979). The values are small
@@ -8,10 +10,31 @@ Multilinear hashing: each value times a random-looking 64-bit number of its own 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_gnnpipe._compat_torch import version_of
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`: in mappings, lists, tuples and PyG's graphs, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield from tensors_in(value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+    elif hasattr(value, "to_dict"):
+        yield from tensors_in(value.to_dict())
+
 
 _BLOCK = 1 << 15  # Values at a time: they stay in the cache, and torch starts no threads for them.
 _LARGE_BLOCK = 1 << 23  # bytes
@@ -101,3 +124,79 @@ def fold(numbers: Iterable[int]) -> int:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+_NUM_SAMPLED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tensor whose number was taken.
+
+    Attributes:
+        tensor: The tensor, for as long as anything else keeps it.
+        version: How often it had been written to.
+        sample: Some of its elements; None where writes that torch does not count are not looked
+            for.
+        number: Its number.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    sample: Tensor | None
+    number: int
+
+
+class ContentNumbers:
+    """Numbers of tensors by shape, dtype and content, the same in every process.
+
+    torch does not count writes through `Tensor.data` or a NumPy array of the same memory. On the
+    CPU a sample of the elements is compared as well, which finds those that change many of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def of(self, tensor: Tensor) -> int:
+        """Return a signed 64-bit number of a dense tensor of any shape."""
+        known = self._known.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            version = version_of(tensor)
+            is_same = version == known.version and version >= 0
+            if is_same and (known.sample is None or torch.equal(known.sample, sample_of(tensor))):
+                return known.number
+        number = tensor_fingerprint(tensor)
+        self._keep(tensor, number)
+        return number
+
+    def _keep(self, tensor: Tensor, number: int) -> None:
+        key, known = id(tensor), self._known
+
+        def forget(ref: weakref.ref[Tensor]) -> None:
+            if key in known and known[key].tensor is ref:
+                del known[key]
+
+        sample = sample_of(tensor).clone() if tensor.device.type == "cpu" else None
+        known[key] = _Known(weakref.ref(tensor, forget), version_of(tensor), sample, number)
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return some elements of the tensor, spread over all of it, bit by bit."""
+    flat = tensor.detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat.flatten()
+    step = max(1, -(-flat.numel() // _NUM_SAMPLED))
+    while gcd(step, flat.numel()) > 1 and step < flat.numel():
+        step += 1  # or it would see the same columns of all rows
+    return _bits(flat[::step])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return `[num_values]` as integers: a NaN equals itself then, and -0.0 is not 0.0."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if values.dtype is torch.bool or not values.is_floating_point():
+        return values
+    return values.contiguous().view(_INTEGERS[values.element_size()])

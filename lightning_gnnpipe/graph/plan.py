@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk
-from lightning_gnnpipe.graph.number import cut_edges
+from lightning_gnnpipe.graph.chunk import Chunk, cut_edges
+from lightning_gnnpipe.graph.partition import partition_nodes
 from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
-from lightning_gnnpipe.graph.validate import check_assignment
+from lightning_gnnpipe.graph.validate import check_assignment, check_graph
+from lightning_gnnpipe.types import OrderName, Partition
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,3 +274,50 @@ def _assemble(
     none = perm.new_empty(0)
     whole = Chunk(0, 0, num_nodes, none, (), (), 0, num_edges, edges, is_whole=True)
     return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)
+
+
+def build_chunk_plan(
+    edge_index: Tensor,
+    num_nodes: int,
+    *,
+    num_chunks: int,
+    partition: Partition = "metis",
+    seed: int = 0,
+) -> ChunkPlan:
+    """Cut a graph into chunks.
+
+    Args:
+        edge_index: `[2, num_edges]` sources and targets; multi-edges and self-loops are kept as
+            they are.
+        num_nodes: Nodes, N.
+        num_chunks: Chunks, K, at most N.
+        partition: A method, or `[num_nodes]` the chunk of each node.
+        seed: Seed of the methods.
+
+    Raises:
+        GraphError: If the graph or the partition is malformed.
+        ConfigError: If `num_chunks` is not between 1 and N.
+    """
+    check_graph(edge_index, num_nodes)
+    assignment = partition_nodes(
+        edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
+    )
+    return plan_from_assignment(edge_index, num_nodes, assignment)
+
+
+def chunk_order(num_chunks: int, *, epoch: int, seed: int, order: OrderName) -> tuple[int, ...]:
+    """Return the chunks in the order of the forward phase.
+
+    It depends on the arguments alone, so it is the same on every rank and in every run.
+    Source: GNNPipe (arXiv 2308.10087), technique 1, for "shuffled".
+
+    Args:
+        num_chunks: Chunks, K.
+        epoch: Index of the training step.
+        seed: Seed of the run.
+        order: "shuffled" draws an order for each epoch. "fixed" is 0, 1, ..., K - 1.
+    """
+    chunks = list(range(num_chunks))
+    if order == "shuffled":
+        Random(f"chunk order {seed} {epoch}").shuffle(chunks)
+    return tuple(chunks)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk, Peer
-from lightning_gnnpipe.graph.number import cut_edges
+from lightning_gnnpipe.graph.chunk import Chunk, Peer, cut_edges
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.graph.plan import ChunkPlan

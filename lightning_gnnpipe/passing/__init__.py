@@ -1,36 +1,32 @@
-"""How an unmodified PyG layer runs on one chunk: message passing intercepted, the rest row-wise."""
+"""Message passing on one chunk: rows of other chunks come from histories."""
 
 from __future__ import annotations
 
+from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, aggregate, linear_rule
 from lightning_gnnpipe.passing.context import MessageContext
-from lightning_gnnpipe.passing.intercept import (
-    Intercepted,
-    find_convs,
-    find_layers,
-    intercept,
+from lightning_gnnpipe.passing.interfaces import (
+    CallKey,
+    EdgeLeaves,
+    MomentSource,
+    RowMoments,
+    ShardLink,
 )
-from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-from lightning_gnnpipe.passing.memory import guard_losses, without_memory
-from lightning_gnnpipe.passing.native import NativeContext, uses_batch_statistics
-from lightning_gnnpipe.passing.statistics import tracks_statistics
-from lightning_gnnpipe.passing.support import check_graph_batches, check_norms, check_support
-from lightning_gnnpipe.passing.tape import Tape
+from lightning_gnnpipe.passing.pushpull import push_pull
+from lightning_gnnpipe.passing.running import InLayer, Tape, replaces
 
 __all__ = [
+    "ROWS",
     "CallKey",
-    "HaloStore",
-    "Intercepted",
+    "EdgeLeaves",
+    "InLayer",
+    "LinearRule",
     "MessageContext",
-    "NativeContext",
+    "MomentSource",
+    "RowMoments",
+    "ShardLink",
     "Tape",
-    "check_graph_batches",
-    "check_norms",
-    "check_support",
-    "find_convs",
-    "find_layers",
-    "guard_losses",
-    "intercept",
-    "tracks_statistics",
-    "uses_batch_statistics",
-    "without_memory",
+    "aggregate",
+    "linear_rule",
+    "push_pull",
+    "replaces",
 ]

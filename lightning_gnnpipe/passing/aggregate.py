@@ -22,12 +22,11 @@ from torch_geometric.nn import MessagePassing, aggr
 
 from lightning_gnnpipe._compat_pyg import has_own_propagate, passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
-from lightning_gnnpipe.passing.adjacency import Adjacency
-from lightning_gnnpipe.passing.kernels import entry_sums, multiply
+from lightning_gnnpipe.passing.sparse import Adjacency, entry_sums, multiply
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-    from lightning_gnnpipe.passing.tape import Tape
+    from lightning_gnnpipe.passing.running import Tape
     from lightning_gnnpipe.types import ChunkView
 
 ROWS = "x"

@@ -18,8 +18,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
 from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
 from lightning_gnnpipe.passing.pushpull import push_pull
-from lightning_gnnpipe.passing.running import RunningChunk
-from lightning_gnnpipe.passing.tape import Tape
+from lightning_gnnpipe.passing.running import RunningChunk, Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
 from lightning_gnnpipe.types import PlanView
 

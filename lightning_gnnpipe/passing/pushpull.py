@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-    from lightning_gnnpipe.passing.tape import Tape
+    from lightning_gnnpipe.passing.running import Tape
     from lightning_gnnpipe.types import ChunkView
 
 

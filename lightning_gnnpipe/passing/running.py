@@ -1,4 +1,9 @@
-"""What is running: a segment over a chunk, and which of the batch's edges its layer reads.
+"""What the running layer is, and what a chunk read, noted for recomputation in backward.
+
+By then the histories hold newer rows. The store keeps what is needed: the sums of linear layers,
+and for the others the rows that were overwritten. Rows that were pushed are not pushed again.
+
+What is running: a segment over a chunk, and which of the batch's edges its layer reads.
 
 A batch may hold several edge sets over the same nodes, and a layer may be given either, or edges
 turned round. A chunk has the same halo for all of its edge sets, so that its local numbers mean the
@@ -7,7 +12,7 @@ same in each; reversed edges have a halo of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,6 +23,20 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.passing.interfaces import EdgeLeaves
 from lightning_gnnpipe.types import ChunkView, PlanView
+
+
+class Tape:
+    """The reads of one run of some layers over one chunk: recorded once, then played back.
+
+    Attributes:
+        is_replay: Whether the layers run for the second time.
+        stale: For each read of halo rows the chunks whose rows were stale.
+    """
+
+    def __init__(self) -> None:
+        self.is_replay = False
+        self.stale: dict[Hashable, Collection[int]] = {}
+
 
 _layer: ContextVar[RunningChunk | None] = ContextVar("layer", default=None)  # of this thread
 

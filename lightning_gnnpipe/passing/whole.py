@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.passing.adjacency import Adjacency, Pattern
+from lightning_gnnpipe.passing.sparse import Adjacency, Pattern
 from lightning_gnnpipe.types import ChunkView, PlanView
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gnnpipe.engine import PipelineStats, phases
+from lightning_gnnpipe.chunks import PipelineStats, phases
 from lightning_gnnpipe.schedule import Action, Op
 
 _NAMES = {Op.F: "forward", Op.B: "backward"}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning_gnnpipe.engine import PipelineStats, TraceEvent, phases
+from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.schedule import Action, Op
 

@@ -9,7 +9,7 @@ from io import StringIO
 
 from torch import nn
 
-from lightning_gnnpipe.engine.names import LayerNames
+from lightning_gnnpipe.chunks import LayerNames
 from lightning_gnnpipe.stages import Stage
 
 _HEADINGS = ("stage", "layers", "parameters", "cost [ms]")

@@ -1,28 +1,22 @@
-"""Schedules as data: number of stages and chunk order in, the list of actions of each rank out.
+"""Schedules as data: number of stages and chunk order in, the list of actions of each rank out."""
 
-Build (`fill_drain`; for independent micro-batches `one_f_one_b`, `interleaved`, `stream`), lower
-(`add_transfers`), `check`; then run it, `simulate` it, or print it.
-"""
+from __future__ import annotations
 
 from lightning_gnnpipe.schedule.action import Action, Op
 from lightning_gnnpipe.schedule.arrived import Arrived, arrived_sends
 from lightning_gnnpipe.schedule.build import Loss, Schedule, fill_drain
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
-from lightning_gnnpipe.schedule.layout import LayoutTimes, LayoutWork, factorize, simulate_layout
 from lightning_gnnpipe.schedule.lower import add_transfers
-from lightning_gnnpipe.schedule.micro_batches import interleaved, one_f_one_b, stream
+from lightning_gnnpipe.schedule.one_f_one_b import interleaved, one_f_one_b, stream
 from lightning_gnnpipe.schedule.simulate import simulate
 from lightning_gnnpipe.schedule.stale import StaleRead, stale_frac, stale_reads
-from lightning_gnnpipe.schedule.timeline import Event, Timeline
+from lightning_gnnpipe.schedule.text_timeline import Timeline
 from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_bytes
 
 __all__ = [
     "Action",
     "Arrived",
-    "Event",
-    "LayoutTimes",
-    "LayoutWork",
     "Loss",
     "Op",
     "Schedule",
@@ -31,7 +25,6 @@ __all__ = [
     "add_transfers",
     "arrived_sends",
     "check",
-    "factorize",
     "fill_drain",
     "format_chart",
     "format_grid",
@@ -40,7 +33,6 @@ __all__ = [
     "one_f_one_b",
     "pipeline_bytes",
     "simulate",
-    "simulate_layout",
     "stale_frac",
     "stale_reads",
     "stream",

@@ -12,7 +12,7 @@ from lightning_gnnpipe.schedule.simulate import simulate_until_stuck
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.schedule.build import Schedule
-    from lightning_gnnpipe.schedule.timeline import Timeline
+    from lightning_gnnpipe.schedule.text_timeline import Timeline
 
 
 def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:

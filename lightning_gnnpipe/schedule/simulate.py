@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from lightning_gnnpipe.errors import ScheduleError, explain
 from lightning_gnnpipe.schedule.action import Action, Op
-from lightning_gnnpipe.schedule.timeline import Event, Timeline
+from lightning_gnnpipe.schedule.text_timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.schedule.build import Schedule

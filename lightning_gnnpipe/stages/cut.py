@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.graph_batch import Kind
-from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.trace import trace

@@ -17,17 +17,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.stages.effects import is_named_random
-from lightning_gnnpipe.stages.graph_batch import Kind
 from lightning_gnnpipe.stages.reads import Reads
-from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder
-from lightning_gnnpipe.stages.trace import (
-    contains_passing,
-    line_of_node,
-    root_of,
-    strip_root,
-)
+from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder, is_named_random
+from lightning_gnnpipe.stages.trace import contains_passing, line_of_node, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
 from lightning_gnnpipe.user_code import at
 

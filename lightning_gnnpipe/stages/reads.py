@@ -24,13 +24,14 @@ from torch import nn
 from lightning_gnnpipe._compat_torch import registry_of
 from lightning_gnnpipe.stages.content import (
     FRAMEWORKS,
+    MISSING,
     KeptProxyError,
     Same,
+    Watched,
     content_of,
     is_plain,
     plain_of,
 )
-from lightning_gnnpipe.stages.watch import MISSING, Watched
 
 Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and owner
 

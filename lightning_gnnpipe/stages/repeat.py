@@ -17,12 +17,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.effects import Effects, learn_effects
-from lightning_gnnpipe.stages.graph_batch import Kind
-from lightning_gnnpipe.stages.kinds import Inputs
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.stages.layers import Layers
-from lightning_gnnpipe.stages.segments import Segment, find_sources, part_of, without
+from lightning_gnnpipe.stages.segments import (
+    Effects,
+    Segment,
+    find_sources,
+    learn_effects,
+    part_of,
+    without,
+)
 from lightning_gnnpipe.stages.trace import contains_passing
 from lightning_gnnpipe.stages.values import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.types import RepeatOption

@@ -1,4 +1,11 @@
-"""Layers dealt out to stages, and which stages use which parameters."""
+"""Assigns layers to stages, and finds which stages use which parameters.
+
+What gradients of some outputs reach: plainly, everything else has none.
+
+Stages send each other gradients of a fixed form, zeros where there are none. An optimizer treats a
+weight with a gradient of zeros otherwise than one without (momentum, weight decay), so where there
+is none has to be known.
+"""
 
 from __future__ import annotations
 
@@ -181,3 +188,32 @@ def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> 
             yield from (
                 f"{name}.{inner}" if name else inner for inner, _ in tensors(remove_duplicate=False)
             )
+
+
+def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) -> set[str]:
+    """Return the names of leaves and of `module`'s parameters that outputs are differentiable in.
+
+    Args:
+        layers: The layers of `module`.
+        module: The pipelined module.
+        outputs: Names of those of the layers' outputs that have gradients.
+    """
+    by_name = first_names(module)
+    reached = set(outputs)
+    for segment in reversed(layers.segments):
+        wanted = {node for name, node in segment.ends.items() if name in reached}
+        for node in reversed(segment.module.graph.nodes):
+            if node not in wanted or not _has_gradient(node, layers):
+                continue
+            wanted.update(node.all_input_nodes)
+            if node.op == "placeholder":
+                reached.add(str(node.target))
+            reached.update(by_name[name] for name in names_used(node, module, by_name))
+    return reached
+
+
+def _has_gradient(node: fx.Node, layers: Layers) -> bool:
+    """Whether gradients flow through `node`, as far as is known."""
+    name = str(node.target) if node.op == "placeholder" else node.name
+    value = layers.values.get(name)
+    return value is None or value.requires_grad

@@ -23,13 +23,12 @@ from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
+from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
-from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.content import content_of
-from lightning_gnnpipe.stages.listed import is_listed, listed_parts, run_listed
+from lightning_gnnpipe.stages.content import Watched, content_of, watching
+from lightning_gnnpipe.stages.find import is_listed, listed_parts, run_listed
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.traceable import traceable
-from lightning_gnnpipe.stages.watch import Watched, watching
 from lightning_gnnpipe.user_code import at, line_here, line_of
 
 _ROOT = "module"

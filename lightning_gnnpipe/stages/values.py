@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
+from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
-from lightning_gnnpipe.stages.call import Call
-from lightning_gnnpipe.stages.graph_batch import GraphBatch, Kind
-from lightning_gnnpipe.stages.graph_sample import draw_graphs
-from lightning_gnnpipe.stages.kinds import Inputs
 from lightning_gnnpipe.stages.trace import line_of_node, root_of
 from lightning_gnnpipe.user_code import at
 

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
 from lightning_gnnpipe.callbacks import monitor
-from lightning_gnnpipe.engine import PipelineStats
+from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.schedule import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import (

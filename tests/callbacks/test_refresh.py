@@ -19,7 +19,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.engine.graph_passes import GraphPasses
+from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.observed import make_data, make_module, make_trainer
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import dither as dither_module
-from lightning_gnnpipe.comm import get_codec
-from lightning_gnnpipe.comm import rows as rows_module
-from lightning_gnnpipe.comm.dither import Dither
+from lightning_gnnpipe.codecs import get_codec
+from lightning_gnnpipe.codecs import low_bit as dither_module
+from lightning_gnnpipe.codecs import low_bit as rows_module
+from lightning_gnnpipe.codecs.low_bit import Dither
 from tests.helpers.codecs import FLOATS, LOW_BITS, check_not_hidden, random, steps_of, through
 
 BLOCK = 2**16  # values that a codec takes at a time

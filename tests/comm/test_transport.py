@@ -14,14 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_gnnpipe.comm import (
-    Label,
-    Meter,
-    Transport,
-    World,
-    set_group_timeout,
-    share_tensors,
-)
+from lightning_gnnpipe._compat_torch import set_group_timeout
+from lightning_gnnpipe.comm import Label, Meter, Transport, World, share_tensors
 from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]

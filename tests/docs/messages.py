@@ -24,7 +24,7 @@ def package_messages() -> dict[str, str]:
 
 def refusal_reasons() -> set[str]:
     """Return the reasons for which a layer is refused, where they are written out."""
-    tree = ast.parse((PACKAGE / "passing" / "support.py").read_text())
+    tree = ast.parse((PACKAGE / "layers" / "support.py").read_text())
     place = _parameters(tree, "reason")["_refuse"]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     reasons = [one.args[place] for one in calls if ast.unparse(one.func) == "_refuse"]

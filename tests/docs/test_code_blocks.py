@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gnnpipe import cli
+from lightning_gnnpipe.cli import commands as cli
 from tests.docs import small
 from tests.docs.pages import PAGES, ROOT, Block, as_script, commands, read_blocks
 

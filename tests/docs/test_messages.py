@@ -26,8 +26,7 @@ def test_every_message_is_on_the_page() -> None:
 
 
 def test_the_page_has_no_message_of_the_past() -> None:
-    from lightning_gnnpipe.passing.known import REFUSED_CONVS
-    from lightning_gnnpipe.passing.support import _ROW_MIXING
+    from lightning_gnnpipe.layers.support import _ROW_MIXING, REFUSED_CONVS
 
     reasons = refusal_reasons() | {reason for _, reason in _ROW_MIXING}
     assert len(reasons) > 5

@@ -15,11 +15,12 @@ from torch_geometric.data import Batch
 
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine import ChunkOptions, EngineOptions, PipelineEngine
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
-from lightning_gnnpipe.history import HistoryOptions
-from lightning_gnnpipe.passing import check_graph_batches
+from lightning_gnnpipe.layers import check_graph_batches
 from lightning_gnnpipe.stages import cut
+from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from tests.helpers.batches import (
     GINE,
     NUM_FEATURES,

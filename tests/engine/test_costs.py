@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.engine import costs
-from lightning_gnnpipe.engine.inputs import PlannedInputs
+from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.chunks import costs
+from lightning_gnnpipe.chunks.inputs import PlannedInputs
 from lightning_gnnpipe.graph import build_chunk_plan
-from lightning_gnnpipe.history import HistoryOptions
-from lightning_gnnpipe.stages import classify, cut_module, take_apart
+from lightning_gnnpipe.stages import cut_module
+from lightning_gnnpipe.staleness import HistoryOptions
 
 N, D, L = 300, 16, 16
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.engine.determinism import NoRandomness
+from lightning_gnnpipe.selfcheck.trial import NoRandomness
 from tests.engine.test_batches import make_engine
 from tests.helpers.batches import NUM_FEATURES, SIZES, WIDTH, draw_batch
 

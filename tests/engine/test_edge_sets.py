@@ -16,7 +16,7 @@ from torch_geometric.utils import add_self_loops
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.graph import graph_fingerprint
-from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
 
 pytestmark = pytest.mark.usefixtures("double")

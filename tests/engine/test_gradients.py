@@ -11,8 +11,8 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.engine.buckets import flatten
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps.gradient_sums import flatten
 from tests.helpers.engines import one_process_engine
 
 N, D = 23, 6

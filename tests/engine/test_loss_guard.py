@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lightning_gnnpipe.engine.loss_guard import LossGuard
+from lightning_gnnpipe.engine.after_step import LossGuard
 
 
 def falling(guard: LossGuard, num: int = 30) -> None:

@@ -11,7 +11,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.history import METHODS
+from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
 
 NUM_NODES, WIDTH = 12, 3

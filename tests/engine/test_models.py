@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
 
 N, D, C = 26, 8, 3

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_gnnpipe.engine.pass_state import PassState
+from lightning_gnnpipe.steps.training import PassState
 
 FINE, BAD = [torch.zeros(2), torch.ones(1)], [torch.zeros(2), torch.tensor([torch.inf])]
 

@@ -14,18 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
-from lightning_gnnpipe.engine.probe import check_layers
+from lightning_gnnpipe.calls import Inputs, Kind, classify, take_apart
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages import (
-    Inputs,
-    Kind,
-    classify,
-    cut_layers,
-    draw_sample,
-    learn_values,
-    take_apart,
-    trace,
-)
+from lightning_gnnpipe.selfcheck.value_check import check_layers
+from lightning_gnnpipe.stages import cut_layers, draw_sample, learn_values, trace
 from tests.helpers.engines import one_process_engine
 
 N, D = 30, 4

@@ -21,8 +21,9 @@ import torch_geometric.nn as gnn
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor, nn
 
-from lightning_gnnpipe.engine import PipelineEngine, model
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps import model
 from tests.helpers.engines import one_process_engine
 
 N, D = 26, 4

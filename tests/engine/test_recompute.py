@@ -10,8 +10,8 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.history import StalenessMethod
 from lightning_gnnpipe.models import GCNII
+from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.engines import one_process_engine
 
 N, D = 24, 6

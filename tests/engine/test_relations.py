@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.history import StalenessMethod
-from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.layers import check_support
+from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
 

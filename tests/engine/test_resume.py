@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.engine.histories import Histories
-from lightning_gnnpipe.engine.planned_graph import PlannedGraph
-from lightning_gnnpipe.engine.resume import load_ranks, save_rank
-from lightning_gnnpipe.engine.run_state import RunState
+from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
+from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.history import (
-    HistoryOptions,
-    StalenessMethod,
-)
 from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.staleness import HistoryOptions, StalenessMethod
 
 # A ring of six nodes.
 EDGES = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])

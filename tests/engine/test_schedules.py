@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.engine import PipelineStats, TraceEvent, phases
-from lightning_gnnpipe.engine.early_grads import _fill
-from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
+from lightning_gnnpipe.batches.early import _fill
+from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
+from lightning_gnnpipe.chunks.step_trace import RankRecord, merge_stats
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.report import chrome_trace, draw_timeline, timeline_title
 from tests.helpers.batches import draw_batch

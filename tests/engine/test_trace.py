@@ -14,10 +14,10 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.chunks import TraceEvent, phases
+from lightning_gnnpipe.chunks import step_trace as memory
+from lightning_gnnpipe.chunks.step_trace import RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Exchange, Transport
-from lightning_gnnpipe.engine import TraceEvent, memory, phases
-from lightning_gnnpipe.engine.memory import peak_memory_bytes
-from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.report import timeline_title
 from tests.helpers.steps import make_stats

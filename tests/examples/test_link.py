@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Exchange, Link, Meter, Transport, World
+from lightning_gnnpipe.comm import Exchange, Meter, Transport, World
+from lightning_gnnpipe.planning import Link
 from tests.helpers.scripts import modules_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks" / "prediction"

@@ -6,12 +6,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, GraphError
-from lightning_gnnpipe.graph import (
-    Chunk,
-    ChunkPlan,
-    build_chunk_plan,
-    plan_from_assignment,
-)
+from lightning_gnnpipe.graph import Chunk, ChunkPlan, build_chunk_plan, plan_from_assignment
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
 

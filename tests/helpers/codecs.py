@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Codec
+from lightning_gnnpipe.codecs import Codec
 
 LOW_BITS = [1, 8]
 NAMES = ["fp32", "bf16", *(f"int{bits}" for bits in LOW_BITS)]

@@ -24,7 +24,7 @@ from tests.helpers.record import (
 )
 
 if TYPE_CHECKING:
-    from lightning_gnnpipe.history import StalenessMethod
+    from lightning_gnnpipe.staleness import StalenessMethod
 
 SEED = 7
 

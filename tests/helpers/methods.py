@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.history import METHODS, StalenessMethod
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gnnpipe.engine import PipelineStats, TraceEvent
-from lightning_gnnpipe.engine.trace import RankRecord, merge_stats
+from lightning_gnnpipe.chunks import PipelineStats, TraceEvent
+from lightning_gnnpipe.chunks.step_trace import RankRecord, merge_stats
 
 
 def make_stats(

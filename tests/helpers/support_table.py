@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_gnnpipe.passing.known import REFUSED_CONVS
+from lightning_gnnpipe.layers.support import REFUSED_CONVS
 from tests.helpers.convs import CASES, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"

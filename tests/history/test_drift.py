@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.history import HistoryStore, Staleness, StalenessRecorder
+from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
 
 # Chunks of 1, 4 and 2 nodes in plan order, and one isolated node alone; a ring over the others.
 BOUNDS = [0, 1, 5, 7, 8]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.history import (
+from lightning_gnnpipe.staleness import (
     HistoryOptions,
     HistoryStore,
     StalenessMethod,

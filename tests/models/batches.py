@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe.stages import take_apart, trace
+from lightning_gnnpipe.calls import take_apart
+from lightning_gnnpipe.stages import trace
 from lightning_gnnpipe.stages.trace import root_of
 
 EXACT = dict(rtol=1e-10, atol=1e-10)

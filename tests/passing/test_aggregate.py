@@ -11,11 +11,11 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.history import HistoryStore
-from lightning_gnnpipe.passing import MessageContext, find_layers, intercept
-from lightning_gnnpipe.passing.adjacency import Adjacency, Pattern, SparseRows
+from lightning_gnnpipe.layers import find_layers, intercept
+from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.passing.aggregate import linear_rule
-from lightning_gnnpipe.passing.kernels import multiply
+from lightning_gnnpipe.passing.sparse import Adjacency, Pattern, SparseRows, multiply
+from lightning_gnnpipe.staleness import HistoryStore
 
 N, D = 9, 4
 ASSIGNMENT = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 1])

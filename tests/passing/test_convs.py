@@ -14,14 +14,9 @@ from torch_geometric.utils import add_self_loops, degree
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.passing import (
-    MessageContext,
-    check_support,
-    find_convs,
-    find_layers,
-    intercept,
-)
-from lightning_gnnpipe.passing.known import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
+from lightning_gnnpipe.layers import check_support, find_convs, find_layers, intercept
+from lightning_gnnpipe.layers.support import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
+from lightning_gnnpipe.passing import MessageContext
 from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle

@@ -10,8 +10,8 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.history import METHODS
-from lightning_gnnpipe.passing import find_convs
+from lightning_gnnpipe.layers import find_convs
+from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
 
 N, D, CHANNELS = 22, 4, 200

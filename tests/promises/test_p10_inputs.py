@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.engine import PipelineEngine, known_inputs
-from lightning_gnnpipe.history import METHODS
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.engine import known_graphs as known_inputs
+from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import double_precision
 

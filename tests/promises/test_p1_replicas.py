@@ -17,7 +17,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 from torchmetrics import CatMetric, MeanSquaredError
 
-from lightning_gnnpipe.sharded import read_sharded
+from lightning_gnnpipe.saving.sharded import read_sharded
 from tests.helpers.batches import (
     NUM_EDGE_FEATURES,
     NUM_FEATURES,

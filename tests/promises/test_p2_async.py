@@ -21,7 +21,7 @@ from lightning_gnnpipe import (
     GNNPipeStrategy,
 )
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import check_support
+from lightning_gnnpipe.layers import check_support
 
 # Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
 HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_gnnpipe import EmbeddingRefresh
-from lightning_gnnpipe.engine.graph_passes import GraphPasses
-from lightning_gnnpipe.history import StalenessMethod
+from lightning_gnnpipe.engine.passes import GraphPasses
+from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.graphs import communities
 from tests.helpers.launch import run_fit
 from tests.helpers.modules import ReferenceModule

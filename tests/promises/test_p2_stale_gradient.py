@@ -56,7 +56,7 @@ LINEAR = {"gcn", "sage", "gcnii"}  # nets whose messages are a weighted sum
 
 def method(scale: Scale) -> Any:
     """Return the method with one factor of gradients, or the default without validation's rows."""
-    from lightning_gnnpipe.history import METHODS, StalenessMethod
+    from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 
     if scale == "drift":
         return replace(METHODS["drift"], takes_validation=False)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.sidecar import histories_folder
+from lightning_gnnpipe.saving.sidecar import histories_folder
 from tests.helpers.realistic import realistic_graph
 
 SAVED_AT = 4

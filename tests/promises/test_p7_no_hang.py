@@ -21,11 +21,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.comm.transport as transport
-import lightning_gnnpipe.engine.step as steps
+import lightning_gnnpipe.chunks.step as steps
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GIN, GNN, GraphClassifier, NodeClassifier
-from lightning_gnnpipe.replay import StepReplay
+from lightning_gnnpipe.trainer.replay import StepReplay
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 

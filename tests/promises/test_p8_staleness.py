@@ -17,9 +17,9 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.graph import ChunkPlan, chunk_order, plan_from_assignment
-from lightning_gnnpipe.history import StalenessMethod
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.schedule import stale_frac, stale_reads
+from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.methods import with_method
 
 N, K, SEED = 40, 5, 11

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_gnnpipe.engine.step as steps
+import lightning_gnnpipe.chunks.step as steps
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.schedule import Schedule, interleaved, simulate
 from tests.helpers.batches import WIDTH, draw_batch

@@ -15,7 +15,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch_geometric.data import Batch
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.engine import stream
+from lightning_gnnpipe.batches import stream
 from tests.helpers.batches import ODD_SIZES, SIZES, GraphModule, draw_batch
 from tests.helpers.launch import BatchList
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.history import METHODS, StalenessMethod
 from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from tests.helpers.graphs import communities
 from tests.helpers.methods import with_method
 

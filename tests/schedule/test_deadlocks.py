@@ -7,12 +7,7 @@ from itertools import product
 import pytest
 
 from lightning_gnnpipe.errors import ScheduleError
-from lightning_gnnpipe.schedule import (
-    add_transfers,
-    check,
-    interleaved,
-    simulate,
-)
+from lightning_gnnpipe.schedule import add_transfers, check, interleaved, simulate
 from tests.schedule.oracle import runs_in_one_queue
 from tests.schedule.shapes import SHAPES, build_all, forward_only
 from tests.schedule.text import read

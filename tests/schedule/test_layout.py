@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gnnpipe.schedule import LayoutWork, factorize, simulate_layout
+from lightning_gnnpipe.planning import LayoutWork, factorize, simulate_layout
 
 # 2 stages of 2 shards, 4 equal chunks: all takes whole numbers of seconds.
 WORK = LayoutWork(

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gnnpipe.errors import ScheduleError
-from lightning_gnnpipe.schedule import (
-    Action,
-    Op,
-    Timeline,
-    add_transfers,
-    fill_drain,
-    simulate,
-)
+from lightning_gnnpipe.schedule import Action, Op, Timeline, add_transfers, fill_drain, simulate
 from tests.schedule.text import num_stages, orders, read
 
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import degree
 
+from lightning_gnnpipe.calls import Kind, classify, take_apart
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.stages import (
-    Kind,
     Layers,
     check_counts,
-    classify,
     cut_layers,
     draw_sample,
     find_pipelined,
@@ -27,7 +26,6 @@ from lightning_gnnpipe.stages import (
     learn_values,
     solve_balance,
     split_layers,
-    take_apart,
     trace,
 )
 

@@ -10,17 +10,16 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.passing import find_layers
+from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.stages import (
     Layers,
     choose_held,
     choose_repeated,
-    classify,
     cut_module,
     find_users,
     part_of,
     split_layers,
-    take_apart,
 )
 from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded, Two
 from tests.helpers.graphs import communities

@@ -19,8 +19,9 @@ from torch_geometric.nn import LGConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_gnnpipe.graph import ChunkPlan, build_chunk_plan
-from lightning_gnnpipe.history import HistoryStore
-from lightning_gnnpipe.passing import MessageContext, find_layers, intercept
+from lightning_gnnpipe.layers import find_layers, intercept
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.staleness import HistoryStore
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import NUM_NODES, make_edges, print_table

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_gnnpipe.comm import Codec, get_codec
+from lightning_gnnpipe.codecs import Codec, get_codec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import print_table

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, make_edges, median_step_s, print_table, train_once
 
 from lightning_gnnpipe.graph import partition_nodes, replicas_per_node, split_chunks
-from lightning_gnnpipe.schedule import LayoutWork, factorize, simulate_layout
+from lightning_gnnpipe.planning import LayoutWork, factorize, simulate_layout
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "measured.json"

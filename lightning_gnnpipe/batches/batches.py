@@ -1,0 +1,189 @@
+"""Passes over a mini-batch of graphs: micro-batches of whole graphs, without histories.
+
+    the user's batch -> graphs, by work -> micro-batches -> the schedule of a pass -> rows put back
+
+Every batch is another one, so nothing of it is kept, and nothing is looked up by its content.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from lightning_gnnpipe.batches.batch_schedules import AlternatingPass, BatchSchedules
+from lightning_gnnpipe.batches.early import EarlyGrads, EarlyLoss
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks import BatchInputs, StepCosts, StepParts, measure_batch
+from lightning_gnnpipe.codecs import Codecs
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
+from lightning_gnnpipe.layers import (
+    NativeContext,
+    check_graph_batches,
+    check_norms,
+    uses_batch_statistics,
+)
+from lightning_gnnpipe.selfcheck import check_graphs, norms_without_batch
+from lightning_gnnpipe.stages import Layers
+from lightning_gnnpipe.steps import EngineOptions, Mode, PassSeeds, PipelinedModel, TrainingPass
+
+log = logging.getLogger(__name__)
+
+
+def check_replicas(num_replicas: int) -> None:
+    """Refuse to train several replicas on one graph.
+
+    Raises:
+        UnsupportedError: If there are several.
+    """
+    if num_replicas > 1:
+        raise UnsupportedError(
+            explain(
+                expected="batches of graphs for data_parallel",
+                found=f"one graph, on which each of {num_replicas} replicas would train alike",
+                remedy="Use data_parallel=1, and the devices for more stages or shards.",
+            )
+        )
+
+
+class BatchPasses:
+    """Prepares passes over batches of graphs.
+
+    Args:
+        model: The pipelined model.
+        transport: The ranks.
+        options: See `EngineOptions`.
+        seeds: Of the passes.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        transport: Transport,
+        options: EngineOptions,
+        seeds: PassSeeds,
+    ) -> None:
+        self._model, self._transport, self._options = model, transport, options
+        self._seeds = seeds
+        self._schedules = BatchSchedules(options.schedule)
+        self.early_loss = EarlyLoss()
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
+
+    def identify(self, inputs: Inputs) -> int:
+        """Return a number that is the same on ranks with the same sizes of graphs."""
+        assert inputs.graphs is not None
+        sizes = (inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes)
+        return hash(sizes) & ((1 << 62) - 1)
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether this rank needs the loss before all outputs are there."""
+        return self._schedules.alternates and self._transport.mesh.is_last
+
+    def check(self) -> None:
+        """Refuse what cannot be done with batches of graphs.
+
+        Raises:
+            UnsupportedError: If the graph is to be split over shards.
+            ConfigError: If the chunk of each node is given.
+        """
+        check_graph_batches(self._transport.mesh.num_shards)
+        if not isinstance(self._options.chunks.partition, str):
+            raise ConfigError(
+                explain(
+                    expected="'partition' to be left out for batches of graphs",
+                    found="the chunk of each node",
+                    remedy="Graphs are dealt out to micro-batches as wholes; choose num_chunks.",
+                )
+            )
+
+    def check_layers(self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool) -> None:
+        """Refuse a module that is not right in micro-batches.
+
+        Raises:
+            UnsupportedError: With what is wrong and a remedy.
+        """
+        module, options = self._model.module, self._options
+        in_parts = options.chunks.expected > 1
+        if in_parts:
+            without_batch = norms_without_batch(layers)
+            check_norms(module, without_batch)
+            self._tell_of_batch_norms()
+        if options.self_check:
+            check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
+
+    def _tell_of_batch_norms(self) -> None:
+        norms = self._model.intercepted.batch_norms
+        used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
+        if used:
+            self._fallbacks.tell(
+                f"BatchNorm ('{used[0]}') in a batch of graphs",
+                origin="the statistics of all its graphs",
+                to="those of each micro-batch, as on the replicas of DDP",
+                remedy="Running statistics are updated once a step, from all graphs.",
+            )
+
+    def plan(self, inputs: Inputs) -> BatchPlan:
+        """Return the micro-batches, as many as are asked for, or as there are graphs."""
+        assert inputs.graphs is not None
+        num_chunks = self._options.chunks.expected
+        plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+        if plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
+            self._fallbacks.tell(
+                f"A batch has {plan.num_chunks} graphs with nodes",
+                origin=f"num_chunks={num_chunks}",
+                to="as many micro-batches as there are graphs",
+            )
+        return plan
+
+    def mode(self, call: Call, inputs: Inputs) -> Mode:
+        """Return the stages for these arguments."""
+
+        def measure(layers: Layers) -> StepCosts:
+            plan = self.plan(inputs)
+            planned = BatchInputs(call, inputs, plan)
+            return measure_batch(self._model.module, layers, plan, planned)
+
+        return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
+
+    def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
+        """Return the training pass over the batch; for the arguments see `parts`."""
+        parts = self.parts(mode, call, inputs, is_training=True, codecs=codecs)
+        num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
+        schedule = self._schedules.get(num_ranks, num_virtual, parts.plan.num_chunks)
+        if not self._schedules.alternates:
+            return TrainingPass(parts, None, self._model, schedule, is_exact=codecs.is_exact)
+
+        def differentiate(outputs: list[Tensor]) -> list[Tensor]:
+            return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
+
+        early = EarlyGrads(parts, differentiate)
+        return AlternatingPass(parts, self._model, schedule, early, is_exact=codecs.is_exact)
+
+    def parts(
+        self,
+        mode: Mode,
+        call: Call,
+        inputs: Inputs,
+        *,
+        is_training: bool,
+        codecs: Codecs,
+    ) -> StepParts:
+        """Return what a pass over the batch is made of."""
+        plan = self.plan(inputs)
+        return StepParts(
+            stages=mode.on_rank(self._transport.mesh),
+            num_stages=len(mode.stages),
+            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
+            plan=plan,
+            inputs=BatchInputs(call, inputs, plan),
+            context=NativeContext(plan.num_chunks),
+            transport=self._transport,
+            seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
+            is_training=is_training,
+            recompute=self._options.histories.recomputes,
+            codecs=codecs,
+        )

@@ -1,0 +1,189 @@
+"""Passes without gradients over one mini-batch of graphs after another; the pipeline stays full.
+
+The call for a batch returns when its outputs are there. Meanwhile stages that are done with the
+batch go on with the next one, whose arguments are foreseen:
+
+    call       0     0     1     1     2
+    stage 0   b0    b1    b2     ...
+    stage 1   .     b0    b1    b2     ...
+
+If the next call is another one than was foreseen, what was begun is brought to its end and dropped,
+and nothing is foreseen until the loop ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.batches.batches import BatchPasses
+from lightning_gnnpipe.batches.foresight import Arguments, Foreseen, foretell
+from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, take_apart
+from lightning_gnnpipe.chunks import Step, own_random_stream
+from lightning_gnnpipe.codecs import get_codecs
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import GNNPipeError
+from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.schedule import Op, add_transfers, stream
+from lightning_gnnpipe.steps import Mode, PipelinedModel, graph_of_node
+
+
+class BatchStream:
+    """Runs calls without gradients, each on a mini-batch of graphs.
+
+    Args:
+        model: The pipelined model.
+        transport: The ranks.
+        passes: What passes are made of.
+        known_kinds: What earlier batches have told of tensors.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        transport: Transport,
+        passes: BatchPasses,
+        known_kinds: KnownKinds,
+    ) -> None:
+        self._model, self._transport, self._passes = model, transport, passes
+        self._known_kinds = known_kinds
+        self._batch: Any = None
+        self._peek: Callable[[], Any] = _see_nothing
+        self._next: Foreseen | None = None
+        self._begun: tuple[Foreseen, _Pass] | None = None
+        self._state: Hashable = None  # of the module, when that pass was begun
+        self._has_come = True
+
+    def enter_step(self, batch: Any, peek: Callable[[], Any]) -> None:
+        """Say that the user's step gets `batch`, and the next one what `peek` returns, if known."""
+        self._batch, self._peek = batch, peek
+
+    def leave_step(self) -> None:
+        """Forget them."""
+        self._batch, self._peek = None, _see_nothing
+
+    def look(self, call: Call, inputs: Inputs, arguments: Arguments) -> int:
+        """Find out whether `call` was foreseen, and what the next one will be.
+
+        Args:
+            call: The call.
+            inputs: What its leaves are.
+            arguments: What the module was called with.
+
+        Returns:
+            A number that is the same on ranks which have found the same.
+        """
+        if self._begun is not None:
+            is_same = self._model.state_of(call, inputs) == self._state
+            self._has_come = is_same and self._begun[0].has_come(call)
+        self._next = self._foresee(arguments) if self._has_come else None
+        number = 0 if self._next is None else self._passes.identify(self._next.inputs)
+        return 2 * number + self._has_come
+
+    def _foresee(self, arguments: Arguments) -> Foreseen | None:
+        is_training = any(module.training for module in self._model.module.modules())
+        following = None if is_training else self._peek()
+        found = None if following is None else foretell(self._batch, arguments, following)
+        if found is None:
+            return None
+        try:
+            call = take_apart(self._model.module, *found)
+            call, inputs = find_graphs(call, graph_of_node(following), self._known_kinds)
+        except GNNPipeError:  # which its own call will raise
+            return None
+        return None if inputs.graphs is None else Foreseen(call, inputs)
+
+    def run(self, call: Call, inputs: Inputs) -> tuple[Mode, list[Tensor]]:
+        """Return the outputs of `call`, each `[num_rows, *]`, on every rank; a collective call."""
+        begun, self._begun = self._begun, None
+        with self._transport.meter.paused():
+            if begun is not None and not self._has_come:
+                begun[1].drop()
+                begun = None
+            current = self._begin(call, inputs) if begun is None else begun[1]
+            current.finish()
+            num_sends = self._transport.num_sends
+            if self._next is not None:
+                following = self._begin(self._next.call, self._next.inputs)
+                following.run_ahead()
+                self._state = self._model.state_of(self._next.call, self._next.inputs)
+                self._begun, self._next = (self._next, following), None
+            return current.mode, current.collect(num_sends)
+
+    def end(self) -> None:
+        """Bring to its end what nobody has asked for; a collective call."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with self._transport.meter.paused():
+                begun[1].drop()
+        self._has_come = True
+
+    def _begin(self, call: Call, inputs: Inputs) -> _Pass:
+        mode = self._passes.mode(call, inputs)
+        parts = self._passes.parts(mode, call, inputs, is_training=False, codecs=get_codecs("fp32"))
+        return _Pass(mode, Step(parts), self._model)
+
+
+class _Pass:
+    """One pass over a batch, in pieces.
+
+    Args:
+        mode: The stages.
+        step: Runs its actions.
+        model: The pipelined model.
+    """
+
+    def __init__(self, mode: Mode, step: Step, model: PipelinedModel) -> None:
+        self.mode, self._step, self._model = mode, step, model
+        self._transport = step.parts.transport
+        mesh, num_chunks = self._transport.mesh, step.parts.plan.num_chunks
+        num_virtual = len(step.parts.stages)
+        built = stream(len(mode.stages), [num_chunks], num_virtual=num_virtual)
+        schedule = add_transfers(built)
+        self._actions = list(schedule.forward(mesh.stage))
+        last = mesh.num_stages - 1
+        num_ahead = -(-num_chunks * (last - mesh.stage) // max(last, 1))
+        computes = [i for i, action in enumerate(self._actions) if action.op is Op.F]
+        later = (n for n, i in enumerate(computes) if self._actions[i].stage != mesh.stage)
+        num_ahead = min(num_ahead, next(later, num_chunks))  # what comes back waits for the others
+        self._ahead = len(self._actions)
+        if num_ahead < len(computes):
+            self._ahead = computes[num_ahead] if num_ahead else 0
+        self._num_done = 0
+
+    def run_ahead(self) -> None:
+        """Run what does not have to wait for the stages behind."""
+        self._run(self._ahead)
+
+    def finish(self) -> None:
+        """Run the rest; what is sent need not have left."""
+        self._run(len(self._actions))
+
+    def collect(self, num_sends: int) -> list[Tensor]:
+        """Return the outputs on every rank, when the oldest `num_sends` messages have left."""
+        outputs = self._step.collect()
+        self._transport.flush(num_sends)
+        self._step.parts.inputs.release()
+        return outputs
+
+    def drop(self) -> None:
+        """Run the rest for nothing."""
+        self.finish()
+        self._transport.flush()
+
+    def _run(self, end: int) -> None:
+        parts = self._step.parts
+        with (
+            intercept(self._model.intercepted, parts.context),
+            own_random_stream(parts.transport.world.device),
+            torch.no_grad(),
+        ):
+            self._step.run(self._actions[self._num_done : end])
+        self._num_done = max(self._num_done, end)
+
+
+def _see_nothing() -> None:
+    return None

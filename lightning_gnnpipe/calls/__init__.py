@@ -1,0 +1,22 @@
+"""A call of the module: which of its tensors are nodes, edges, graphs."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.calls.call import Call, take_apart
+from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
+from lightning_gnnpipe.calls.graph_sample import draw_graphs
+from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
+from lightning_gnnpipe.calls.kinds import Inputs
+
+__all__ = [
+    "Call",
+    "GraphBatch",
+    "GraphRows",
+    "Inputs",
+    "Kind",
+    "KnownKinds",
+    "classify",
+    "draw_graphs",
+    "find_graphs",
+    "take_apart",
+]

@@ -1,0 +1,212 @@
+"""A batch of graphs: which graph each row of its tensors belongs to.
+
+graph_of_node   0 0 0 1 1 3      three nodes of graph 0, two of graph 1, one of graph 3;
+num_graphs      5                graphs 2 and 4 have none,
+num_filled      4                and graph 4 is behind the last that has: what counts graphs by
+                                 the batch vector alone does not see it
+
+Some of the graphs of a batch, in any order: where their rows are, and their part of a tensor.
+
+    graphs taken    2 0 | 1          two groups, of two graphs and of one
+    rows of nodes   5 6 0 1 2 | 3 4  of graphs with nodes 0 1 2, 3 4 and 5 6
+
+A group is numbered as if it were all there is: its nodes, and its graphs, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Kind(Enum):
+    """What the rows of a tensor are: those of a dimension, usually the first."""
+
+    NODE = "node"
+    EDGE = "edge"
+    EDGE_INDEX = "edge_index"
+    WHOLE = "whole"
+    GRAPH = "graph"
+    FILLED = "graph, but for the empty ones at the end"
+    PTR = "ptr"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafRows:
+    """How a tensor of a batch is cut by graph.
+
+    Attributes:
+        kind: What its rows are.
+        number: Of which row set, where `kind` is EDGE.
+        dim: The dimension that they are rows in.
+        raised: `[num_graphs]` what was added to the numbers in it, for each graph; None for
+            nothing. Node numbers, as in `edge_index`, count the nodes of all graphs before.
+        counts: `[num_graphs]` by how much each graph raises the numbers of those behind it.
+    """
+
+    kind: Kind
+    number: int = 0
+    dim: int = 0
+    raised: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphBatch:
+    """A mini-batch of graphs.
+
+    Attributes:
+        num_graphs: Graphs, B, with those that have no node.
+        num_filled: Graphs up to the last one with a node.
+        sizes: For each graph its number of nodes.
+        graph_of_node: `[num_nodes]` ascending.
+        row_sets: For each set of rows that are no nodes `[num_rows]` the graph of each: edges, and
+            what else there are several of in a graph.
+        leaves: For each tensor of the call how it is cut.
+    """
+
+    num_graphs: int
+    num_filled: int
+    sizes: tuple[int, ...]
+    graph_of_node: Tensor
+    row_sets: tuple[Tensor, ...]
+    leaves: tuple[LeafRows, ...]
+
+    @property
+    def num_with_nodes(self) -> int:
+        """Graphs that have a node."""
+        return sum(size > 0 for size in self.sizes)
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Whether each graph, but for empty ones at the end, has one node; whether there are such.
+
+        Rows of nodes are then rows of graphs, and those of graphs with nodes are fewer.
+        """
+        is_single = all(size == 1 for size in self.sizes[: self.num_filled])
+        return is_single, self.num_filled < self.num_graphs
+
+    @property
+    def row_counts(self) -> list[tuple[int, Kind]]:
+        """How many rows of graphs there are, of which kind, but for those that nodes have too."""
+        is_single, has_end = self.form
+        counts = [(self.num_graphs, Kind.GRAPH)] if has_end or not is_single else []
+        if has_end and not is_single:
+            counts.append((self.num_filled, Kind.FILLED))
+        return counts
+
+    def work(self) -> list[int]:
+        """Return for each graph what its time is taken to be proportional to: all its rows."""
+        total = torch.tensor(self.sizes)
+        for graphs in self.row_sets:
+            total = total + torch.bincount(graphs, minlength=self.num_graphs).cpu()
+        return [int(one) for one in total.tolist()]
+
+
+def starts_of(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return where the rows of each graph begin, `[num_graphs + 1]`."""
+    total = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor(sizes, dtype=torch.int64), 0, out=total[1:])
+    return total.to(device)
+
+
+Span = tuple[int, int]
+
+
+class GraphRows:
+    """The rows of graphs that are taken from a batch.
+
+    Args:
+        graphs: The batch.
+        taken: The graphs, in order; one may be taken several times.
+    """
+
+    def __init__(self, graphs: GraphBatch, taken: Sequence[int]) -> None:
+        self._graphs, self._device = graphs, graphs.graph_of_node.device
+        self._taken = torch.tensor(taken, dtype=torch.int64)
+        self._is_all = list(taken) == list(range(graphs.num_graphs))
+        self._counts: dict[tuple[Kind, int], Tensor] = {}
+        self._ends: dict[tuple[Kind, int], list[int]] = {}
+        self._places: dict[tuple[Kind, int], Tensor] = {}
+
+    def counts(self, kind: Kind, number: int = 0) -> Tensor:
+        """Return the rows of each graph that is taken, `[num_taken]`, on the CPU."""
+        if (kind, number) not in self._counts:
+            self._counts[kind, number] = self._per_graph(kind, number)[self._taken]
+        return self._counts[kind, number]
+
+    def span(self, kind: Kind, number: int, group: Span) -> Span:
+        """Return the first place, and that behind the last, of a group's rows.
+
+        Args:
+            kind: What the rows are.
+            number: Of which row set.
+            group: First graph of the group, in the order that they are taken in, and the one behind
+                the last.
+        """
+        key = kind, number
+        if key not in self._ends:
+            self._ends[key] = [0, *self.counts(kind, number).cumsum(0).tolist()]
+        return self._ends[key][group[0]], self._ends[key][group[1]]
+
+    def places(self, kind: Kind, number: int) -> Tensor:
+        """Return `[num_rows]` the row of the batch at each place."""
+        key = kind, number
+        if key not in self._places:
+            per_graph = self._per_graph(kind, number)
+            starts = (per_graph.cumsum(0) - per_graph)[self._taken]
+            counts = per_graph[self._taken]
+            shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+            rows = (shift + torch.arange(len(shift))).to(self._device)
+            if kind is Kind.EDGE:
+                order = _order(self._graphs.row_sets[number])
+                rows = rows if order is None else order[rows]
+            self._places[key] = rows
+        return self._places[key]
+
+    def take(self, leaf: Tensor, how: LeafRows, group: Span) -> Tensor:
+        """Return a group's part of `leaf`, with numbers of its own."""
+        if how.kind is Kind.WHOLE:
+            return leaf
+        if how.kind is Kind.PTR:
+            sizes = self.counts(Kind.NODE, 0)[group[0] : group[1]]
+            ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+            return ptr.to(leaf.device, leaf.dtype)
+        if self._is_all and group == (0, self._graphs.num_graphs):
+            order = _order(self._graphs.row_sets[how.number]) if how.kind is Kind.EDGE else None
+            if order is None:
+                return leaf
+        first, end = self.span(how.kind, how.number, group)
+        part = leaf.index_select(how.dim, self.places(how.kind, how.number)[first:end])
+        if how.raised is None or how.counts is None:
+            return part
+        taken = self._taken[group[0] : group[1]].to(leaf.device)
+        counts = how.counts[taken]
+        shift = counts.cumsum(0) - counts - how.raised[taken]
+        rows = self.counts(how.kind, how.number)[group[0] : group[1]].to(leaf.device)
+        shape = [1] * part.dim()
+        shape[how.dim] = -1
+        return part + shift.repeat_interleave(rows).view(shape).to(part.dtype)
+
+    def _per_graph(self, kind: Kind, number: int) -> Tensor:
+        """Return the rows of each graph of the batch, `[num_graphs]`."""
+        graphs = self._graphs
+        if kind is Kind.NODE:
+            return torch.tensor(graphs.sizes, dtype=torch.int64)
+        if kind is Kind.EDGE:
+            return torch.bincount(graphs.row_sets[number], minlength=graphs.num_graphs).cpu()
+        rows = torch.ones(graphs.num_graphs, dtype=torch.int64)
+        if kind is Kind.FILLED:
+            rows[graphs.num_filled :] = 0
+        return rows
+
+
+def _order(graphs: Tensor) -> Tensor | None:
+    """Return the order in which rows are sorted by graph; None if they are."""
+    if bool((graphs[1:] >= graphs[:-1]).all()):
+        return None
+    return graphs.argsort(stable=True)

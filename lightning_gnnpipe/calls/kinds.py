@@ -1,0 +1,238 @@
+"""Which arguments of a call are rows of nodes, of edges, of graphs.
+
+A forward may take one `edge_index`; `pos_edge_index`, `neg_edge_index` and the `neg_edge_weight` of
+the latter; or a dict `edge_index_dict`, with one edge set for each relation, and `edge_attr_dict`.
+
+Which tensors of a batch belong to nodes, which to edges.
+
+They are cut by chunk; the others are passed whole.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.calls.call import Call
+from lightning_gnnpipe.calls.graph_batch import GraphBatch, Kind
+from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+
+_NAME = re.compile("(?<![a-z])edge_index")
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSets:
+    """The leaves of a call that hold edges.
+
+    Attributes:
+        slots: Their places among the leaves.
+        names: Their names.
+        sizes: The number of edges in each; -1 if it has not the shape of edges.
+    """
+
+    slots: tuple[int, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def is_edge_name(self, name: str) -> bool:
+        """Whether a tensor of this name must belong to edges."""
+        if len(self.slots) == 1:
+            return name.rsplit(".", 1)[-1].startswith("edge")
+        return any(re.match("(.*_)?edge_", word) for word in name.split("."))
+
+    def owner(self, name: str, rows: int) -> int:
+        """Return the number of the edge set that a tensor with so many rows belongs to.
+
+        Raises:
+            UnsupportedError: If it could be several, and its name does not tell which.
+        """
+        found = [i for i, size in enumerate(self.sizes) if size == rows]
+        if len(found) > 1:
+            found = [i for i in found if _stem(self.names[i]) == _stem(name)]
+        if len(found) != 1:
+            same = [n for n, size in zip(self.names, self.sizes, strict=True) if size == rows]
+            raise UnsupportedError(
+                explain(
+                    expected=f"'{name}' to be named after the edges it belongs to",
+                    found=f"{rows} rows, as many as {' and '.join(map(repr, same))} have edges",
+                    remedy="Name it like them: 'pos_edge_weight' goes with 'pos_edge_index', an "
+                    "item of a dict with the item of the same key.",
+                )
+            )
+        return found[0]
+
+    def join(self, call: Call) -> Tensor:
+        """Return the edges of all sets, one set after the other, `[2, num_edges]`."""
+        edges = [call.leaves[slot] for slot in self.slots]
+        if len(edges) == 1:
+            return edges[0]
+        with torch.inference_mode(False):  # so that a change of it is noticed
+            return torch.cat(edges, dim=1)
+
+
+def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
+    """Return the edge sets among the leaves of `call`.
+
+    They are those with "edge_index" in their names; without any, the one with the shape of edges.
+
+    Args:
+        call: The call.
+        needs_edges: Whether there must be any.
+
+    Raises:
+        GraphError: If there are no edges, or one of several edge sets is malformed.
+        UnsupportedError: If several tensors could be edges, and their names do not tell.
+    """
+    named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
+    shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
+    found = named or shaped
+    if not found and needs_edges:
+        raise GraphError(
+            explain(
+                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
+                "pipelined module",
+                found=", ".join(call.names) or "no tensor",
+                remedy="Pass the graph as 'edge_index' to its forward.",
+            )
+        )
+    if len(found) > 1 and not named:
+        raise UnsupportedError(
+            explain(
+                expected="to know which arguments of the pipelined module are edges",
+                found=", ".join(f"'{call.names[i]}'" for i in found),
+                remedy="Name it 'edge_index'; several edge sets over the same nodes "
+                "'..._edge_index', or put them into a dict 'edge_index_dict'.",
+            )
+        )
+    for i in found:
+        if len(found) > 1 and not _is_edges(call.leaves[i]):
+            raise GraphError(
+                explain(
+                    expected=f"'{call.names[i]}' to hold integers in shape [2, num_edges]",
+                    found=f"{call.leaves[i].dtype} of shape {list(call.leaves[i].shape)}",
+                    remedy="Row 0 holds the sources of the edges, row 1 their targets.",
+                )
+            )
+    edges = [call.leaves[i] for i in found]
+    sizes = tuple(leaf.size(1) if leaf.dim() == 2 else -1 for leaf in edges)
+    return EdgeSets(tuple(found), tuple(call.names[i] for i in found), sizes)
+
+
+def _is_edges(leaf: Tensor) -> bool:
+    is_index = leaf.dtype in (torch.int64, torch.int32)
+    return is_index and leaf.dim() == 2 and leaf.size(0) == 2
+
+
+def is_label_name(name: str) -> bool:
+    """Whether a tensor of this name is of pairs of nodes to be scored, which are no edges."""
+    return name.rsplit(".", 1)[-1].startswith("edge_label")
+
+
+def _stem(name: str) -> str:
+    """Return what a name has in common with those of other tensors of the same edges."""
+    return re.sub("edge_[a-z]+", "edge", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The kinds of a call's leaves and the size of its graph.
+
+    Attributes:
+        kinds: For each leaf what its first dimension counts.
+        num_nodes: Nodes, N.
+        edge_index: `[2, num_edges]` the edges; of several edge sets one after the other.
+        edge_sizes: `[num_edge_sets]` edges in each edge set.
+        edge_sets: For each leaf the edge set that it holds or belongs to; 0 for other leaves.
+        graphs: The graphs, if it is a batch of them; the other attributes then tell no more.
+    """
+
+    kinds: tuple[Kind, ...]
+    num_nodes: int
+    edge_index: Tensor
+    edge_sizes: tuple[int, ...]
+    edge_sets: tuple[int, ...]
+    graphs: GraphBatch | None = None
+
+    def num_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        return self.num_nodes if kind is Kind.NODE else self.edge_sizes[edge_set]
+
+
+def classify_graph(call: Call) -> Inputs:
+    """Say of each tensor of `call`, which holds one graph, what its first dimension counts.
+
+    Raises:
+        GraphError: If there is no `edge_index`, or no tensor with one row a node.
+        UnsupportedError: If it cannot be told which edges there are, or which a tensor belongs to.
+    """
+    edges = find_edge_sets(call)
+    num_nodes = _count_nodes(call, edges)
+    kinds, numbers = [], []
+    for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
+        rows = leaf.size(0) if leaf.dim() else -1
+        is_edge_name = edges.is_edge_name(name) and not is_label_name(name)
+        kind, number = Kind.WHOLE, 0
+        if slot in edges.slots:
+            kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)
+        elif rows in edges.sizes and (rows != num_nodes or is_edge_name):
+            kind, number = Kind.EDGE, edges.owner(name, rows)
+        elif rows == num_nodes and not is_edge_name:
+            kind = Kind.NODE
+        elif is_edge_name:
+            wanted = " or ".join(map(str, edges.sizes))
+            raise GraphError(
+                explain(
+                    expected=f"'{name}' to have one row for each of the {wanted} edges",
+                    found=f"shape {list(leaf.shape)}",
+                    remedy="Pass edge features in the order of 'edge_index'.",
+                )
+            )
+        kinds.append(kind)
+        numbers.append(number)
+    return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
+
+
+def _count_nodes(call: Call, edges: EdgeSets) -> int:
+    if call.num_nodes is not None:
+        _check_features(call, call.num_nodes)
+        return call.num_nodes
+    others = [
+        (name.rsplit(".", 1)[-1], leaf)
+        for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True))
+        if i not in edges.slots and leaf.dim() > 0 and not edges.is_edge_name(name)
+    ]
+    for name, leaf in others:
+        if name == "x":
+            return leaf.size(0)
+    for _, leaf in others:
+        if leaf.size(0) not in edges.sizes:
+            return leaf.size(0)
+    for _, leaf in others:
+        return leaf.size(0)
+    counted = None if call.batch_nodes is None else call.batch_nodes()
+    if counted is None:
+        raise GraphError(
+            explain(
+                expected="a tensor with one row a node among the arguments of the pipelined module",
+                found=", ".join(call.names),
+                remedy="Pass node features; for learned embeddings pass "
+                "torch.arange(num_nodes), and look them up with it.",
+            )
+        )
+    return counted
+
+
+def _check_features(call: Call, num_nodes: int) -> None:
+    for name, leaf in zip(call.names, call.leaves, strict=True):
+        if name.rsplit(".", 1)[-1] == "x" and leaf.size(0) != num_nodes:
+            raise GraphError(
+                explain(
+                    expected=f"'{name}' to have one row for each of the {num_nodes} nodes of the "
+                    "graph",
+                    found=f"{leaf.size(0)} rows",
+                    remedy="Add the missing rows, or correct 'num_nodes'.",
+                )
+            )

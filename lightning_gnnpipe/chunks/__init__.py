@@ -1,0 +1,57 @@
+"""One rank's part of a step: layers on chunks, by the actions of a schedule; and its costs."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.chunks.batch_inputs import BatchInputs
+from lightning_gnnpipe.chunks.chunk_run import (
+    LayerNames,
+    Piece,
+    SeedOf,
+    StepParts,
+    make_seeds,
+    own_random_stream,
+    run_segments,
+)
+from lightning_gnnpipe.chunks.costs import (
+    LayerCost,
+    StepCosts,
+    measure_batch,
+    measure_copies,
+    measure_layers,
+    work_of,
+)
+from lightning_gnnpipe.chunks.inputs import PlannedInputs
+from lightning_gnnpipe.chunks.step import Step
+from lightning_gnnpipe.chunks.step_trace import (
+    PipelineStats,
+    RankRecord,
+    TraceEvent,
+    merge_stats,
+    peak_memory_bytes,
+    phases,
+)
+
+__all__ = [
+    "BatchInputs",
+    "LayerCost",
+    "LayerNames",
+    "Piece",
+    "PipelineStats",
+    "PlannedInputs",
+    "RankRecord",
+    "SeedOf",
+    "Step",
+    "StepCosts",
+    "StepParts",
+    "TraceEvent",
+    "make_seeds",
+    "measure_batch",
+    "measure_copies",
+    "measure_layers",
+    "merge_stats",
+    "own_random_stream",
+    "peak_memory_bytes",
+    "phases",
+    "run_segments",
+    "work_of",
+]

@@ -1,0 +1,237 @@
+"""Runs layers on one chunk, and again in backward where activations are recomputed.
+
+Their random numbers do not depend on how layers are dealt out to stages.
+
+Running segments without keeping their activations: they are computed again in backward.
+
+Of a chunk, what crosses the cut before the stage is kept, and what it read of other chunks. Where
+the whole graph is one chunk that would hold all activations of the stage at once in backward, so
+there each layer's inputs are kept instead, and one layer at a time is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lightning_gnnpipe.chunks.inputs import PassInputs
+from lightning_gnnpipe.codecs import Codecs
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
+from lightning_gnnpipe.layers import NativeContext, find_convs
+from lightning_gnnpipe.passing import MessageContext, Tape
+from lightning_gnnpipe.stages import Segment, Stage, Value, line_of_node, strip_root
+
+_MASK = (1 << 64) - 1
+
+SeedOf = Callable[[int, int], int]
+
+
+def run_segments(
+    segments: Sequence[Segment],
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
+    seed_of: SeedOf | None = None,
+    keep: Collection[str] | None = None,
+) -> None:
+    """Run `segments` on `values` over `chunk`; what they compute is added to `values`.
+
+    Args:
+        segments: Layers, or parts of them, in order.
+        values: The chunk's leaves and what crossed the cut before the first segment, by name.
+        chunk: The chunk, or micro-batch.
+        context: Serves the layers' message passing; the layers must be intercepted with it.
+        seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the
+            stream alone.
+        keep: Names of the values that are needed afterwards; the others are dropped after their
+            last use. None keeps all.
+    """
+    last_use = {name: segment.index for segment in segments for name in segment.inputs}
+    for segment in segments:
+        inputs = [values[name] for name in segment.inputs]
+        if segment.has_inplace:
+            inputs = [t.clone() if _is_real(t) else t for t in inputs]
+        if seed_of is not None:
+            _seed(seed_of(segment.index, chunk.index), inputs)
+        named = zip(segment.inputs, inputs, strict=True)
+        leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
+        context.enter(chunk, segment.index, leaves)
+        outputs = segment.module(*inputs)
+        values.update(zip(segment.outputs, outputs, strict=True))
+        if keep is not None:
+            for name in [
+                n for n in values if n not in keep and last_use.get(n, -1) <= segment.index
+            ]:
+                del values[name]
+    context.leave()
+
+
+def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:
+    """Return the seeds of one training step.
+
+    They depend on (seed, step, segment, chunk, shard, replica), and on nothing else.
+    """
+    place = (shard, replica) if replica else (shard,) if shard else ()
+
+    def seed_of(segment: int, chunk: int) -> int:
+        mixed = 0
+        for number in (seed, step, segment, chunk, *place):
+            mixed = _split_mix((mixed + number + 1) & _MASK)
+        return mixed >> 1
+
+    return seed_of
+
+
+@contextmanager
+def own_random_stream(device: torch.device) -> Iterator[None]:
+    """Leave the user's random number streams as they are."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _is_real(value: Tensor | int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
+    torch.default_generator.manual_seed(seed)
+    if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
+        torch.cuda.manual_seed(seed)
+
+
+def _split_mix(x: int) -> int:
+    """One step of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators".
+    """
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+Piece = Chunk | MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What one pass is made of.
+
+    Attributes:
+        stages: This rank's, by their numbers.
+        num_stages: Stages of all ranks, S.
+        outputs: What is known of the model's outputs, on every rank.
+        plan: The chunks; the one-chunk plan in exact passes over one graph.
+        inputs: The batch, loaded.
+        context: Serves message passing.
+        transport: The other ranks.
+        seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
+        is_training: Whether a backward pass follows.
+        recompute: Whether backward computes activations again instead of keeping them.
+        codecs: Of what stages send each other.
+    """
+
+    stages: Mapping[int, Stage]
+    num_stages: int
+    outputs: tuple[Value, ...]
+    plan: ChunkPlan | BatchPlan
+    inputs: PassInputs
+    context: MessageContext | NativeContext
+    transport: Transport
+    seed_of: SeedOf | None
+    is_training: bool
+    recompute: bool
+    codecs: Codecs
+
+
+def run_recomputed(
+    segments: Sequence[Segment],
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
+    seed_of: SeedOf | None,
+    keep: Collection[str],
+) -> None:
+    """Do what `run_segments` does; gradients are the same.
+
+    Backward must run while the layers are intercepted with `context`, on its own random stream.
+    """
+    groups = [[s] for s in segments] if chunk.is_whole else [list(segments)]
+    for index, group in enumerate(groups):
+        later = {name for g in groups[index + 1 :] for s in g for name in s.inputs}
+        needed = later | set(keep)
+        _run_group(group, values, chunk, context, seed_of, needed)
+        for name in values.keys() - needed:
+            del values[name]
+
+
+def _run_group(
+    group: Sequence[Segment],
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
+    seed_of: SeedOf | None,
+    needed: Collection[str],
+) -> None:
+    own = {name for segment in group for name in segment.outputs}
+    inputs = sorted({n for segment in group for n in segment.inputs if n in values})
+    outputs = sorted(own & set(needed))
+    tape = Tape()
+
+    def compute(*tensors: Any) -> tuple[Tensor, ...]:
+        local = dict(zip(inputs, tensors, strict=True))
+        with context.taped(tape), _kept_buffers(group if tape.is_replay else ()):
+            run_segments(group, local, chunk, context, seed_of, outputs)
+        tape.is_replay = True
+        return tuple(local[name] for name in outputs)
+
+    with set_checkpoint_early_stop(False):
+        results = checkpoint(
+            compute,
+            *(values[name] for name in inputs),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    values.update(zip(outputs, results, strict=True))
+
+
+@contextmanager
+def _kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
+    """Leave running statistics and the like as they are: the first run has counted."""
+    kept = [(b, b.clone()) for segment in segments for b in segment.module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.data.copy_(value)  # not a write that autograd would object to
+
+
+class LayerNames:
+    """Finds the message-passing layers of `module` in its segments."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._convs = {id(conv): name for name, conv in find_convs(module).items()}
+
+    def of(self, segment: Segment) -> str:
+        """Return the names of the message-passing layers in `segment`."""
+        names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
+        return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"
+
+    @staticmethod
+    def of_repeated(part: Segment) -> tuple[str, ...]:
+        """Return the names of what has weights in a part that is computed again, or its lines.
+
+        A weight of no submodule goes by its own name.
+        """
+        names = [strip_root(name) for name, _ in part.module.named_parameters()]
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
+        lines = (line_of_node(end).partition(",")[0] for end in part.ends.values())
+        return tuple(owners) or tuple(dict.fromkeys(lines))

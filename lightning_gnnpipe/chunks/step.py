@@ -1,0 +1,286 @@
+"""One pass over the batch: what the actions of a schedule work on, and the dispatch over them.
+
+The batch is one graph in chunks, or many graphs in micro-batches, which are chunks as well here.
+
+stage s-1                 stage s                                   stage s+1
+sent      --forward-->    received, leaves -> segments -> sent     --forward-->   received
+grads of sent <--backward--  received.grad  <- autograd <- grads   <--backward--
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.chunks.chunk_run import Piece, StepParts, run_recomputed, run_segments
+from lightning_gnnpipe.chunks.step_trace import Recorder
+from lightning_gnnpipe.comm import Label
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.schedule import Action, Arrived, Op
+from lightning_gnnpipe.stages import Stage, Value
+
+_NOTHING: Arrived = {}
+
+GradsOf = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
+"""From a chunk, and the outputs in the user's order, to the gradients of the chunk's rows."""
+
+
+@dataclass(slots=True)
+class _ChunkState:
+    """Where a chunk's autograd graph begins and ends on a stage."""
+
+    received: list[Tensor]
+    leaves: dict[str, Tensor]
+    sent: list[Tensor]
+
+
+class Step:
+    """Runs one rank's actions of one pass.
+
+    Args:
+        parts: What the pass is made of.
+
+    Attributes:
+        parts: The same.
+        recorder: Of the actions.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
+        parts.context.leaves = parts.inputs
+        self._mesh, self._device = parts.transport.mesh, parts.transport.world.device
+        self._chunks: dict[tuple[int, int], _ChunkState] = {}
+        self._grads_of: GradsOf | None = None
+        self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
+        self._outputs = [
+            torch.empty(
+                (parts.inputs.num_places(value), *value.row_shape),
+                dtype=value.dtype,
+                device=self._device,
+            )
+            for value in parts.outputs
+        ]
+
+    def forward(self, actions: Sequence[Action]) -> list[Tensor]:
+        """Run the forward phase; return the outputs on every rank.
+
+        Each is `[num_rows, *]`, in the user's order of nodes, or of graphs.
+        """
+        self.run(actions)
+        self.parts.transport.flush()
+        return self.collect()
+
+    def collect(self) -> list[Tensor]:
+        """Return the outputs on every rank, once the last stage has them; a collective call."""
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            self._share(output)
+        return outputs
+
+    def alternate(
+        self, actions: Sequence[Action], arrived: Arrived, grads_of: GradsOf
+    ) -> list[Tensor]:
+        """Run forward and backward in turn; return the outputs as `forward` does.
+
+        Args:
+            actions: This rank's.
+            arrived: By action, what has been received by then, and is let go.
+            grads_of: Of a chunk whose outputs have come out.
+        """
+        self._grads_of = grads_of
+        self.run(actions, arrived)
+        self.parts.transport.flush()
+        self._grads_of = None
+        return self.collect()
+
+    def backward(
+        self,
+        actions: Sequence[Action],
+        output_grads: Sequence[Tensor],
+        on_last: Callable[[], None],
+    ) -> None:
+        """Run the backward phase.
+
+        Args:
+            actions: This rank's.
+            output_grads: The gradients of the outputs, in the user's order.
+            on_last: Called before the last chunk.
+        """
+        self._grads_of = lambda chunk, _: [
+            grad[self.parts.inputs.places(chunk, value)]
+            for grad, value in zip(output_grads, self.parts.outputs, strict=True)
+        ]
+        last = max(i for i, action in enumerate(actions) if action.op is Op.B)
+        self.run(actions[:last])
+        on_last()
+        self.run(actions[last:])
+        self.parts.transport.flush()
+        self._grads_of = None
+
+    def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
+        """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
+        for action in actions:
+            stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
+            _METHODS[action.op](self, stage, chunk)
+            for send in arrived.get(action, ()):
+                self.parts.transport.release(_label(send))
+
+    def _share(self, output: Tensor) -> None:
+        """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
+        transport, last = self.parts.transport, self._mesh.num_stages - 1
+        shard = self.parts.plan.shard
+        if shard is None:
+            transport.broadcast(output, self._mesh.rank_of(last), "output")
+            return
+        for index in range(self._mesh.num_shards):
+            nodes = shard.nodes(index)
+            rows = output[nodes]
+            transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
+            output[nodes] = rows
+
+    def _forward(self, stage: Stage, chunk: Piece) -> None:
+        """Compute one chunk on a stage.
+
+        Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
+        needs.
+        """
+        parts = self.parts
+        received = self._wait_forward(stage, chunk)
+        with self.recorder.record(f"{stage.index}F{chunk.index}"):
+            leaves = parts.inputs.slice(chunk, stage.leaves)
+            values = {**leaves, **dict(zip(stage.received, received, strict=True))}
+            run = run_recomputed if parts.recompute and parts.is_training else run_segments
+            run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
+            sent = [values[name] for name in stage.sent]
+            if not parts.is_training:
+                received = []
+            self._chunks[stage.index, chunk.index] = _ChunkState(received, leaves, sent)
+            for value, part in zip(_sent_values(stage), sent, strict=True):
+                self._check_rows(chunk, value, part)
+            if self._is_last(stage):
+                for output, value, part in zip(self._outputs, parts.outputs, sent, strict=True):
+                    output[parts.inputs.places(chunk, value)] = part.detach()
+                if not parts.is_training:
+                    del self._chunks[stage.index, chunk.index]
+
+    def _backward(self, stage: Stage, chunk: Piece) -> None:
+        """Take the gradients of one chunk back through a stage.
+
+        Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
+        parameters.
+        """
+        parts = self.parts
+        state = self._chunks[stage.index, chunk.index]
+        grads = [] if self._is_last(stage) else self._wait_backward(stage, chunk)
+        with self.recorder.record(f"{stage.index}B{chunk.index}"):
+            if self._is_last(stage):
+                assert self._grads_of is not None
+                grads = list(self._grads_of(chunk, self._outputs))
+            roots = [(t, g) for t, g in zip(state.sent, grads, strict=True) if t.requires_grad]
+            if roots:
+                with torch.autocast(self._device.type, enabled=False):
+                    torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+            parts.inputs.add_grads(chunk, state.leaves)
+        if stage.index == 0:
+            del self._chunks[stage.index, chunk.index]
+
+    def _receive_forward(self, stage: Stage, chunk: Piece) -> None:
+        buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
+        label = Label("forward", chunk.index, stage.index - 1)
+        self._post(stage.index - 1, label, buffers)
+
+    def _send_forward(self, stage: Stage, chunk: Piece) -> None:
+        sent = self._chunks[stage.index, chunk.index].sent
+        self._send(stage.index + 1, Label("forward", chunk.index, stage.index), sent)
+        if not self.parts.is_training:
+            del self._chunks[stage.index, chunk.index]
+
+    def _receive_backward(self, stage: Stage, chunk: Piece) -> None:
+        known = _sent_values(stage)
+        buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
+        self._post(stage.index + 1, Label("backward", chunk.index, stage.index + 1), buffers)
+
+    def _send_backward(self, stage: Stage, chunk: Piece) -> None:
+        state = self._chunks.pop((stage.index, chunk.index))
+        grads = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in state.received
+            if tensor.requires_grad
+        ]
+        self._send(stage.index - 1, Label("backward", chunk.index, stage.index), grads)
+
+    def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:
+        parts = self.parts
+        parts.transport.post_receive(
+            self._rank_of(stage), label, buffers, parts.codecs.of(label.kind)
+        )
+
+    def _send(self, stage: int, label: Label, tensors: Sequence[Tensor]) -> None:
+        parts = self.parts
+        parts.transport.send(self._rank_of(stage), label, tensors, parts.codecs.of(label.kind))
+
+    def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
+        parts = self.parts
+        if stage.index == 0:
+            return []
+        label = Label("forward", chunk.index, stage.index - 1)
+        received = parts.transport.wait_receive(label)
+        for name, tensor in zip(stage.received, received, strict=True):
+            tensor.requires_grad_(parts.is_training and stage.values[name].requires_grad)
+        return received
+
+    def _wait_backward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
+        """Return one gradient for each sent value; an empty one where no gradient flows."""
+        label = Label("backward", chunk.index, stage.index + 1)
+        received = iter(self.parts.transport.wait_receive(label))
+        known = _sent_values(stage)
+        return [next(received) if value.requires_grad else torch.empty(0) for value in known]
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.index == self.parts.num_stages - 1
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage: they are dealt out in turn."""
+        return self._mesh.rank_of(stage % self._mesh.num_stages)
+
+    def _buffer(self, chunk: Piece, value: Value) -> Tensor:
+        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
+        return torch.empty(shape, dtype=value.dtype, device=self._device)
+
+    def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
+        """Refuse rows of another number than the next stage, and the user, are told."""
+        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
+        if part.shape != shape:
+            raise UnsupportedError(
+                explain(
+                    expected=f"a tensor with one row a {value.kind.value} to have shape "
+                    f"{list(shape)} in chunk {chunk.index}",
+                    found=str(list(part.shape)),
+                    remedy="Shapes of rows must be the same in every batch, and rows of nodes, "
+                    "edges or graphs as many as there are: give pooling their number "
+                    "(size=data.num_graphs).",
+                )
+            )
+
+
+def _sent_values(stage: Stage) -> list[Value]:
+    return [stage.values[name] for name in stage.sent]
+
+
+def _label(send: Action) -> Label:
+    """Return what the message of a send is called: by the stage that sends."""
+    return Label("backward" if send.op.is_backward else "forward", send.chunk, send.stage)
+
+
+_METHODS: dict[Op, Callable[[Step, Stage, Piece], None]] = {
+    Op.F: lambda step, *what: step._forward(*what),
+    Op.B: lambda step, *what: step._backward(*what),
+    Op.SEND_F: lambda step, *what: step._send_forward(*what),
+    Op.RECV_F: lambda step, *what: step._receive_forward(*what),
+    Op.SEND_B: lambda step, *what: step._send_backward(*what),
+    Op.RECV_B: lambda step, *what: step._receive_backward(*what),
+}

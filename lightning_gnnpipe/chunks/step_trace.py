@@ -1,0 +1,198 @@
+"""The measured timeline of a training step: what ran when on each rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One action of one rank.
+
+    Times are microseconds since the step's first action on any rank of the host; `wait_us` is what
+    the rank has waited for other shards within the action.
+    """
+
+    rank: int
+    action: str
+    start_us: float
+    end_us: float
+    wait_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStats:
+    """The last training step, over all ranks.
+
+    Attributes:
+        num_stages: Stages, S.
+        num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G % S`.
+        num_chunks: Chunks, K; 1 if the step was exact.
+        is_exact: Whether the step ran the exact schedule.
+        bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
+            are those of the formula 2 (S-1) N D b + (S-1) N C b.
+        bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
+            compute: the mean of `wait_s` over the length of both phases.
+        wait_s: For each rank the seconds of the forward and of the backward phase in which it did
+            not compute: between its actions, and within them in exchanges with other shards. A
+            phase lasts from the start of its first compute action on any stage to the end of its
+            last; what lies between the phases, outputs and loss, is in neither. Where a rank goes
+            forward and back in turn the step is one phase, and the loss counts as computing.
+        peak_memory_bytes: For each rank the most memory that its process has held so far: of its
+            GPU, as allocated by torch, or resident on the CPU.
+        events: Compute actions (F, B), sorted by start.
+        num_replicas: Replicas, R; rank `r` is one of replica `r // (G S)`.
+        num_virtual: Stages of each rank, V; stage `s` is on rank `s % (S / V)` where V is not 1.
+    """
+
+    num_stages: int
+    num_shards: int
+    num_chunks: int
+    is_exact: bool
+    bytes_by_kind: dict[str, int]
+    bubble_frac: float
+    wait_s: tuple[float, ...]
+    peak_memory_bytes: tuple[int, ...]
+    events: tuple[TraceEvent, ...]
+    num_replicas: int = 1
+    num_virtual: int = 1
+
+    def rank_names(self) -> list[list[str]]:
+        """Return for each rank the parts of its name, such as "stage 1", "shard 0".
+
+        A rank with several stages is called by its place among the ranks of its pipeline.
+        """
+        place = "stage" if self.num_virtual == 1 else "rank"
+        sizes = {
+            "replica": self.num_replicas,
+            place: self.num_stages // self.num_virtual,
+            "shard": self.num_shards,
+        }
+        named = [axis for axis, size in sizes.items() if size > 1 or axis == place]
+        places = product(*(range(sizes[axis]) for axis in named))
+        return [[f"{axis} {i}" for axis, i in zip(named, one, strict=True)] for one in places]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's part of the figures of a step."""
+
+    events: list[TraceEvent]
+    bytes_by_kind: dict[str, int]
+    peak_memory_bytes: int
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Times the compute actions of this rank.
+
+    Attributes:
+        rank: This rank.
+        waited_s: Returns the seconds that this rank has waited for other shards so far.
+        spans: Action, start, end and wait of each, in seconds.
+        on_span: Called after each with how many there are.
+    """
+
+    rank: int
+    waited_s: Callable[[], float]
+    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
+    on_span: Callable[[int], None] | None = None
+
+    @contextmanager
+    def record(self, action: str) -> Iterator[None]:
+        """Time the block as `action`."""
+        start, waited = time.perf_counter(), self.waited_s()
+        try:
+            yield
+        finally:
+            self.spans.append((action, start, time.perf_counter(), self.waited_s() - waited))
+        if self.on_span is not None:
+            self.on_span(len(self.spans))
+
+    def read(self) -> list[TraceEvent]:
+        """Return the events on this host's monotonic clock."""
+        return [
+            TraceEvent(self.rank, action, start * 1e6, end * 1e6, wait * 1e6)
+            for action, start, end, wait in self.spans
+        ]
+
+
+def merge_stats(
+    gathered: Sequence[RankRecord],
+    num_stages: int,
+    num_chunks: int,
+    is_exact: bool,
+    num_replicas: int = 1,
+    num_virtual: int = 1,
+) -> PipelineStats:
+    """Put the records of all ranks, in their order, together."""
+    events = _align(event for one in gathered for event in one.events)
+    kinds = {kind for one in gathered for kind in one.bytes_by_kind}
+    total = {
+        kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered) for kind in sorted(kinds)
+    }
+    span = sum(end - start for start, end in phases(events))
+    ranks = range(len(gathered))
+    busy = [sum(e.end_us - e.start_us - e.wait_us for e in events if e.rank == r) for r in ranks]
+    waits = [max(0.0, span - one) for one in busy]
+    return PipelineStats(
+        num_stages,
+        len(gathered) * num_virtual // (num_stages * num_replicas),
+        num_chunks,
+        is_exact,
+        total,
+        bubble_frac=sum(waits) / (len(waits) * span) if span else 0.0,
+        wait_s=tuple(one / 1e6 for one in waits),
+        peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
+        events=events,
+        num_replicas=num_replicas,
+        num_virtual=num_virtual,
+    )
+
+
+def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
+    """Return first start and last end, in microseconds, of the forward and the backward phase.
+
+    They are one where a rank goes forward and back in turn.
+    """
+    back = [event for event in events if "B" in event.action]
+    ahead = [event for event in events if "B" not in event.action]
+    first = {event.rank: event.start_us for event in sorted(back, key=lambda e: -e.start_us)}
+    alternates = any(e.start_us > first.get(e.rank, e.start_us) for e in ahead)
+    spans = [[*ahead, *back]] if alternates else [ahead, back]
+    return [(min(e.start_us for e in s), max(e.end_us for e in s)) for s in spans if s]
+
+
+def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
+    """Return `events` sorted by start and counted from the first one."""
+    ordered = sorted(events, key=lambda event: event.start_us)
+    zero = ordered[0].start_us if ordered else 0.0
+    return tuple(replace(e, start_us=e.start_us - zero, end_us=e.end_us - zero) for e in ordered)
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak so far: what torch allocated on a CUDA `device`, else what was resident.
+
+    Resident memory is all of the process: Python, libraries and the data set as well.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _STATUS.is_file():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,106 @@
+"""What stands for histories where layers are timed: rows of zeros, and nothing kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.graph import ChunkPlan
+from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.staleness import HistoryOptions, MomentStore, RowMoments
+from lightning_gnnpipe.types import ChunkView
+
+
+class _OwnMoments(RowMoments):
+    """Has the rows of the first chunk stand for all rows of the last step."""
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        if self.total is None:
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            self.center = rows.new_zeros(rows.size(1), dtype=dtype)
+            self.set([None] * self.num_chunks, super().sums_of(rows))
+        return super().sums_of(rows)
+
+
+class _OwnMomentStore(MomentStore):
+    """Creates `_OwnMoments` for each call."""
+
+    kind = _OwnMoments
+
+
+class ZeroHalo:
+    """A store that serves zeros and keeps nothing: the costs are the same.
+
+    But for transfers, if histories are on another device: those are left out.
+    """
+
+    shards = None
+
+    def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
+        self.moments = _OwnMomentStore(plan.num_chunks)
+        self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
+        self._options = options
+        self._zeros: dict[object, Tensor] = {}
+        self.tables: dict[CallKey, Tensor] = {}
+        self.table_bytes: dict[CallKey, int] = {}
+        self.grad_bytes: dict[CallKey, int] = {}
+        self.pushed_row_bytes: dict[CallKey, int] = {}
+
+    @property
+    def is_local(self) -> bool:
+        return self._options.device is None
+
+    @property
+    def by_chunk(self) -> ZeroHalo:
+        other = copy.copy(self)
+        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
+        return other
+
+    def scale_of(self, key: CallKey) -> float:
+        return self._options.method.linear_scale  # on dense graphs another: the cost is the same
+
+    def push(
+        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    ) -> None:
+        dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
+        table = self.tables[key] = self._table(rows, dtype)
+        is_kept = self._options.method.snapshot_steps is not None
+        self.table_bytes[key] = table.nbytes * (1 + is_kept)
+        self.pushed_row_bytes[key] = rows[:1].nbytes
+
+    def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return one table of zeros for all layers, each page of it written."""
+        shape = (self._num_nodes, *rows.shape[1:])
+        if (shape, dtype) not in self._zeros:
+            self._zeros[shape, dtype] = rows.new_zeros(shape, dtype=dtype).zero_()
+        return self._zeros[shape, dtype]
+
+    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key]
+
+    def drift(self, key: CallKey, chunk: ChunkView) -> None: ...
+    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> tuple[int, ...]:
+        out.zero_()
+        return ()
+
+    def pull_again(
+        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
+    ) -> None: ...
+
+    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+        self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
+
+    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> None: ...
+    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None: ...
+    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+        return self.tables[key][chunk.start : chunk.end]
+
+    def add_output_grad(
+        self, key: CallKey, chunk: ChunkView, grad: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        table = self._table(grad, self._options.linear_dtype(grad))
+        self.grad_bytes[key] = table.nbytes
+        return table, None

@@ -1,0 +1,209 @@
+"""`gnnpipe fit | validate | test | predict | plan --config run.yaml`: LightningCLI with a plan.
+
+One file names the model, the data and the Trainer, each by `class_path` and `init_args`; every
+command takes it as it is. Lightning starts the further processes of a pipeline by running the same
+command line again, so nothing here may depend on what a first process did.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning_utilities.core.imports import RequirementCache
+
+import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
+from lightning_gnnpipe.cli.cli_parser import FrankParser, raising
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.user_code import is_silent
+
+log = logging.getLogger(__name__)
+
+REQUIREMENTS = ("jsonargparse[signatures]>=4.27.7", "rich")
+
+
+class PlanningTrainer(pl.Trainer):
+    """A Trainer that can say beforehand what its strategy would do."""
+
+    @rank_zero_only
+    def plan(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        link_gbit: float | None = None,
+        message_us: float | None = None,
+        memory_gib: float | None = None,
+        num_devices: int | None = None,
+    ) -> None:
+        """Print how model and graph would be cut, and what a training step would take.
+
+        All ways to deal the devices out to stages and shards are compared; `num_stages` and
+        `graph_parallel` of the best one are printed, to be written into the config.
+
+        Args:
+            model: The module that would be trained.
+            datamodule: Its data.
+            link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, 10.
+            message_us: Microseconds of a message between devices, whatever its size; if not given,
+                those of gloo where all cores compute.
+            memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, any.
+            num_devices: Plan the best layout of so many devices, whatever the Trainer has.
+
+        Raises:
+            ConfigError: If there are no data, or the strategy is another one.
+            GNNPipeError: As training would.
+        """
+        from rich.console import Console
+
+        from lightning_gnnpipe.cli.plan_tables import print_plan
+
+        strategy = self.strategy
+        if not isinstance(strategy, GNNPipeStrategy):
+            raise ConfigError(
+                explain(
+                    expected="'trainer.strategy' to be GNNPipeStrategy",
+                    found=type(strategy).__name__,
+                    remedy="Leave it out, or give it as class_path and init_args.",
+                )
+            )
+        if datamodule is None:
+            raise ConfigError(
+                explain(
+                    expected="'data' to name a LightningDataModule",
+                    found="none",
+                    remedy="FullGraphDataModule serves a graph or a data set.",
+                )
+            )
+        num_stages = num_shards = None
+        if num_devices is None:
+            num_stages, num_shards = strategy.options.resolve_layout(self.world_size)
+        plan = strategy.plan(
+            model,
+            datamodule,
+            num_stages=num_stages,
+            num_shards=num_shards,
+            num_devices=num_devices,
+            link_gbit_per_s=link_gbit,
+            message_us=message_us,
+            memory_gib=memory_gib,
+        )
+        print_plan(plan, Console())
+
+
+class GNNPipeCLI(LightningCLI):
+    """LightningCLI with the command `plan`."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's commands and `plan`, each with the arguments that a config gives."""
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
+    def before_predict(self) -> None:
+        """Have predictions saved, unless a callback of the config writes them."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(one, BasePredictionWriter) for one in callbacks):
+            callbacks.append(SavePredictions())
+
+    def instantiate_classes(self) -> None:
+        assert isinstance(self.parser, FrankParser)
+        with raising(self.parser):
+            super().instantiate_classes()
+
+
+class SavePredictions(BasePredictionWriter):
+    """Saves what `predict_step` returned for all batches, a list, as `predictions.pt`.
+
+    The folder is that of the logger, or else `default_root_dir`. All stages and shards have the
+    same predictions; each of several replicas saves its own, with its number in the name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        options = getattr(trainer.strategy, "options", None)
+        num_replicas = 1 if options is None else options.data_parallel
+        replica, place = divmod(trainer.global_rank, trainer.world_size // num_replicas)
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if place == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"predictions{f'_{replica}' if num_replicas > 1 else ''}.pt"
+            torch.save(predictions, path)
+            sys.stdout.write(f"The predictions are in {path}.\n")
+
+
+class SaveFitConfig(SaveConfigCallback):
+    """Saves the config of a `fit` to the folder of its logger, once.
+
+    Without a logger that is `default_root_dir`, the current folder as a rule: what is there already
+    is the config of another run, or the very file that was given, and is left alone.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not self._leaves_another(trainer):
+            super().setup(trainer, pl_module, stage)
+
+    def _leaves_another(self, trainer: pl.Trainer) -> bool:
+        """Return whether there is another run's config in the way; all ranks say the same."""
+        path = os.path.join(trainer.log_dir or ".", self.config_filename)
+        is_there = trainer.is_global_zero and trainer.logger is None and os.path.isfile(path)
+        if is_there and not self.already_saved:
+            Fallbacks(log).tell(
+                f"{path} exists and is kept",
+                origin="saving the config of this run",
+                to="not saving it",
+            )
+        return trainer.strategy.broadcast(is_there)
+
+
+def main() -> int:
+    """Run the command of `sys.argv`; return its exit status."""
+    sys.path.insert(0, os.getcwd())  # a config names classes in files of the user's
+    try:
+        _expect_packages()
+        GNNPipeCLI(
+            trainer_class=PlanningTrainer,
+            trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
+            save_config_callback=SaveFitConfig,
+            parser_class=FrankParser,
+            parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
+        )
+    except (GNNPipeError, MisconfigurationException) as error:
+        if not is_silent(error):
+            sys.stderr.write(f"gnnpipe: {error}\n")
+        return 1
+    return 0
+
+
+def _expect_packages() -> None:
+    for requirement in REQUIREMENTS:
+        if not RequirementCache(requirement):
+            raise ConfigError(
+                explain(
+                    expected=f"the package '{requirement}' to be installed",
+                    found="no such package",
+                    remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
+                )
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

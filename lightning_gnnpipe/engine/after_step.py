@@ -1,0 +1,142 @@
+"""Statistics of the last training step, and a guard that looks at its loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+
+from lightning_gnnpipe.chunks import PipelineStats, merge_stats
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.staleness import Staleness
+from lightning_gnnpipe.steps import PassRecord
+
+
+class LastStep:
+    """The record of the last finished training step.
+
+    Args:
+        transport: The ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.record: PassRecord | None = None
+
+    def recount(self) -> None:
+        """Add what has travelled since its backward."""
+        if self.record is not None:
+            self.record = replace(self.record, bytes_by_kind=self._transport.meter.read())
+
+    def stats(self) -> PipelineStats:
+        """Return its figures; a collective call.
+
+        Raises:
+            ConfigError: If no step has finished.
+        """
+        record, transport = self._record(), self._transport
+        own = record.of_rank(transport.world.device)
+        gathered = transport.everyone.all_gather_objects(own)
+        mesh, num_virtual = transport.mesh, record.num_virtual
+        return merge_stats(
+            gathered,
+            mesh.num_stages * num_virtual,
+            record.num_chunks,
+            record.is_exact,
+            mesh.num_replicas,
+            num_virtual,
+        )
+
+    def staleness(self) -> dict[int, Staleness]:
+        """Return its staleness by layer, over all ranks; a collective call.
+
+        Raises:
+            ConfigError: If no step has finished.
+        """
+        merged: dict[int, Staleness] = {}
+        for one in self._transport.all_gather_objects(self._record().staleness):
+            for layer, staleness in one.items():
+                merged.setdefault(layer, Staleness()).add(staleness)
+        return dict(sorted(merged.items()))
+
+    def _record(self) -> PassRecord:
+        if self.record is None:
+            raise ConfigError(
+                explain(
+                    expected="a finished training step",
+                    found="none in this run",
+                    remedy="Ask after one, while the run goes on.",
+                )
+            )
+        return self.record
+
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 50  # steps that a loss is compared with
+_LEAST = 5  # of them, before a loss is judged
+_FACTOR = 3.0  # how many times their range a loss has to be above them
+_PAUSE = 20  # steps from one exact step to the next, at least
+
+
+class LossGuard:
+    """Sees whether a pipelined step has thrown training back.
+
+    A loss jumps if it is above the largest of the last 50 by three times their range, and by three
+    times its own size. At most one step in 20 is made exact by it, which bounds its cost.
+
+    Attributes:
+        losses: The last ones, without those that have jumped.
+        num_steps: Steps since the last jump.
+        was_exact: Whether the last step was exact.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[float] = (),
+        num_steps: int = _PAUSE,
+        *,
+        was_exact: bool = True,
+        is_quiet: bool = False,
+    ) -> None:
+        self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
+
+    def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
+        """Take note of a step's loss; return whether the next step is to be exact.
+
+        Args:
+            loss: Of the step. One that is not finite is not judged: histories are dropped then.
+            is_exact: Whether the step was exact. A loss after an exact step is not judged: that
+                update was exact.
+        """
+        was_exact, self.was_exact = self.was_exact, is_exact
+        self.num_steps += 1
+        if not isfinite(loss):
+            return False
+        if self._is_above(loss) and not was_exact and self.num_steps > _PAUSE:
+            self.num_steps = 0
+            self._tell(loss)
+            return True
+        self.losses = (*self.losses, loss)[-_WINDOW:]
+        return False
+
+    def _is_above(self, loss: float) -> bool:
+        if len(self.losses) < _LEAST:
+            return False
+        high, low = max(self.losses), min(self.losses)
+        return loss > high + _FACTOR * max(high - low, abs(high))
+
+    def _tell(self, loss: float) -> None:
+        self._fallbacks.tell(
+            f"The training loss jumped to {loss:.4g} after a pipelined step (at most "
+            f"{max(self.losses):.4g} before)",
+            origin="pipelined steps",
+            to="one exact step",
+            remedy="If it jumps again, lower the learning rate, use fewer chunks, train more of "
+            "the first epochs exactly (StalenessWarmup), or refresh the histories "
+            "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
+        )

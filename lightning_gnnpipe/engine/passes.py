@@ -1,0 +1,259 @@
+"""Builds the passes over one graph: training in chunks, exact training, and inference.
+
+the user's batch -> the graph, known or planned anew -> chunks, histories -> a pass
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks import (
+    PlannedInputs,
+    Step,
+    StepCosts,
+    StepParts,
+    measure_layers,
+    own_random_stream,
+)
+from lightning_gnnpipe.codecs import MessageOptions, get_codecs
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
+from lightning_gnnpipe.engine.identity import InputKey
+from lightning_gnnpipe.engine.known_graphs import GraphCache
+from lightning_gnnpipe.engine.resume import (
+    InputState,
+    take_histories,
+    tell_of_exact_step,
+    warn_of_method,
+)
+from lightning_gnnpipe.engine.shared import SharedStore
+from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.schedule import add_transfers, fill_drain
+from lightning_gnnpipe.selfcheck import switched
+from lightning_gnnpipe.stages import Layers
+from lightning_gnnpipe.steps import EngineOptions, Measure, Mode, PassSeeds, PipelinedModel
+
+
+class GraphPasses:
+    """Prepares passes over a graph.
+
+    Args:
+        model: The pipelined model.
+        graphs: The graphs that are known.
+        transport: The ranks.
+        options: See `EngineOptions`.
+        controls: The switches.
+        seeds: Of the passes.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        graphs: GraphCache,
+        transport: Transport,
+        options: EngineOptions,
+        controls: Controls,
+        seeds: PassSeeds,
+    ) -> None:
+        self._model, self._graphs, self._transport = model, graphs, transport
+        self._options, self._controls, self._seeds = options, controls, seeds
+
+    def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
+        """Return the stages for these arguments; `graph` is the number of their edges."""
+        measure = self._measurer(call, inputs, graph)
+        return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
+
+    def is_free(self, graph: PlannedGraph) -> bool:
+        """Whether chunks are trained without histories: there are several, and none sees others."""
+        plan, layers = graph.plan, self._model.intercepted
+        return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
+
+    def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
+        """Recompute the histories of an input by an exact pass with dropout off."""
+        norms = self._model.intercepted.norms.values()
+        with switched(self._model.module, False, but=norms), torch.no_grad():
+            mode = self.mode(call, inputs, key.graph)
+            own.graph.inputs.load(call, inputs, key.leaves)
+            own.writing.is_refresh = True
+            try:
+                run_exact(self.exact_parts(mode, own.graph, own.writing), self._model)
+            finally:
+                own.writing.is_refresh = False
+        own.renew()
+
+    def take_saved(self, own: Histories, number: int, mode: Mode, *, is_resumed: bool) -> None:
+        """Give an input its histories of the run that goes on, if it has any.
+
+        Args:
+            own: Its histories.
+            number: Of the input.
+            mode: The layers.
+            is_resumed: Whether this is the first step of such a run.
+        """
+        saved = self._graphs.inputs.saved.pop(number, None)
+        num_layers = self._graphs.inputs.num_saved_layers
+        has_taken = take_histories(saved, own, mode, self._transport.mesh, num_layers)
+        if not is_resumed or self._transport.mesh.rank:
+            return
+        if saved is not None and has_taken:
+            warn_of_method(saved, own)
+        elif own.graph.plan.num_chunks > 1:
+            tell_of_exact_step()
+
+    def _measurer(self, call: Call, inputs: Inputs, graph: int) -> Measure:
+        def measure(layers: Layers) -> StepCosts:
+            plan = self._graphs.plan_to_measure(graph, inputs)
+            planned = PlannedInputs(plan)
+            planned.load(call, inputs)
+            histories = self._graphs.histories
+            return measure_layers(self._model.module, layers, plan, planned, histories)
+
+        return measure
+
+    def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> StepParts:
+        """Return what a training pass is made of.
+
+        Args:
+            mode: The stages.
+            own: The histories of its input, the batch loaded.
+            is_exact: Whether it runs as one chunk, and nothing is rounded.
+            is_training: Whether a backward pass follows.
+        """
+        graph = own.graph
+        # Otherwise histories would never be read.
+        is_shared = self._options.histories.recomputes and graph.plan.shard is not None
+        has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
+        is_written = is_shared or (has_stale and own.is_kept and not self.is_free(graph))
+        context = own.writing if is_written else graph.reading
+        return self._parts(mode, graph, context, is_exact=is_exact, is_training=is_training)
+
+    def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> StepParts:
+        """Return what an exact pass without gradients is made of; `context` may write histories."""
+        return self._parts(mode, graph, context, is_exact=True, is_training=False)
+
+    def _parts(
+        self,
+        mode: Mode,
+        graph: PlannedGraph,
+        context: MessageContext,
+        *,
+        is_exact: bool,
+        is_training: bool,
+    ) -> StepParts:
+        messages = self.messages(is_exact)
+        if isinstance(context.store, SharedStore):
+            is_synchronous = is_exact or self._controls.is_synchronous
+            context.store.begin_pass(messages, is_synchronous=is_synchronous)
+        return StepParts(
+            stages=mode.on_rank(self._transport.mesh),
+            num_stages=len(mode.stages),
+            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
+            plan=graph.plan.whole if is_exact else graph.plan,
+            inputs=graph.inputs,
+            context=context,
+            transport=self._transport,
+            seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
+            is_training=is_training,
+            recompute=self._options.histories.recomputes,
+            codecs=get_codecs(messages.cut_codec),
+        )
+
+    def validation_renews(self, own: Histories) -> bool:
+        """Whether the next validation will write the rows of training, as far as is known."""
+        if own.was_renewed is not None:
+            return own.was_renewed
+        return not self._model.intercepted.norms and not self._options.messages.is_async
+
+    def can_renew(self, own: Histories, step: int) -> bool:
+        """Whether a pass without gradients may write the rows that training pass `step` reads.
+
+        Where shards do not wait for each other it would take what is on its way: none does.
+        """
+        takes = own.takes_rows(step, is_asked=self._controls.takes_validation)
+        return takes and not self._options.messages.is_async and not self._model.intercepted.norms
+
+    def trained_alike(self, key: InputKey, mode: Mode, graph: PlannedGraph) -> Histories | None:
+        """Return the histories of an input that a pass in evaluation mode has in common.
+
+        Args:
+            key: Of what the pass is given.
+            mode: The stages.
+            graph: The graph.
+
+        Returns:
+            None if no training step was given the same, with the same weights frozen.
+        """
+        if not self._options.is_fitting or self._model.module.training:
+            return None
+        own = self._graphs.inputs.get(key.number)
+        if own is None or own.graph is not graph or own.last_step < 0:
+            return None
+        return own if own.frozen == mode.frozen else None
+
+    def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
+        """Return the chunks in the order of training step number `step`."""
+        return chunk_order(
+            parts.plan.num_chunks,
+            epoch=step,
+            seed=self._options.seed,
+            order=self._options.chunk_order,
+        )
+
+    def messages(self, is_exact: bool) -> MessageOptions:
+        """Return how messages of a pass are sent."""
+        messages = self._options.messages
+        return replace(messages, halo_codec="fp32", cut_codec="fp32") if is_exact else messages
+
+    def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
+        """Return what a checkpoint keeps of each input with histories, but for the rows.
+
+        Args:
+            is_validation_next: Whether a validation follows before the next step.
+        """
+        saved = [one.state for one in self._graphs.inputs.saved.values()]
+        states = [
+            InputState(
+                number,
+                tuple(own.filled),
+                own.last_step,
+                is_validation_next and self.validation_renews(own),
+                own.is_refresh_asked,
+            )
+            for number, own in self.kept_inputs()
+        ]
+        return tuple(sorted((*saved, *states), key=lambda one: one.number))
+
+    def kept_inputs(self) -> list[tuple[int, Histories]]:
+        """Return the inputs whose histories are read, with their numbers."""
+        kept = self._graphs.inputs.items()
+        read = [(n, own) for n, own in kept if own.graph.plan.num_chunks > 1]
+        return [(n, own) for n, own in read if not self.is_free(own.graph)]
+
+
+def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
+    """Return the outputs, each `[num_rows, *]`, on every rank.
+
+    Args:
+        parts: Of the one-chunk plan. A context with a store writes the histories, one without does
+            not.
+        model: The pipelined model.
+    """
+    mesh, device = parts.transport.mesh, parts.transport.world.device
+    order = tuple(range(parts.plan.num_chunks))
+    num_virtual = len(parts.stages)
+    schedule = add_transfers(
+        fill_drain(parts.num_stages, order, backward=False, num_virtual=num_virtual)
+    )
+    with (
+        intercept(model.intercepted, parts.context),
+        own_random_stream(device),
+        torch.no_grad(),
+    ):
+        return Step(parts).forward(schedule.forward(mesh.stage))

@@ -1,0 +1,236 @@
+"""Interception of `MessagePassing.propagate` and `edge_updater` on the instances of a model.
+
+A layer runs on the rows of one chunk with a local `edge_index`; only what its messages read on the
+source side (`name_j` in PyG's signature) must also hold the halo rows. The wrapped methods live in
+the instance's `__dict__` for the time of a pass and are gone afterwards: the user's module is not
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import DeepGCNLayer, HANConv, MessagePassing
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
+
+from lightning_gnnpipe._compat_pyg import (
+    UNDECOMPOSED,
+    arguments_of_edge_updater,
+    arguments_of_propagate,
+    arguments_of_update,
+)
+from lightning_gnnpipe.layers.direction import direct, replace_attributes
+from lightning_gnnpipe.layers.layer_caches import without_memory
+from lightning_gnnpipe.layers.native import NativeContext, deferred, find_batch_norms
+from lightning_gnnpipe.layers.normalize import localized
+from lightning_gnnpipe.layers.relations import check_order, passes_wide_rows, related
+from lightning_gnnpipe.layers.statistics import find_norms, whole_statistics
+from lightning_gnnpipe.passing import ROWS, LinearRule, MessageContext, aggregate, linear_rule
+
+
+def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
+    """Return the message-passing layers of `module` by name."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, MessagePassing)}
+
+
+@dataclass(frozen=True)
+class Intercepted:
+    """The layers of a model that see more than one row.
+
+    Attributes:
+        convs: The message-passing layers, by name.
+        norms: The norms with statistics over all nodes, by name.
+        batch_norms: The layers with BatchNorm's statistics, by name; some are norms as well.
+        blocks: PyG's blocks that would run layers again in backward, outside of a pass, and the
+            attributes that switch this off.
+    """
+
+    convs: dict[str, MessagePassing]
+    norms: dict[str, nn.Module]
+    batch_norms: dict[str, nn.Module]
+    blocks: list[tuple[nn.Module, dict[str, bool]]]
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether a layer does more with its neighbours' rows than a weighted sum."""
+        return any(linear_rule(conv) is None for conv in self.convs.values())
+
+    @property
+    def sees_all_nodes(self) -> bool:
+        """Whether a layer takes statistics, or a mean, over all nodes."""
+        return bool(self.norms) or any(isinstance(c, HANConv) for c in self.convs.values())
+
+    @property
+    def all(self) -> list[nn.Module]:
+        """All of these layers."""
+        blocks = (block for block, _ in self.blocks)
+        named = self.norms | self.batch_norms
+        return [*self.convs.values(), *named.values(), *blocks]
+
+
+def find_layers(module: nn.Module) -> Intercepted:
+    """Return the layers of `module` that are to be intercepted."""
+    blocks: list[tuple[nn.Module, dict[str, bool]]] = []
+    for m in module.modules():
+        if isinstance(m, InvertibleModule):
+            blocks.append((m, {"disable": True}))
+        elif isinstance(m, DeepGCNLayer):
+            blocks.append((m, {"ckpt_grad": False}))
+    return Intercepted(find_convs(module), find_norms(module), find_batch_norms(module), blocks)
+
+
+@contextmanager
+def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> Iterator[None]:
+    """Let `layers` run on the chunk that `context` says is running, within the block."""
+    convs = layers.convs
+    with ExitStack() as stack:
+        for block, attributes in layers.blocks:
+            stack.callback(replace_attributes(block, attributes))
+        stack.enter_context(without_memory(convs))
+        if isinstance(context, NativeContext):
+            stack.enter_context(deferred(layers.batch_norms, context))
+            yield
+            return
+        stack.enter_context(whole_statistics(layers.norms, context))
+        stack.enter_context(localized(convs, context))
+        stack.enter_context(related(convs, context))
+        for name, conv in convs.items():
+            replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
+            if not passes_wide_rows(conv):
+                for method in ("propagate", "edge_updater"):
+                    replaced[method] = _wrap(name, conv, method, context)
+            stack.callback(replace_attributes(conv, replaced))
+        yield
+
+
+def _wrap(
+    name: str, conv: MessagePassing, method: str, context: MessageContext
+) -> Callable[..., Tensor]:
+    original = getattr(conv, method)
+    is_propagate = method == "propagate"
+    rule = linear_rule(conv) if is_propagate else None
+    is_linear = rule is not None
+    read = arguments_of_propagate(conv) if is_propagate else arguments_of_edge_updater(conv)
+    sources = _source_arguments(read)
+    kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
+
+    def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        if is_propagate and conv.decomposed_layers > 1:
+            return _in_pieces(conv, run, edge_index, sources, kwargs)
+        with context.along(edge_index):
+            return run_along(edge_index, kwargs)
+
+    def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        check_order(name, conv, edge_index, context)
+        call = context.next_call(name)
+        if rule is not None and conv.flow == "source_to_target":
+            summed = _aggregate((name, call), rule, edge_index, kwargs, context)
+            if summed is not None:
+                return summed
+        chunk = context.chunk
+        wide = dict(kwargs)
+        for argument in sources & kwargs.keys():
+            key = (name, call, argument)
+            wide[argument] = _widen(context, key, kwargs[argument], conv, is_linear=is_linear)
+        size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
+        context.is_passing = True
+        try:
+            with _update_sees(conv, {key: kwargs[key] for key in kept & kwargs.keys()}):
+                return cast(Tensor, original(edge_index, size=size, **wide))
+        finally:
+            context.is_passing = False
+
+    return run
+
+
+def _aggregate(
+    call: tuple[str, int],
+    rule: LinearRule,
+    edge_index: Tensor,
+    kwargs: Mapping[str, Any],
+    context: MessageContext,
+) -> Tensor | None:
+    """Aggregate a linear layer's messages by one product; None if that is not possible."""
+    value = kwargs.get(ROWS)
+    rows = value[0] if isinstance(value, tuple | list) else value
+    weight = None if rule.weight is None else kwargs.get(rule.weight)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+        return None
+    if rows.size(0) != context.chunk.num_nodes:
+        return None
+    if weight is not None and (weight.requires_grad or weight.dim() != 1):
+        return None
+    if weight is not None:  # as the product of messages and weights would be
+        rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
+    aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
+    if aggregation is None:
+        return None
+    return aggregate(rows, aggregation)
+
+
+def _in_pieces(
+    conv: MessagePassing,
+    run: Callable[..., Tensor],
+    edge_index: Tensor,
+    sources: frozenset[str],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Pass messages for one slice of the channels after the other, as `decomposed_layers` says."""
+    given = sources & kwargs.keys()
+    pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
+    outputs = []
+    restore = replace_attributes(conv, UNDECOMPOSED)
+    try:
+        for i in range(len(next(iter(pieces.values())))):
+            parts = {key: piece[i] for key, piece in pieces.items()}
+            outputs.append(run(edge_index, **{**kwargs, **parts}))
+    finally:
+        restore()
+    return torch.cat(outputs, dim=-1)
+
+
+def _source_arguments(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name[:-2] for name in names if name.endswith("_j"))
+
+
+def _widen(
+    context: MessageContext,
+    key: tuple[str, int, str],
+    value: Any,
+    conv: MessagePassing,
+    *,
+    is_linear: bool,
+) -> Any:
+    """Widen the source side of an argument: a tensor, or a (source, target) pair."""
+    if isinstance(value, tuple | list):
+        source, target = value
+        if source is None:
+            return (None, target)
+        return (context.widen(*key, source, conv.node_dim, is_linear=is_linear), target)
+    if not isinstance(value, Tensor):
+        return value
+    wide = context.widen(*key, value, conv.node_dim, is_linear=is_linear)
+    read = {*arguments_of_propagate(conv), *arguments_of_edge_updater(conv)}
+    is_read_by_target = f"{key[2]}_i" in read
+    return (wide, value) if is_read_by_target else wide
+
+
+@contextmanager
+def _update_sees(conv: MessagePassing, rows: Mapping[str, Any]) -> Iterator[None]:
+    """Give `update` its node-level arguments unwidened: it runs on the chunk's rows."""
+    if not rows:
+        yield
+        return
+    original = conv.update
+    restore = replace_attributes(
+        conv, {"update": lambda out, **kwargs: original(out, **{**kwargs, **rows})}
+    )
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,140 @@
+"""How layers run on a micro-batch of whole graphs: as they are, with PyG's own code.
+
+A graph has no neighbours in other micro-batches, so nothing is intercepted but BatchNorm, whose
+statistics are taken over all nodes of the mini-batch. Each micro-batch is normalised by its own
+statistics, and the running statistics are updated once, from those of the whole mini-batch.
+Source: DeferredBatchNorm of torchgpipe (arXiv 2004.09910).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gnnpipe._compat_torch import BATCH_NORM
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.layers.statistics import tracks_statistics, update_running
+from lightning_gnnpipe.passing import EdgeLeaves, Tape
+
+
+class NativeContext:
+    """Which micro-batch and which segment are running.
+
+    Args:
+        num_chunks: Micro-batches of the mini-batch, K.
+
+    Attributes:
+        leaves: The batch; layers have no use for it.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+        self.leaves: EdgeLeaves | None = None
+        self._tape: Tape | None = None
+        self._segment = 0
+        self._calls: dict[str, int] = {}
+
+    def enter(self, chunk: Any, segment: int, leaves: Mapping[str, Any] | None = None) -> None:
+        """Say that `segment` runs over `chunk` from now on."""
+        self._segment = segment
+        self._calls = {}
+
+    def leave(self) -> None:
+        """Say that nothing runs any more."""
+        self._calls = {}
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        """Know within the block whether activations are computed a second time."""
+        self._tape = tape
+        try:
+            yield
+        finally:
+            self._tape = None
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether activations are computed a second time, for backward."""
+        return self._tape is not None and self._tape.is_replay
+
+    def next_key(self, layer: str) -> tuple[int, str, int]:
+        """Name the next call of `layer` in the running segment."""
+        call = self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        return self._segment, layer, call
+
+
+def find_batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of `module` with BatchNorm's statistics, by name."""
+    return {name: m for name, m in module.named_modules() if isinstance(m, BATCH_NORM)}
+
+
+def uses_batch_statistics(norm: Any) -> bool:
+    """Whether a BatchNorm looks at all rows now; in evaluation most have running statistics."""
+    return bool(norm.training or norm.running_mean is None)
+
+
+@contextmanager
+def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator[None]:
+    """Let `norms` update their running statistics once for all micro-batches, within the block."""
+    with ExitStack() as stack:
+        if context.num_chunks > 1:
+            sums: dict[tuple[int, str, int], list[Tensor]] = {}
+            for name, norm in norms.items():
+                norm.__dict__["forward"] = _defer(name, norm, context, sums)
+                stack.callback(norm.__dict__.pop, "forward")
+        yield
+
+
+def _defer(
+    name: str, norm: Any, context: NativeContext, sums: dict[tuple[int, str, int], list[Tensor]]
+) -> Callable[[Tensor], Tensor]:
+    original = norm.forward
+
+    def run(x: Tensor) -> Tensor:
+        if not uses_batch_statistics(norm):
+            return cast(Tensor, original(x))
+        if x.numel() == x.size(1):
+            raise UnsupportedError(
+                explain(
+                    expected=f"'{name}', a {type(norm).__name__}, to be given two rows at least "
+                    "of each micro-batch",
+                    found="one",
+                    remedy="Train with a smaller num_chunks, or larger batches (drop_last=True).",
+                )
+            )
+        key = context.next_key(name)
+        if tracks_statistics(norm) and not context.is_replay:
+            parts = sums.setdefault(key, [])
+            parts.append(_moments(x.detach()))
+            if len(parts) == context.num_chunks:
+                update_running(norm, *_pooled(torch.stack(sums.pop(key))))
+        return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+    return run
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Return count, sum and sum of squared distances from the mean, `[3, channels]`, in float64."""
+    rows = x.double().movedim(1, -1).flatten(0, -2)
+    count = rows.new_full((rows.size(1),), rows.size(0))
+    total = rows.sum(0)
+    return torch.stack([count, total, (rows - total / count).square().sum(0)])
+
+
+def _pooled(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and number of all rows, `[channels]` each.
+
+    Args:
+        moments: Those of each micro-batch, `[num_chunks, 3, channels]`; see `_moments`.
+    """
+    count, total, spread = moments.unbind(1)
+    num_rows = count.sum(0)
+    mean = total.sum(0) / num_rows
+    between = (count * (total / count - mean).square()).sum(0)
+    return mean, (spread.sum(0) + between) / num_rows, num_rows

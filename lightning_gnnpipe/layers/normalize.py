@@ -1,0 +1,281 @@
+"""What layers compute of the edges before they pass messages, right on a chunk.
+
+`gcn_norm`, Laplacians and `degree` look at all edges of a node, but a halo node's edges lie in
+another chunk. Layers that call them in their own methods get versions that know the halo: of the
+batch's edges and edge weights they are computed once, for the whole graph; where the model computes
+the weights, the chunk's own degrees are pushed and the halo's are pulled, like any other node-level
+value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, scatter
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing import InLayer, MessageContext, replaces
+
+_LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
+
+
+@contextmanager
+def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
+    """Let the methods of `convs` find functions that know the halo, within the block.
+
+    The names are replaced in the modules that define the layers' classes, so that inherited
+    methods, and `super().forward(...)`, find them as well. What else runs there gets PyG's.
+    """
+    locals_: dict[Callable[..., Any], Callable[..., Any]] = {
+        gcn_norm: _LocalNorm(context),
+        degree: _LocalDegree(context),
+        **{function: _LocalLoops(context, function) for function in _LOOPS},
+    }
+    with ExitStack() as stack:
+        for names in _namespaces(convs):
+            is_own = not str(names["__name__"]).startswith("torch_geometric.")
+            for function, local in locals_.items():
+                name = function.__name__
+                # PyG's own layers call `degree` for the nodes they are about to update only.
+                if replaces(names.get(name), function) and (is_own or function is not degree):
+                    stack.callback(names.__setitem__, name, names[name])
+                    names[name] = InLayer(context, local, names[name])
+        for conv in convs.values():
+            if hasattr(conv, "__norm__"):  # ChebConv
+                conv.__dict__["__norm__"] = _LocalLaplacian(context, conv.__norm__)
+                stack.callback(conv.__dict__.pop, "__norm__")
+        yield
+
+
+def _namespaces(convs: Mapping[str, MessagePassing]) -> Iterator[dict[str, Any]]:
+    """Yield the globals of the modules in which the layers' classes are defined."""
+    seen: set[int] = set()
+    for conv in convs.values():
+        for cls in type(conv).__mro__[: type(conv).__mro__.index(MessagePassing)]:
+            for function in vars(cls).values():
+                if isinstance(function, FunctionType) and id(function.__globals__) not in seen:
+                    seen.add(id(function.__globals__))
+                    yield function.__globals__
+
+
+def _of_the_batch(
+    context: MessageContext,
+    key: Hashable,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    function: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor] | None:
+    """Return what `function` gives for the whole graph, cut to the chunk.
+
+    None if the edges or their weights are not the batch's own.
+    """
+    if edge_index is not context.chunk.edge_index:
+        return None
+    whole = None if weight is None else context.whole_leaf(weight)
+    if weight is not None and whole is None:
+        return None
+
+    def compute() -> tuple[Tensor, Tensor]:
+        return function(context.whole.edge_index, whole)
+
+    return context.functions.part(
+        (key, context.edges_key, None if weight is None else context.leaf_name(weight)),
+        whole,
+        context.chunk,
+        compute,
+    )
+
+
+class _LocalNorm:
+    """`gcn_norm` for the edges of one chunk."""
+
+    def __init__(self, context: MessageContext) -> None:
+        self.context = context
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        edge_weight: Tensor | None = None,
+        num_nodes: int | None = None,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return local edges, self-loops included, and their weights.
+
+        They are those that PyG's function gives for the whole graph.
+        """
+        context = self.context
+        options = (improved, add_self_loops, flow, dtype)
+        if flow != "source_to_target":  # the model calls it for itself, or changed the edges
+            if not context.sees_all:
+                raise UnsupportedError(
+                    explain(
+                        expected="edges of the batch to be normalised for flow='source_to_target'",
+                        found=f"flow='{flow}' on a part of the graph",
+                        remedy="Pass the edges' weights in, or train with num_chunks=1 and "
+                        "graph_parallel=1.",
+                    )
+                )
+            return cast(
+                tuple[Tensor, Tensor],
+                gcn_norm(edge_index, edge_weight, context.chunk.num_nodes, *options),
+            )
+        known = _of_the_batch(
+            context,
+            ("gcn_norm", *options),
+            edge_index,
+            edge_weight,
+            lambda edges, weight: gcn_norm(edges, weight, context.whole.num_nodes, *options),
+        )
+        if known is not None:
+            return known
+        if edge_weight is None:
+            # PyG gives the loops it adds to them weight 1, even if `improved`.
+            if add_self_loops:
+                edge_index, _ = add_remaining_self_loops(
+                    edge_index, None, 1.0, context.chunk.num_nodes
+                )
+            edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+        elif add_self_loops:
+            edge_index, edge_weight = add_remaining_self_loops(
+                edge_index, edge_weight, 2.0 if improved else 1.0, context.chunk.num_nodes
+            )
+        return self._by_history(edge_index, cast(Tensor, edge_weight))
+
+    def _by_history(self, edges: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise by the chunk's own degrees, pushed, and those of its halo, pulled."""
+        own = _inverse_root(edges[1], weight, self.context.chunk.num_nodes)
+        call = self.context.next_call("gcn_norm")
+        wide = self.context.widen("gcn_norm", call, "degree", own)
+        return edges, wide[edges[0]] * weight * wide[edges[1]]
+
+
+class _LocalLaplacian:
+    """ChebConv's rescaled Laplacian for the edges of one chunk."""
+
+    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
+        self.context = context
+        self.original = original
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        num_nodes: int | None,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: Any = None,
+        dtype: torch.dtype | None = None,
+        batch: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return local edges, self-loops included, and their weights."""
+        context = self.context
+        is_number = lambda_max is None or not isinstance(lambda_max, Tensor)
+        known = None
+        if batch is None and is_number:
+            known = _of_the_batch(
+                context,
+                ("laplacian", normalization, lambda_max, dtype),
+                edge_index,
+                edge_weight,
+                lambda edges, weight: self.original(
+                    edges, context.whole.num_nodes, weight, normalization, lambda_max, dtype=dtype
+                ),
+            )
+        if known is not None:
+            return known
+        if context.sees_all:
+            return cast(
+                tuple[Tensor, Tensor],
+                self.original(
+                    edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch
+                ),
+            )
+        raise UnsupportedError(
+            explain(
+                expected="a Laplacian of the batch's own edges and edge weights",
+                found="edges or weights that the model computes, a 'batch', or a tensor lambda_max",
+                remedy="Pass edge weights in that need no gradient and lambda_max as a number, or "
+                "train with num_chunks=1.",
+            )
+        )
+
+
+class _LocalDegree:
+    """`degree` for the nodes of one chunk, followed by those of its halo."""
+
+    def __init__(self, context: MessageContext) -> None:
+        self.context = context
+
+    def __call__(
+        self, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return `[num_nodes + num_halo]` degrees of the nodes; `index` is the edges' targets."""
+        chunk = self.context.chunk
+        if self.context.is_passing:
+            return degree(index, num_nodes, dtype)
+        if index.numel() and int(index.max()) >= chunk.num_nodes:
+            raise UnsupportedError(
+                explain(
+                    expected="a layer to count the edges that end in a node",
+                    found="degree() of the edges' sources",
+                    remedy="Pass the degrees in as a node-level tensor, or train with "
+                    "num_chunks=1.",
+                )
+            )
+        own = degree(index, chunk.num_nodes, dtype)
+        call = self.context.next_call("degree")
+        return self.context.widen("degree", call, "degree", own)
+
+
+class _LocalLoops:
+    """Self-loops for the nodes of one chunk, where a layer leaves the number of nodes open.
+
+    PyG then takes the largest number in the edges for the last node, and nodes behind it get none.
+    """
+
+    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
+        self.context = context
+        self.original = original
+
+    def __call__(
+        self,
+        edge_index: Tensor,
+        edge_attr: Any = None,
+        fill_value: Any = None,
+        num_nodes: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """Return the edges with one loop for each node of the chunk that PyG would give one."""
+        if num_nodes is not None:
+            return cast(
+                tuple[Tensor, Any], self.original(edge_index, edge_attr, fill_value, num_nodes)
+            )
+        if self.context.edges_key[0] is None:
+            raise UnsupportedError(
+                explain(
+                    expected="a layer that is given several edge sets to say of how many nodes",
+                    found=f"{self.original.__name__}() without 'num_nodes'",
+                    remedy="Pass num_nodes=x.size(0).",
+                )
+            )
+        chunk = self.context.chunk
+        edges, attr = self.original(edge_index, edge_attr, fill_value, chunk.num_nodes)
+        nodes = self.context.perm[chunk.start : chunk.end]
+        keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
+        keep[edges.size(1) - chunk.num_nodes :] = nodes < self.context.num_numbered
+        return edges[:, keep], None if attr is None else attr[keep]
+
+
+def _inverse_root(receivers: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
+    """Return the degrees to the power of -1/2, `[num_nodes]`; 0 where a node has no edge."""
+    total = scatter(weight, receivers, dim=0, dim_size=num_nodes, reduce="sum")
+    root = total.pow(-0.5)
+    return root.masked_fill(root == float("inf"), 0.0)

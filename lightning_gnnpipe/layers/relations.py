@@ -1,0 +1,135 @@
+"""HANConv, HGTConv and mesh convolutions: what they do beside passing messages.
+
+HANConv weighs its edge sets by a mean over all nodes. Each chunk's share of that mean is a row of a
+history of its own: a chunk pushes its share and pulls those of all others, fresh or stale, as if it
+had an edge from each of them.
+
+    mean = share of the chunk + shares of earlier chunks + shares of later chunks, a step old
+
+HGTConv builds a graph of its own, with a copy of each source node for each edge set. Its keys and
+values are widened before it does so.
+
+Layers that tell the edges of a node apart by their order.
+
+MeshCNNConv reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by their
+targets and keep the order of edges with one target: such a group stays whole if its edges have one
+target, and is torn apart, on one chunk as well, if they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.conv import han_conv
+
+from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV, SOURCE_ROWS, source_rows
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.layers.direction import replace_attributes
+from lightning_gnnpipe.passing import InLayer, MessageContext, push_pull
+
+Rows = dict[str, Tensor]
+
+
+@contextmanager
+def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
+    """Let HANConv and HGTConv see the other chunks, within the block."""
+    hans = {name: conv for name, conv in convs.items() if isinstance(conv, gnn.HANConv)}
+    with ExitStack() as stack:
+        if hans:
+            stack.callback(setattr, han_conv, "group", han_conv.group)
+            names = {id(conv.k_lin): name for name, conv in hans.items()}
+            han_conv.group = InLayer(context, _group(names, context), han_conv.group)
+        for name, conv in convs.items():
+            if isinstance(conv, gnn.HGTConv):
+                build = _build_sources(name, conv, context)
+                stack.callback(replace_attributes(conv, {SOURCE_ROWS: build}))
+        yield
+
+
+def passes_wide_rows(conv: MessagePassing) -> bool:
+    """Whether `conv` hands rows to `propagate` that are wide already."""
+    return isinstance(conv, gnn.HGTConv)
+
+
+def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., Any]:
+    """Return HANConv's `group`; `names` are those of the layers, by the id of their `k_lin`."""
+    original = han_conv.group
+
+    def group(
+        xs: Sequence[Tensor], q: Tensor, k_lin: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not xs or context.store is None:
+            return cast(tuple[Tensor | None, Tensor | None], original(xs, q, k_lin))
+        sets = torch.stack(list(xs))  # [num_edge_sets, num_nodes, channels]
+        mean = _mean_over_nodes(names[id(k_lin)], torch.tanh(k_lin(sets)).transpose(0, 1), context)
+        weight = F.softmax((q * mean).sum(-1), dim=0)
+        return (weight.view(-1, 1, 1) * sets).sum(0), weight
+
+    return group
+
+
+def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tensor:
+    """Return the mean of the rows, `[num_nodes_of_chunk, *]`, of all chunks."""
+    store, between = context.store, context.plan.between_chunks
+    assert store is not None
+    is_whole = context.is_whole
+    chunks = context.plan.chunks if is_whole else (context.chunk,)
+    node = between.whole.chunks[0] if is_whole else between.chunks[context.chunk.index]
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
+    shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
+    key = context.next_key(layer)
+    wide = push_pull(shares, store.by_chunk, key, node, context.tape, is_linear=True)
+    return wide.sum(0).to(rows.dtype)
+
+
+def _build_sources(
+    name: str, conv: gnn.HGTConv, context: MessageContext
+) -> Callable[[Rows, Rows, dict[Any, Tensor]], Any]:
+    """Return HGTConv's method that copies keys and values, for a chunk and its halo."""
+    original = source_rows(conv)
+
+    def build(keys: Rows, values: Rows, edge_sets: dict[Any, Tensor]) -> Any:
+        call = context.next_call(name)
+
+        def widen(argument: str, rows: Rows) -> Rows:
+            return {key: context.widen(name, call, argument, own) for key, own in rows.items()}
+
+        return original(widen("k", keys), widen("v", values), edge_sets)
+
+    return build
+
+
+_GROUP = 4
+
+
+def check_order(
+    name: str, conv: MessagePassing, edge_index: Tensor, context: MessageContext
+) -> None:
+    """Refuse edges, given to `propagate` of layer `name`, whose order the layer would misread.
+
+    Raises:
+        UnsupportedError: If the layer reads them in groups, and a group's edges differ in their
+            targets, or the model changed the edges.
+    """
+    if not isinstance(conv, MESH_CNN_CONV):
+        return
+    is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
+    if is_own and context.functions.has_groups(context.plan, _GROUP):
+        return
+    raise UnsupportedError(
+        explain(
+            expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of {_GROUP} "
+            "with the same target",
+            found="groups with several targets" if is_own else "edges that the model changed",
+            remedy="Have columns 4 i, ..., 4 i + 3 of 'edge_index' be (a, i), (b, i), (c, i) and "
+            "(d, i): the receiver is in row 1; and flip edges before they are passed in.",
+        )
+    )

@@ -1,0 +1,315 @@
+"""Norms whose statistics are taken over all nodes, on one chunk.
+
+Where the whole graph is one chunk they run as they are, and their statistics are kept. In a chunk
+they use statistics of the rows that have run in this step, and assume that the other rows have
+moved in the same way since the last step: see `RowMoments`. Gradients flow through these statistics
+to the rows of all chunks that have run. Running statistics of BatchNorm are updated once a step,
+with those of all rows, as full-batch training would. These rows come from stale inputs; in exact
+evaluation the rows of a deep network are different. So validation replaces running statistics by
+those of the rows that it computes.
+
+All of these norms scale and shift each channel. So a norm is one scale and one shift of each
+channel, which depend on mean and variance, and a product with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.passing import CallKey, MessageContext, MomentSource, RowMoments, ShardLink
+
+Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
+"""From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`."""
+
+
+def _batch_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (var + norm.eps).rsqrt()
+    if norm.weight is None:
+        return scale, -mean * scale
+    scale = scale * norm.weight
+    return scale, norm.bias - mean * scale
+
+
+def _graph_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    spread = var + ((1 - norm.mean_scale) * mean) ** 2  # of x - mean_scale * mean, around zero
+    scale = norm.weight * (spread + norm.eps).rsqrt()
+    return scale, norm.bias - norm.mean_scale * mean * scale
+
+
+def _pair_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor | None, Tensor]:
+    if norm.scale_individually:
+        return None, -mean
+    scale = norm.scale * (norm.eps + var.sum()).rsqrt()
+    return scale.repeat(mean.numel()), -mean * scale
+
+
+def _mean_subtraction(norm: Any, mean: Tensor, var: Tensor) -> tuple[None, Tensor]:
+    return None, -mean
+
+
+def _layer_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    center = mean.mean()
+    spread = (var + (mean - center) ** 2).mean()
+    scale = 1 / (spread.sqrt() + norm.eps)
+    if norm.weight is None:
+        return scale.repeat(mean.numel()), (-center * scale).repeat(mean.numel())
+    scale = scale * norm.weight
+    return scale, norm.bias - center * scale
+
+
+_FORMULAS: dict[type, Formula] = {
+    nn.BatchNorm1d: _batch_norm,
+    gnn.InstanceNorm: _batch_norm,
+    gnn.GraphNorm: _graph_norm,
+    gnn.PairNorm: _pair_norm,
+    gnn.MeanSubtractionNorm: _mean_subtraction,
+    gnn.LayerNorm: _layer_norm,
+}
+
+
+def find_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms of `module` with statistics over all nodes, by name."""
+    return {name: m for name, m in module.named_modules() if has_statistics(m)}
+
+
+def has_statistics(layer: nn.Module) -> bool:
+    """Whether `layer` is a norm over all nodes that is right on chunks."""
+    if type(layer) is gnn.LayerNorm:
+        return layer.mode == "graph"
+    return type(layer) in _FORMULAS or type(layer) in (gnn.BatchNorm, gnn.GraphSizeNorm)
+
+
+@contextmanager
+def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) -> Iterator[None]:
+    """Let `norms` normalise chunks with the statistics of the whole graph, within the block."""
+    with ExitStack() as stack:
+        for name, norm in norms.items():
+            norm.__dict__["forward"] = _wrap(name, norm, context)
+            stack.callback(norm.__dict__.pop, "forward")
+        yield
+
+
+def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
+    original, kind = norm.forward, type(norm)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        store = context.store
+        given = (value for value in (*args, *kwargs.values()) if value is not None)
+        x, *others = (value for value in given if store is None or not _means_one_graph(value))
+        if kind is gnn.GraphSizeNorm and store is not None and not others:
+            return cast(Tensor, x * context.whole.num_nodes**-0.5)
+        if name in context.replaced and not _uses_statistics(norm):
+            _replace_running(norm, x, context.next_key(name), context)
+        is_split = store is not None and store.shards is not None
+        is_known = context.is_whole and context.is_replay and not is_split
+        if store is None or is_known or not _uses_statistics(norm):
+            return cast(Tensor, original(*args, **kwargs))
+        key = context.next_key(name)
+        if kind is gnn.BatchNorm and (is_split or not context.is_whole):
+            return cast(Tensor, norm.module(x))  # around nn.BatchNorm1d
+        has_formula = kind in _FORMULAS and x.dim() == 2 and not others
+        if not has_formula and (is_split or not context.is_whole):
+            raise _refuse(name, norm, x)
+        if context.is_whole and has_formula and not context.is_replay:
+            mean, var, count = _keep(x, store.moments, key, context)
+            if context.is_refresh:
+                result = _normalize(norm, x, mean, var)
+                return result.to(context.dtypes.get(key, result.dtype))
+            if is_split:
+                update_running(norm, mean, var, count)
+        if context.is_whole:
+            if store.shards is not None:
+                result = _normalize_over_shards(norm, x, store.shards)
+            else:
+                result = cast(Tensor, original(*args, **kwargs))
+            context.dtypes[key] = result.dtype
+            return result
+        moments = store.moments[key]
+        x, sums = cast(Any, _RowSums).apply(x, moments)
+        if store.shards is not None:
+            sums = cast(Any, _SumOverShards).apply(sums, store.shards)
+        sums = cast(Any, _Pooled).apply(sums, moments, context.chunk.index)
+        if moments.is_complete and not context.is_replay:
+            update_running(norm, *moments.present())
+        result = _normalize(norm, x, *moments.mean_and_var(context.chunk.index, sums))
+        return result.to(context.dtypes.get(key, result.dtype))
+
+    return run
+
+
+def _means_one_graph(value: Any) -> bool:
+    """Whether an argument of a norm says that there is one graph: a batch vector, or a number."""
+    if isinstance(value, Tensor):
+        return value.dim() == 1 and not value.is_floating_point() and not value.any()
+    return value == 1
+
+
+def _keep(
+    rows: Tensor, moments: MomentSource, key: CallKey, context: MessageContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the statistics of the whole graph's rows for the next step; return all rows'.
+
+    Rows of nodes belong to chunks; of others, such as messages, it is not known.
+    """
+    counts = [chunk.num_nodes for chunk in context.plan.chunks]
+    return moments.keep(key, rows.detach(), None if context.is_passing else counts)
+
+
+def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:
+    """Replace running statistics by those of all rows, unless they have been frozen."""
+    if norm.running_mean is None or not norm.track_running_stats or norm.momentum == 0:
+        return
+    if context.store is not None:  # on shards
+        mean, var, count = context.store.moments.keep(key, rows, None)
+    else:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        mean = rows.mean(0)
+        var = (rows - mean).square().mean(0)
+        count = mean.new_tensor(rows.size(0))
+    _write_running(norm, mean, var, count, 1.0)
+
+
+def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """Return the rows, `[num_rows, channels]`, normalised by statistics of `[channels]`."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    rows, mean, var = rows.to(dtype), mean.to(dtype), var.to(dtype)
+    scale, shift = _FORMULAS[type(norm)](norm, mean, var)
+    if scale is not None:
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
+        return F.batch_norm(rows, zeros, ones, scale, shift, False, 0.0, 0.0)  # in one go
+    rows = rows + shift
+    if isinstance(norm, gnn.PairNorm):
+        return norm.scale * rows / (norm.eps + rows.norm(2, -1, keepdim=True))
+    return rows
+
+
+class _RowSums(torch.autograd.Function):
+    """The rows of a chunk as they are, and their sums, `[3, channels]`: see `row_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, moments: RowMoments) -> tuple[Tensor, Tensor]:
+        """Return `rows`, `[num_rows, channels]`, and their sums."""
+        sums = moments.sums_of(rows)
+        ctx.save_for_backward(rows)
+        ctx.center = moments.center
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, of_sums: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        """Return the gradient of the rows, that through their sums included."""
+        if of_sums is None:
+            return grad, None
+        (rows,) = ctx.saved_tensors
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        _, first, second = of_sums.unbind(0)
+        second = 2 * second
+        total = rows * second.to(dtype)
+        total += (first - second * ctx.center).to(dtype)
+        return (total if grad is None else total.add_(grad)).to(rows.dtype), None
+
+
+class _Pooled(torch.autograd.Function):
+    """The sums of a chunk and of those that ran before it."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
+        """Return the sums of all chunks so far from those of the chunk, `[3, channels]`."""
+        ctx.moments = moments
+        return moments.add(chunk, sums.detach()).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the chunk's own sums, later chunks' use of them included."""
+        return ctx.moments.add_grad(grad), None, None
+
+
+class _SumOverShards(torch.autograd.Function):
+    """The sum of what all ranks of a stage have; each of them gets all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shards: ShardLink) -> Tensor:
+        """Return the sum of `own` over ranks."""
+        ctx.shards = shards
+        return shards.sum(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients that ranks have for the sum."""
+        return ctx.shards.sum(grad), None
+
+
+def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor:
+    """Return the rows normalised by moments of those of all ranks, with gradients through both."""
+    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    total = cast(Any, _SumOverShards).apply
+    count = shards.sum(x.new_tensor([x.size(0)]))
+    mean = total(x.sum(0), shards) / count
+    var = total((x - mean).square().sum(0), shards) / count
+    return _normalize(norm, x, mean, var).to(rows.dtype)
+
+
+def _uses_statistics(norm: Any) -> bool:
+    """Whether `norm` looks at all rows now; in evaluation some have running statistics instead."""
+    if type(norm) is nn.BatchNorm1d:
+        return norm.training or norm.running_mean is None
+    if type(norm) is gnn.InstanceNorm:
+        return norm.training or not norm.track_running_stats
+    return True
+
+
+def tracks_statistics(norm: Any) -> bool:
+    """Whether a training step updates running statistics of `norm`."""
+    is_tracking = getattr(norm, "track_running_stats", False) and norm.training
+    return is_tracking and norm.running_mean is not None
+
+
+def update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Update running statistics as one pass over all rows does.
+
+    Args:
+        norm: The layer.
+        mean: Of all rows, `[channels]`.
+        var: Their biased variance, `[channels]`.
+        count: How many they are.
+    """
+    if not tracks_statistics(norm):
+        return
+    share = norm.momentum
+    if type(norm) is not gnn.InstanceNorm:  # which does not count
+        norm.num_batches_tracked.add_(1)
+        share = 1.0 / float(norm.num_batches_tracked) if share is None else share
+    _write_running(norm, mean, var, count, share)
+
+
+def _write_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor, share: float) -> None:
+    """Move running statistics by a share of the way to these."""
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    with torch.no_grad():
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+        norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
+
+
+def _refuse(name: str, norm: nn.Module, x: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            expected=f"'{name}', a {type(norm).__name__}, to be called with one tensor of shape "
+            "[num_rows, channels]",
+            found=f"shape {list(x.shape)}, or a batch vector",
+            remedy="Leave out 'batch' (there is one graph), or train with num_chunks=1.",
+        )
+    )

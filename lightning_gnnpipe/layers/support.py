@@ -1,0 +1,321 @@
+"""Which of PyG's layers are exact on chunks, and why the rest is not.
+
+What is known to be exact on chunks, and what is refused, by name and with a remedy.
+
+With one chunk everything is exact, whatever a model does. With several, a layer runs on the rows of
+one chunk at a time: message-passing layers of PyG must be on the list of those whose exactness a
+test shows, layers of the user's own are tried out on a small graph before training, and layers that
+mix rows outside of message passing are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch_geometric.nn as gnn
+from torch import nn
+from torch_geometric.nn import MessagePassing, aggr
+from torch_geometric.nn.aggr.fused import FusedAggregation
+
+from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
+from lightning_gnnpipe._compat_torch import (
+    BATCH_NORM,
+    INSTANCE_NORM,
+    has_spectral_norm,
+    is_compiled,
+)
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.layers.statistics import has_statistics
+
+EXACT_CONVS: frozenset[type] = frozenset(
+    {
+        gnn.AGNNConv,
+        gnn.APPNP,
+        gnn.ARMAConv,
+        gnn.CGConv,
+        gnn.ChebConv,
+        gnn.ClusterGCNConv,
+        gnn.DNAConv,
+        gnn.EGConv,
+        gnn.EdgeConv,
+        gnn.FAConv,
+        gnn.FastRGCNConv,
+        gnn.FeaStConv,
+        gnn.FiLMConv,
+        gnn.GATConv,
+        gnn.GATv2Conv,
+        gnn.GCN2Conv,
+        gnn.GCNConv,
+        gnn.GENConv,
+        gnn.GINConv,
+        gnn.GINEConv,
+        gnn.GMMConv,
+        gnn.GatedGraphConv,
+        gnn.GeneralConv,
+        gnn.GraphConv,
+        gnn.HANConv,
+        gnn.HEATConv,
+        gnn.HGTConv,
+        gnn.LEConv,
+        gnn.LGConv,
+        gnn.MFConv,
+        *MESH_CNN_CONV,
+        gnn.MixHopConv,
+        gnn.NNConv,
+        gnn.PDNConv,
+        gnn.PNAConv,
+        gnn.PPFConv,
+        gnn.PointGNNConv,
+        gnn.PointNetConv,
+        gnn.PointTransformerConv,
+        gnn.RGATConv,
+        gnn.RGCNConv,
+        gnn.ResGatedGraphConv,
+        gnn.SAGEConv,
+        gnn.SGConv,
+        gnn.SSGConv,
+        gnn.SignedConv,
+        gnn.SimpleConv,
+        gnn.SplineConv,
+        gnn.SuperGATConv,
+        gnn.TAGConv,
+        gnn.TransformerConv,
+        gnn.WLConvContinuous,
+    }
+)
+
+# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others
+# that pad to the largest neighbourhood of the graph.
+EXACT_AGGREGATIONS: frozenset[type] = frozenset(
+    {
+        aggr.AttentionalAggregation,
+        aggr.DeepSetsAggregation,
+        aggr.DegreeScalerAggregation,
+        FusedAggregation,
+        aggr.MaxAggregation,
+        aggr.MeanAggregation,
+        aggr.MedianAggregation,
+        aggr.MinAggregation,
+        aggr.MulAggregation,
+        aggr.MultiAggregation,
+        aggr.PowerMeanAggregation,
+        aggr.QuantileAggregation,
+        aggr.Set2Set,
+        aggr.SoftmaxAggregation,
+        aggr.StdAggregation,
+        aggr.SumAggregation,
+        aggr.VarAggregation,
+        aggr.VariancePreservingAggregation,
+    }
+)
+
+_KNN = "it needs pyg-lib and looks for the nearest among all nodes"
+_CUGRAPH = "it needs pylibcugraphops, and its kernels read the whole graph"
+
+REFUSED_CONVS: dict[type, str] = {
+    gnn.CuGraphGATConv: _CUGRAPH,
+    gnn.CuGraphRGCNConv: _CUGRAPH,
+    gnn.CuGraphSAGEConv: _CUGRAPH,
+    gnn.DynamicEdgeConv: _KNN,
+    gnn.FusedGATConv: "it needs dgNN, and its kernels read the whole graph",
+    gnn.GPSConv: "its attention runs over all nodes",
+    gnn.GravNetConv: _KNN,
+    gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
+    gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
+    gnn.WLConv: "it numbers the colors of all nodes",
+    gnn.XConv: _KNN,
+}
+"""Layers of `torch_geometric.nn.conv` that are not exact on chunks, and why."""
+
+
+# Modules that look at all rows at once. PyG's norms take part in the names that errors show.
+_ROW_MIXING: tuple[tuple[type, str], ...] = (
+    (BATCH_NORM, "its statistics are taken over all nodes"),
+    (INSTANCE_NORM, "its statistics are taken over all nodes"),
+    (gnn.HeteroBatchNorm, "its statistics are taken over all nodes of a type"),
+)
+
+_REMEDY_RELATIONS = (
+    "Several edge sets over the same nodes can be passed as several 'edge_index' (SignedConv, "
+    "HeteroConv, HANConv or HGTConv with one type of nodes), or told apart by edge types "
+    "(RGCNConv, RGATConv)."
+)
+
+_REMEDY_NORM = (
+    "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
+    "(torch.nn.LayerNorm), or train with num_chunks=1."
+)
+
+
+_REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm), or num_chunks=1."
+
+
+def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
+    """Refuse what is not known to be exact on `num_chunks` chunks, split over `num_shards`.
+
+    Raises:
+        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
+    """
+    problems = list(_refused(module, num_chunks * num_shards))
+    if num_shards > 1:
+        alone = "num_chunks=1 and graph_parallel=1"
+        problems = [problem.replace("num_chunks=1", alone) for problem in problems]
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+def check_graph_batches(num_shards: int) -> None:
+    """Refuse to split batches of graphs over shards.
+
+    Raises:
+        UnsupportedError: If there are several.
+    """
+    if num_shards > 1:
+        raise UnsupportedError(
+            explain(
+                expected="one large graph where graph_parallel is more than 1",
+                found="a batch of several graphs",
+                remedy="Use graph_parallel=1: the graphs of a batch are dealt out to micro-batches "
+                "instead.",
+            )
+        )
+
+
+def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
+    """Refuse norms that micro-batches of graphs would change, but for BatchNorm.
+
+    Args:
+        module: The pipelined module, in the mode that it runs in.
+        without_batch: Names of the norms that are called without a batch vector.
+
+    Raises:
+        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
+    """
+    problems = list(_refused_norms(module, without_batch))
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+
+
+def _refused_norms(module: nn.Module, without_batch: Collection[str]) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, gnn.HeteroBatchNorm) and layer.training:
+            yield _refuse(name, layer, "its statistics are taken over all graphs", _REMEDY_HETERO)
+        elif isinstance(layer, gnn.InstanceNorm) and layer.training and layer.track_running_stats:
+            remedy = "Use track_running_stats=False, or num_chunks=1."
+            yield _refuse(
+                name, layer, "its running statistics would be updated once a micro-batch", remedy
+            )
+        elif has_spectral_norm(layer) and layer.training:
+            remedy = "Remove the spectral norm, or train with num_chunks=1."
+            yield _refuse(
+                name,
+                layer,
+                "the power iteration of its spectral norm would run once a micro-batch",
+                remedy,
+            )
+        elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
+            continue
+        elif name in without_batch and has_statistics(layer):
+            remedy = "Call it as norm(x, batch), or train with num_chunks=1."
+            yield _refuse(
+                name, layer, "it is called without a batch vector, so over all graphs", remedy
+            )
+
+
+def _refused(module: nn.Module, num_parts: int) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        if is_compiled(layer):
+            yield _refuse(name, layer, "it was compiled", "Pass the module without torch.compile.")
+        elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
+            yield _refuse(
+                name,
+                layer,
+                "its parameters are not initialized",
+                "Give the number of input channels, or run one forward pass before training.",
+            )
+        elif num_parts > 1:
+            yield from _refused_on_chunks(module, name, layer)
+            if has_spectral_norm(layer):
+                yield _refuse(
+                    name,
+                    layer,
+                    "the power iteration of its spectral norm would run once a chunk",
+                    "Remove the spectral norm, or train with num_chunks=1.",
+                )
+
+
+def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if len(_node_types(layer)) > 1:
+        yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
+        return
+    if isinstance(layer, gnn.HeteroConv):
+        if layer.aggr in ("min", "max"):
+            remedy = 'Use aggr="sum", "mean" or "cat".'
+            yield _refuse(name, layer, f"its aggr='{layer.aggr}' cannot be traced", remedy)
+        return
+    if has_statistics(layer):
+        return
+    for kind, reason in _ROW_MIXING:
+        if isinstance(layer, kind):
+            yield _refuse(name, layer, reason, _REMEDY_NORM)
+            return
+    if isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
+        yield from _refused_conv(name, layer)
+    elif isinstance(layer, aggr.Aggregation):
+        yield from _refused_aggregation(module, name, layer)
+
+
+def _node_types(layer: nn.Module) -> set[str]:
+    """Return the types of nodes that a layer for heterogeneous graphs was built for."""
+    if isinstance(layer, gnn.HeteroConv):
+        return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
+    if isinstance(layer, gnn.HANConv):
+        return set(layer.metadata[0])
+    return set(layer.node_types) if isinstance(layer, gnn.HGTConv) else set()
+
+
+def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+    if not _is_inside_conv(module, name):
+        yield _refuse(
+            name,
+            layer,
+            "it pools over the whole graph",
+            "Pool outside of the pipelined module, or train with num_chunks=1.",
+        )
+    elif type(layer) not in EXACT_AGGREGATIONS:
+        known = ", ".join(sorted(kind.__name__ for kind in EXACT_AGGREGATIONS))
+        yield _refuse(
+            name,
+            layer,
+            "it is not known to be exact on chunks",
+            f"Train with num_chunks=1, or use one of {known}.",
+        )
+
+
+def _refused_conv(name: str, conv: nn.Module) -> Iterator[str]:
+    reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
+    origin = type(conv).__module__
+    if reason is None and origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
+        reason = "it is not known to be exact on chunks"
+    if reason is not None:
+        known = ", ".join(sorted(kind.__name__ for kind in EXACT_CONVS))
+        remedy = (
+            f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of "
+            "your own."
+        )
+        is_relational = isinstance(conv, gnn.HypergraphConv)
+        yield _refuse(name, conv, reason, _REMEDY_RELATIONS if is_relational else remedy)
+
+
+def _is_inside_conv(module: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    parents = (module.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
+    return any(isinstance(parent, MessagePassing) for parent in parents)
+
+
+def _refuse(name: str, layer: nn.Module, reason: str, remedy: str) -> str:
+    return explain(
+        expected="every layer to be exact on chunks of the graph",
+        found=f"'{name or 'the module itself'}', a {type(layer).__name__}: {reason}",
+        remedy=remedy,
+    )

@@ -1,0 +1,216 @@
+"""What training will be like, before it begins: cuts, times, bytes, memory.
+
+model -> layers, measured  \
+    graph -> chunks            > stages x shards, simulated steps -> a PipelinePlan
+link speed, memory         /
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks import LayerNames, PlannedInputs, measure_copies, measure_layers
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.graph import (
+    check_graph,
+    edge_cut_frac,
+    edges_within,
+    partition_nodes,
+    plan_from_assignment,
+    split_chunks,
+)
+from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
+from lightning_gnnpipe.planning.layouts import compare_layouts, possible_layouts
+from lightning_gnnpipe.planning.measured import LayoutOptions, Measured
+from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout, with_advice
+from lightning_gnnpipe.selfcheck import check_layers, raising_own_errors
+from lightning_gnnpipe.stages import (
+    Layers,
+    check_counts,
+    check_num_stages,
+    cut_module,
+    find_users,
+    is_listed,
+)
+from lightning_gnnpipe.steps import Balance, stages_of_norms
+from lightning_gnnpipe.types import CrossChunkEdges, Partition
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastOptions:
+    """What training would be.
+
+    Attributes:
+        num_devices: Devices to deal out.
+        layout: Numbers of stages and shards, S and G; None for the best.
+        num_chunks: Chunks, K.
+        partition: How nodes are dealt out to chunks.
+        self_check: Whether the module is tried out on a small graph.
+        layouts: What all layouts have in common.
+        cross_edges: Whether edges between chunks are kept, or left out in training.
+    """
+
+    num_devices: int
+    layout: tuple[int, int] | None
+    num_chunks: int
+    partition: Partition
+    self_check: bool
+    layouts: LayoutOptions
+    cross_edges: CrossChunkEdges = "keep"
+
+
+def forecast(
+    module: nn.Module,
+    call: Call,
+    inputs: Inputs,
+    options: ForecastOptions,
+    time_loss: Callable[[Any], float],
+) -> PipelinePlan:
+    """Cut `module` and the graph of `call`, time each layer on a few chunks, simulate steps.
+
+    Args:
+        module: The pipelined module.
+        call: Its arguments.
+        inputs: What they are.
+        options: See `ForecastOptions`.
+        time_loss: Takes an output of `module`, returns the seconds that the step goes on for.
+
+    Raises:
+        GraphError: If the graph is malformed.
+        UnsupportedError: If the module cannot be pipelined.
+        ConfigError: If there are more stages than layers, or more chunks than nodes, or if so many
+            devices cannot be dealt out.
+    """
+    num_shards = 1 if options.layout is None else options.layout[1]
+    is_cut = options.num_chunks * num_shards > 1
+    check_support(module, options.num_chunks, num_shards)
+    check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
+    with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
+        repeats = bool(options.layouts.repeat_encoder)
+        served = find_layers(module).all
+        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
+        if options.layout is not None:
+            _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
+        if options.self_check and (is_cut or is_listed(module)):
+            check_layers(module, layers, call, inputs, on_chunks=is_cut)
+    edge_index = inputs.edge_index.cpu()
+    assignment = partition_nodes(
+        edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=options.partition
+    )
+    drops = options.cross_edges == "drop"
+    kept = edges_within(edge_index, assignment) if drops else None
+    plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
+    plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
+    planned = PlannedInputs(plan)
+    planned.load(call, inputs)
+    histories = options.layouts.histories.seen_from(plan.perm.device)
+    costs = measure_layers(module, layers, plan, planned, histories)
+    measured = Measured(
+        module,
+        layers,
+        costs,
+        measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
+        plan,
+        edge_index if kept is None else edge_index[:, kept],
+        lambda num_shards: split_chunks(edge_index, assignment, num_shards),
+        sum(leaf.nbytes for leaf in call.leaves),
+        time_loss(_blank_output(layers, inputs)),
+        options.layouts,
+    )
+    return _compare(measured, options, edge_index)
+
+
+def _blank_output(layers: Layers, inputs: Inputs) -> Any:
+    """Return what the module would return, in shape."""
+    known = (layers.values[name] for name in layers.outputs)
+    tensors = [
+        torch.zeros(
+            (inputs.num_nodes, *value.row_shape),
+            dtype=value.dtype,
+            device=inputs.edge_index.device,
+            requires_grad=value.requires_grad,
+        )
+        for value in known
+    ]
+    return layers.rebuild_output(tensors)
+
+
+def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:
+    if isinstance(balance, str):
+        check_num_stages(num_layers, num_stages)
+    else:
+        check_counts(balance, num_layers, num_stages)
+
+
+def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -> PipelinePlan:
+    """Return the plan of the layout that is asked for, or of the best, beside all others."""
+    chunks, layers = measured.chunks, measured.layers
+    pairs = _layouts(measured, options)
+    made = compare_layouts(measured, pairs)
+    layouts = tuple(one.forecast() for one in made.values())
+    best = choose_layout(layouts)
+    layout = options.layout or (best.num_stages, best.num_shards)
+    own = layouts[pairs.index(layout)]
+    return with_advice(
+        PipelinePlan(
+            num_nodes=chunks.num_nodes,
+            num_edges=edge_index.size(1),
+            layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
+            layer_costs=measured.costs.layers,
+            stages=tuple(made[layout].stages()),
+            num_shards=own.num_shards,
+            chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
+            chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
+            halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
+            edge_cut_frac=edge_cut_frac(edge_index, measured.assignment),
+            step_s=own.step_s,
+            loss_s=measured.loss_s,
+            bubble_frac=own.bubble_frac,
+            step_bytes=own.step_bytes,
+            one_device_s=measured.one_device_s,
+            layouts=layouts,
+            link_gbit_per_s=measured.options.link.gbit_per_s,
+            message_us=measured.options.link.message_s * 1e6,
+        )
+    )
+
+
+def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, int]]:
+    """Return the layouts to compare: those that training would take, and the one asked for.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    num_layers, num_nodes = len(measured.layers.segments), measured.chunks.num_nodes
+    possible = possible_layouts(
+        measured.module,
+        num_devices=options.num_devices,
+        num_layers=num_layers,
+        num_nodes=num_nodes,
+    )
+    possible = [one for one in possible if _has_own_norms(measured, one)] or possible
+    asked = options.layout
+    if asked is not None:
+        return possible if asked in possible else [*possible, asked]
+    if not possible:
+        raise ConfigError(
+            explain(
+                expected=f"a way to deal {options.num_devices} devices out, at least one layer to "
+                "each stage and one node to each shard",
+                found=f"{num_layers} layers that can be cut apart and {num_nodes} nodes",
+                remedy="Train on fewer devices, or use a deeper model.",
+            )
+        )
+    return possible
+
+
+def _has_own_norms(measured: Measured, layout: tuple[int, int]) -> bool:
+    """Whether each norm with running statistics would be called by one stage."""
+    users = find_users(measured.cut(*layout), measured.module)
+    return not stages_of_norms(find_layers(measured.module).norms, users)

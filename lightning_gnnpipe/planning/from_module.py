@@ -1,0 +1,253 @@
+"""From a LightningModule and its data to a forecast of training, before any Trainer runs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch_geometric.data import Data, Dataset, InMemoryDataset
+
+from lightning_gnnpipe.batches import check_replicas, check_schedule
+from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.planning.forecast import ForecastOptions, forecast
+from lightning_gnnpipe.planning.measured import LayoutOptions, Link
+from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
+from lightning_gnnpipe.selfcheck import is_one_graph, switched
+from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.steps import graph_of_node, num_nodes
+
+log = logging.getLogger(__name__)
+
+_NUM_TIMED = 3
+_LINK_GBIT_PER_S = 10.0  # usual between machines
+
+
+class _Captured(Exception):
+    """Carries the arguments of the pipelined module out of `training_step`."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def plan_pipeline(
+    module: pl.LightningModule,
+    data: Data | Dataset | pl.LightningDataModule,
+    options: StrategyOptions,
+    *,
+    num_stages: int | None = None,
+    num_shards: int | None = None,
+    num_devices: int | None = None,
+    link_gbit_per_s: float | None = None,
+    message_us: float | None = None,
+    memory_gib: float | None = None,
+) -> PipelinePlan:
+    """Return how `module` and `data` would be cut and what a training step would take.
+
+    The plan is for `num_stages` stages of `num_shards` shards, or for the layout of `num_devices`
+    devices that it finds to be the best; it lists the others as well, on the same chunks.
+
+    Args:
+        module: The module; its `training_step` runs up to its call of the pipelined module.
+        data: A graph, a data set of one, or a data module.
+        options: Of the strategy; the number of stages is given apart.
+        num_stages: Stages, S; 2 if `num_devices` is not given either.
+        num_shards: Shards, G; None for what the strategy's `graph_parallel` says.
+        num_devices: Devices to deal out to stages and shards, instead of `num_stages`; the
+            strategy's `num_chunks` is then best given ("auto" takes 4 a device).
+        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for 10.
+        message_us: Microseconds of a message between devices, whatever its size; None for those of
+            gloo where all cores compute.
+        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for any.
+
+    Raises:
+        ConfigError: If `training_step` cannot run outside of a Trainer.
+        GNNPipeError: As training would.
+    """
+    link_gbit_per_s = _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s
+    _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
+    link = Link.of(link_gbit_per_s)
+    if message_us is not None:
+        _check_positive("message_us", message_us, "Leave it out if it is not known.")
+        link = Link.of(link_gbit_per_s, message_us / 1e6)
+    if memory_gib is not None:
+        _check_positive("memory_gib", memory_gib, "Leave it out if memory is no matter.")
+    num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
+    name, pipelined = find_pipelined(module, options.pipelined_module)
+    batch = _first_batch(data)
+    args, kwargs = _capture(module, pipelined, batch)
+    call = take_apart(pipelined, args, kwargs, partial(num_nodes, batch))
+    vector = call.batch_vector
+    if vector is not None and graph_of_node(batch) is None and not vector.any():
+        call = replace(call, is_one_graph=is_one_graph(pipelined, call))
+    inputs = classify(call)
+    if inputs.graphs is not None:
+        raise ConfigError(
+            explain(
+                expected="one graph to plan for",
+                found=f"a batch of {inputs.graphs.num_graphs} graphs",
+                remedy="Batches of graphs are cut anew in each step; choose num_chunks by timing a "
+                "few, see strategy.collect_stats().",
+            )
+        )
+    check_replicas(options.data_parallel)
+    check_schedule(options.schedule)
+    num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
+    if options.num_chunks == "auto":
+        num_chunks = min(num_chunks, inputs.num_nodes)
+    with switched(pipelined, True):
+        return forecast(
+            pipelined,
+            call,
+            inputs,
+            ForecastOptions(
+                num_devices,
+                layout,
+                num_chunks,
+                options.partition,
+                options.self_check,
+                LayoutOptions(
+                    options.balance,
+                    options.histories,
+                    options.messages,
+                    link,
+                    memory_gib,
+                    options.repeat_encoder,
+                ),
+                options.cross_chunk_edges,
+            ),
+            partial(_time_loss, module, name, batch),
+        )
+
+
+def _asked_layout(
+    options: StrategyOptions,
+    num_stages: int | None,
+    num_shards: int | None,
+    num_devices: int | None,
+) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of devices, and those of stages and shards; None for the best."""
+    if num_devices is None:
+        layout = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
+        return layout[0] * layout[1], layout
+    if num_stages is not None:
+        raise ConfigError(
+            explain(
+                expected="either 'num_stages' or 'num_devices'",
+                found=f"both, {num_stages} and {num_devices}",
+                remedy="With num_devices the plan chooses the stages.",
+            )
+        )
+    if num_devices < 1:
+        raise ConfigError(
+            explain(
+                expected="'num_devices' to be at least 1",
+                found=str(num_devices),
+                remedy="It counts the devices of all stages and shards.",
+            )
+        )
+    return num_devices, None
+
+
+def _check_positive(name: str, value: float, remedy: str) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(
+            explain(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
+        )
+
+
+def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
+    if isinstance(data, pl.LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    return data[0] if isinstance(data, Dataset | InMemoryDataset) else data
+
+
+def _capture(
+    module: pl.LightningModule, pipelined: nn.Module, batch: Any
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    try:
+        with _stopping(pipelined), switched(module, True), torch.no_grad():
+            module.training_step(batch, 0)
+    except _Captured as captured:
+        return captured.arguments
+    except (RuntimeError, AttributeError, TypeError) as error:
+        if "trainer" not in str(error).lower():  # the user's own
+            raise
+        raise ConfigError(
+            explain(
+                expected="training_step to reach the pipelined module without a Trainer",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Call the module before self.log and self.trainer are used.",
+            )
+        ) from error
+    raise ConfigError(
+        explain(
+            expected="training_step to call the pipelined module",
+            found="none",
+            remedy="Name another by GNNPipeStrategy(pipelined_module=...).",
+        )
+    )
+
+
+def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -> float:
+    """Return the seconds that `training_step` and backward take around the pipelined module.
+
+    Run on a copy of `module`, whose metrics are its own; 0 if that is not possible.
+    """
+    try:
+        twin = copy.deepcopy(module)
+        twin.get_submodule(name).__dict__["forward"] = lambda *args, **kwargs: output
+        with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # `self.log` without a Trainer
+            return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
+    except Exception as error:  # the user's code, on outputs that are zeros
+        Fallbacks(log).tell(
+            f"The loss could not be timed ({error!r})",
+            origin="a plan of the whole training step",
+            to="one without the loss",
+        )
+        return 0.0
+
+
+def _time_step(module: pl.LightningModule, batch: Any) -> float:
+    own = copy.copy(batch)
+    _synchronize()
+    start = time.perf_counter()
+    result: Any = module.training_step(own, 0)
+    loss = result["loss"] if isinstance(result, Mapping) else result
+    loss.backward()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _stopping(pipelined: nn.Module) -> Iterator[None]:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise _Captured(args, kwargs)
+
+    pipelined.__dict__["forward"] = stop
+    try:
+        yield
+    finally:
+        del pipelined.__dict__["forward"]

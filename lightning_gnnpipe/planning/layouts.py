@@ -1,0 +1,233 @@
+"""Ways to deal devices out to stages and shards, each forecast from the same measured layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import HANConv
+
+from lightning_gnnpipe.chunks import LayerCost, work_of
+from lightning_gnnpipe.codecs import get_codecs
+from lightning_gnnpipe.graph import SplitSizes
+from lightning_gnnpipe.layers import find_layers
+from lightning_gnnpipe.planning.measured import Measured
+from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
+from lightning_gnnpipe.planning.schedule_layout import LayoutWork, factorize, simulate_layout
+from lightning_gnnpipe.schedule import graph_parallel_bytes
+from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
+from lightning_gnnpipe.steps import group_tied
+
+_TRAINED = 4  # a weight, its gradient, two states of the optimizer
+_MANY_ROWS = 2**10  # of a message, so that what it has but once does not count
+
+
+def possible_layouts(
+    module: nn.Module, *, num_devices: int, num_layers: int, num_nodes: int
+) -> list[tuple[int, int]]:
+    """Return the numbers of stages and shards that training could take, fewest stages first.
+
+    A stage has one layer at least, and a shard one node.
+    """
+    can_split = not any(isinstance(m, HANConv) for m in module.modules())
+    most_shards = num_nodes if can_split else 1
+    pairs = factorize(num_devices, most_stages=num_layers)
+    return [pair for pair in pairs if pair[1] <= most_shards]
+
+
+def compare_layouts(
+    measured: Measured, layouts: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], LayoutForecaster]:
+    """Return what forecasts each of `layouts`, numbers of stages and shards."""
+    splits = {num_shards: measured.split(num_shards) for num_shards in {g for _, g in layouts}}
+    return {
+        (num_stages, num_shards): LayoutForecaster(
+            measured, measured.cut(num_stages, num_shards), splits[num_shards]
+        )
+        for num_stages, num_shards in layouts
+    }
+
+
+class LayoutForecaster:
+    """Forecasts one layout.
+
+    Args:
+        measured: Model and graph.
+        stages: The layers of each rank.
+        sizes: The pieces of the graph of each rank.
+    """
+
+    def __init__(self, measured: Measured, stages: tuple[Stage, ...], sizes: SplitSizes) -> None:
+        self._measured, self._stages, self._sizes = measured, stages, sizes
+        self._num_shards = sizes.nodes.size(1)
+        self._codecs = get_codecs(measured.options.messages.cut_codec)
+        self._halo_codecs = get_codecs(measured.options.messages.halo_codec)
+        self._num_ranks = len(stages) * self._num_shards
+
+    def forecast(self) -> LayoutForecast:
+        """Return what a step takes."""
+        measured, options = self._measured, self._measured.options
+        times = simulate_layout(self._work())
+        outputs = measured.row_bytes(measured.layers.outputs) * measured.chunks.num_nodes
+        memory = max(stage.memory_bytes for stage in self.stages())
+        memory += measured.batch_bytes + 2 * outputs
+        sent = self._cut_bytes() + self._shard_bytes() + (self._num_ranks - 1) * outputs
+        is_enough = options.memory_gib is None or memory <= options.memory_gib * 2**30
+        return LayoutForecast(
+            num_stages=len(self._stages),
+            num_shards=self._num_shards,
+            step_s=times.step_s,
+            bubble_frac=times.bubble_frac,
+            step_bytes=sent + 2 * self._num_shards * self._tied_bytes(),
+            memory_bytes=memory,
+            fits=is_enough,
+        )
+
+    def stages(self) -> list[StageForecast]:
+        """Return what each stage computes and keeps."""
+        found = []
+        for stage, weights in zip(self._stages, self._weights(), strict=True):
+            costs = self._costs(stage)
+            found.append(
+                StageForecast(
+                    first_layer=stage.segments[0].index,
+                    num_layers=len(stage.segments),
+                    num_parameters=sum(p.numel() for p in weights),
+                    compute_s=sum(cost.compute_s for cost in costs),
+                    memory_bytes=_TRAINED * _bytes_of(weights)
+                    + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
+                    + round(self._node_frac() * self._activations(stage, costs)),
+                )
+            )
+        return found
+
+    def _work(self) -> LayoutWork:
+        measured, stages, options = self._measured, self._stages, self._measured.options
+        again = float(options.histories.recomputes)
+        sizes, costs = self._sizes, [self._costs(stage) for stage in stages]
+        total = sum(work_of(chunk) for chunk in measured.chunks.chunks)
+        work = (sizes.nodes + sizes.edges).amax(1) / total
+        swapped = torch.maximum(sizes.sent, sizes.received).amax(1)
+        outputs = measured.row_bytes(measured.layers.outputs)
+        forward_s = [sum(c.forward_s for c in one) for one in costs]
+        return LayoutWork(
+            num_shards=self._num_shards,
+            forward_s=forward_s,
+            backward_s=[
+                again * s + sum(c.backward_s for c in one)
+                for s, one in zip(forward_s, costs, strict=True)
+            ],
+            halo_row_bytes=[sum(map(self._halo_row_bytes, one)) for one in costs],
+            num_exchanges=[sum(cost.num_pushes for cost in one) for one in costs],
+            cut_bytes=[self._sent(stage, False) for stage in stages[:-1]],
+            cut_grad_bytes=[self._sent(stage, True) for stage in stages[:-1]],
+            work_fracs=work.tolist(),
+            halo_rows=swapped.tolist(),
+            halo_peers=sizes.peers.amax(1).tolist(),
+            weight_bytes=[_bytes_of(weights) for weights in self._weights()],
+            tied_bytes=self._tied_bytes(),
+            num_ties=self._num_ties(),
+            output_bytes=outputs * measured.chunks.num_nodes,
+            loss_s=measured.loss_s,
+            bytes_per_s=options.link.bytes_per_s,
+            message_s=options.link.message_s,
+            copied_bytes_per_s=measured.copied_bytes_per_s,
+            waits_for_halo=not measured.options.messages.is_async,
+        )
+
+    def _sent(self, stage: Stage, is_grad: bool) -> list[float]:
+        """Return for each chunk the bytes that the busiest rank of a stage sends on, or gets."""
+        sizes = self._sizes
+        parts = torch.maximum(_largest_frac(sizes.nodes), _largest_frac(sizes.edges)).tolist()
+        return [part * self._bytes(stage, chunk, is_grad) for chunk, part in enumerate(parts)]
+
+    def _cut_bytes(self) -> int:
+        """Return what crosses the cuts: values forth, and gradients back where there are any."""
+        return sum(
+            self._bytes(stage, chunk, is_grad)
+            for stage in self._stages[:-1]
+            for chunk in range(self._measured.chunks.num_chunks)
+            for is_grad in (False, True)
+        )
+
+    def _bytes(self, stage: Stage, chunk: int, is_grad: bool) -> int:
+        measured = self._measured
+        values = [measured.layers.values[name] for name in stage.sent]
+        codec = self._codecs.grads if is_grad else self._codecs.rows
+        return sum(
+            codec.payload_bytes((measured.num_rows(one, chunk), *one.row_shape), one.dtype)
+            for one in values
+            if one.requires_grad or not is_grad
+        )
+
+    def _shard_bytes(self) -> int:
+        """Return what the ranks of a stage swap and sum."""
+        measured = self._measured
+        if self._num_shards == 1:
+            return 0
+        num_nodes = measured.chunks.num_nodes
+        return graph_parallel_bytes(
+            num_layers=1,
+            replicas_per_node=int(self._sizes.received.sum()) / num_nodes,
+            num_nodes=num_nodes,
+            row_bytes=sum(map(self._halo_row_bytes, measured.costs.layers)),
+            weight_bytes=_bytes_of(list(measured.module.parameters())),
+            num_shards=self._num_shards,
+        )
+
+    def _halo_row_bytes(self, cost: LayerCost) -> int:
+        """Return the bytes of a layer's row as it is sent, mean of forth and back; about."""
+        shape = (_MANY_ROWS, cost.pushed_row_bytes // 4)
+        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in self._halo_codecs)
+        return num_bytes // (len(self._halo_codecs) * _MANY_ROWS)
+
+    def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
+        """Return the bytes that are kept between forward and backward, of all shards."""
+        measured = self._measured
+        if not measured.options.histories.recomputes:
+            return sum(cost.saved_bytes for cost in costs)
+        values = [measured.layers.values[name] for name in stage.received]
+        chunks = range(measured.chunks.num_chunks)
+        return sum(v.row_bytes * measured.num_rows(v, chunk) for v in values for chunk in chunks)
+
+    def _node_frac(self) -> float:
+        """Return the largest share of the nodes that a shard has."""
+        return float(self._sizes.nodes.sum(0).max()) / self._measured.chunks.num_nodes
+
+    def _row_frac(self) -> float:
+        """Return the rows of histories, of the shard with the most, over all nodes."""
+        is_disjoint = self._num_shards == 1 and self._measured.chunks.is_disjoint
+        if is_disjoint and not find_layers(self._measured.module).sees_all_nodes:
+            return 0.0  # none are kept
+        rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
+        return float(rows.max()) / self._measured.chunks.num_nodes
+
+    def _costs(self, stage: Stage) -> list[LayerCost]:
+        return self._measured.costs.of(stage)
+
+    def _tied_bytes(self) -> int:
+        """Return the bytes of the weights that stages share, once for each stage but the first."""
+        users = find_users(self._stages, self._measured.module)
+        named = dict(self._measured.module.named_parameters())
+        return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named.items() if n in users)
+
+    def _num_ties(self) -> int:
+        """Return the messages with gradients of weights that stages share, one way."""
+        users = find_users(self._stages, self._measured.module)
+        return sum(len(stages) - 1 for stages, _ in group_tied(self._measured.module, users))
+
+    def _weights(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each stage."""
+        users = find_users(self._stages, self._measured.module)
+        named = list(self._measured.module.named_parameters())
+        return [[p for n, p in named if s.index in users.get(n, ())] for s in self._stages]
+
+
+def _largest_frac(counts: Tensor) -> Tensor:
+    """Return `[num_chunks]` the largest share of a row's sum; 0 where that is 0."""
+    return counts.amax(1).double() / counts.sum(1).clamp(min=1)
+
+
+def _bytes_of(weights: Sequence[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in weights)

@@ -1,0 +1,159 @@
+"""What a forecast starts from: the measured model, the graph, the link between devices.
+
+What a message costs: so many seconds whatever its size, and so many bytes a second on top.
+
+    seconds = message_s + num_bytes / bytes_per_s
+
+A rank that waits is woken late where all cores compute, which most of `message_s` then is.
+
+Source: Hockney, The communication challenge for MPP (1994).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.calls import Kind
+from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.codecs import MessageOptions
+from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
+from lightning_gnnpipe.stages import (
+    Layers,
+    Stage,
+    Value,
+    check_counts,
+    choose_repeated,
+    solve_balance,
+    split_layers,
+)
+from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.steps import Balance
+from lightning_gnnpipe.types import RepeatOption
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What all layouts have in common.
+
+    Attributes:
+        balance: How layers are dealt out to stages.
+        histories: How histories are kept, and whether activations are not.
+        messages: How ranks send rows to each other.
+        link: What messages cost.
+        memory_gib: Memory of a rank; None for any.
+        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
+    """
+
+    balance: Balance
+    histories: HistoryOptions
+    messages: MessageOptions
+    link: Link
+    memory_gib: float | None
+    repeat_encoder: RepeatOption = "auto"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model and a graph, cut and timed.
+
+    Attributes:
+        module: The pipelined module.
+        layers: Its layers.
+        costs: What they cost.
+        copied_bytes_per_s: See `measure_copies`.
+        chunks: The chunks of the graph.
+        edge_index: `[2, num_edges]` on the CPU.
+        find_shards: Returns `[num_nodes]` the shard of each node, given how many there are.
+        batch_bytes: Bytes of the batch.
+        loss_s: Seconds that the step goes on for behind the module.
+        options: What all layouts have in common.
+    """
+
+    module: nn.Module
+    layers: Layers
+    costs: StepCosts
+    copied_bytes_per_s: float
+    chunks: ChunkPlan
+    edge_index: Tensor
+    find_shards: Callable[[int], Tensor]
+    batch_bytes: int
+    loss_s: float
+    options: LayoutOptions
+
+    @property
+    def one_device_s(self) -> float:
+        """Seconds of a step of the same chunks on one device."""
+        return sum(cost.compute_s for cost in self.costs.layers) + self.loss_s
+
+    @cached_property
+    def assignment(self) -> Tensor:
+        """`[num_nodes]` the chunk of each node."""
+        found = torch.empty_like(self.chunks.perm, device="cpu")
+        found[self.chunks.perm.cpu()] = self.chunks.chunk_of_position().cpu()
+        return found
+
+    def row_bytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of a row of all these values."""
+        return sum(self.layers.values[name].row_bytes for name in names)
+
+    def total_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        chunks = self.chunks
+        return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
+
+    def num_rows(self, value: Value, chunk: int) -> int:
+        """Return the rows that `value` has in a chunk."""
+        own = self.chunks.edge_set(value.edge_set).chunks[chunk]
+        return own.num_nodes if value.kind is Kind.NODE else own.num_edges
+
+    def split(self, num_shards: int) -> SplitSizes:
+        """Return the sizes of the pieces over so many shards, as training would split them."""
+        is_split = num_shards > 1
+        shards = self.find_shards(num_shards) if is_split else torch.zeros_like(self.assignment)
+        return measure_split(self.edge_index, self.assignment, shards, num_shards)
+
+    def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
+        """Return the stages, as training would deal layers out to them."""
+        layers, options = self.layers, self.options
+        num_layers, balance = len(layers.segments), options.balance
+        repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
+        if not isinstance(balance, str) and len(balance) == num_stages:
+            counts = check_counts(balance, num_layers, num_stages)
+        elif balance == "uniform":
+            counts = solve_balance([1.0] * num_layers, num_stages)
+        else:
+            counts = self.costs.deal_out(layers, num_stages, repeated)
+        return split_layers(layers, counts, repeated)
+
+
+MESSAGE_S = 1.4e-3
+"""Seconds of a message between two processes of one machine, by gloo, both of its cores computing;
+the median in `examples/benchmarks/prediction`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link of a rank to the others.
+
+    Attributes:
+        bytes_per_s: Its speed, each way.
+        message_s: Seconds of a message, whatever its size.
+    """
+
+    bytes_per_s: float
+    message_s: float = MESSAGE_S
+
+    @staticmethod
+    def of(gbit_per_s: float, message_s: float = MESSAGE_S) -> Link:
+        """Return a link of a known speed in Gbit/s, each way."""
+        return Link(gbit_per_s * 1e9 / 8, message_s)
+
+    @property
+    def gbit_per_s(self) -> float:
+        """Its speed in Gbit/s, each way."""
+        return self.bytes_per_s * 8 / 1e9

@@ -1,0 +1,145 @@
+"""Checkpoints as a folder that all ranks write at once, each its own weights.
+
+    epoch=9.ckpt/
+        __0_0.distcp, .metadata, ...    weights, optimizer states (torch.distributed.checkpoint)
+        meta.pt                         all that is not a tensor of a stage
+        histories/stage_0.pt, ...       see `sidecar`
+
+Read, it is the same as a stock checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import CheckpointError, explain
+from lightning_gnnpipe.saving.shards import load_shards, save_shards
+
+_META = "meta.pt"
+HISTORIES = "histories"
+_CWD = -100  # AT_FDCWD of <fcntl.h>
+_RENAME_EXCHANGE = 2  # of <stdio.h>
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether `path` is such a folder."""
+    return (path / _META).is_file()
+
+
+def part_of(path: Path) -> Path:
+    """Return the folder that is written, to become `path` once it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def write_shards(
+    transport: Transport,
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[Mapping[Any, Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """Write the tensors of a checkpoint beside `path`; a collective call.
+
+    Args:
+        transport: The ranks.
+        path: The folder that it will be.
+        checkpoint: As Lightning dumps it, without weights and optimizer states of parameters.
+        weights: Those of the state dict that this rank writes.
+        optimizers: Of each optimizer the states, by number of parameter, that this rank writes.
+
+    Returns:
+        What else there is to write, for `finish`.
+    """
+    tensors = {f"model/{key}": value for key, value in weights.items() if isinstance(value, Tensor)}
+    plain = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
+    scalars: list[dict[Any, dict[str, Any]]] = []
+    for index, states in enumerate(optimizers):
+        scalars.append({})
+        for number, state in states.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{index}/{number}/{name}"] = value
+                else:
+                    scalars[index].setdefault(number, {})[name] = value
+    save_shards(transport, part_of(path), tensors)
+    gathered = transport.everyone.all_gather_objects(scalars)
+    merged: list[dict[Any, dict[str, Any]]] = [{} for _ in scalars]
+    for one in gathered:
+        for index, states in enumerate(one):
+            merged[index] |= states
+    return {"checkpoint": dict(checkpoint), "model": plain, "scalars": merged}
+
+
+def finish(path: Path, meta: Mapping[str, Any]) -> None:
+    """Write the rest and let the whole be `path`; on the first rank."""
+    with open(part_of(path) / _META, "wb") as file:
+        torch.save(dict(meta), file)
+        file.flush()
+        os.fsync(file.fileno())
+    put_in_place(path)
+
+
+def put_in_place(path: Path) -> None:
+    """Let what was written be `path`; an earlier checkpoint of that name gives way to it."""
+    part = part_of(path)
+    if not path.exists():
+        part.rename(path)
+        return
+    _exchange(part, path)
+    if part.is_dir() and not part.is_symlink():
+        shutil.rmtree(part)
+    else:
+        part.unlink()
+
+
+def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint in the form that Lightning dumps it.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    try:
+        meta = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
+        checkpoint: dict[str, Any] = dict(meta["checkpoint"])
+        state: dict[str, Any] = dict(meta["model"])
+        optimizers = [dict(one) for one in meta["scalars"]]
+    except Exception as error:  # what damaged files raise is not told by torch
+        raise CheckpointError(
+            explain(
+                expected=f"a checkpoint in {path}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Load an earlier checkpoint, or one that was saved with plain types only.",
+            )
+        ) from error
+    for name, tensor in load_shards(path).items():
+        kind, _, rest = name.partition("/")
+        if kind == "model":
+            state[rest] = tensor
+        else:
+            index, number, key = rest.split("/", 2)
+            optimizers[int(index)].setdefault(int(number), {})[key] = tensor
+    checkpoint["state_dict"] = state
+    for dumped, states in zip(checkpoint.get("optimizer_states", ()), optimizers, strict=False):
+        dumped["state"] = dict(sorted(states.items()))
+    return checkpoint
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Exchange two paths in one move, where the system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc 2.28
+    names = os.fsencode(first), os.fsencode(second)
+    if rename is None or rename(_CWD, names[0], _CWD, names[1], _RENAME_EXCHANGE):
+        third = first.with_suffix(".old")
+        shutil.rmtree(third, ignore_errors=True)  # of a move that was cut off
+        second.rename(third)
+        first.rename(second)
+        third.rename(first)

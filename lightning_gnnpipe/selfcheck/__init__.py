@@ -1,0 +1,26 @@
+"""The self-check: does the module compute the same in chunks as on the whole graph?"""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.selfcheck.batch_check import check_graphs, norms_without_batch
+from lightning_gnnpipe.selfcheck.plain import (
+    PipelinedForward,
+    is_one_graph,
+    own_forward,
+    raising_own_errors,
+    raising_wrong_arguments,
+    switched,
+)
+from lightning_gnnpipe.selfcheck.value_check import check_layers
+
+__all__ = [
+    "PipelinedForward",
+    "check_graphs",
+    "check_layers",
+    "is_one_graph",
+    "norms_without_batch",
+    "own_forward",
+    "raising_own_errors",
+    "raising_wrong_arguments",
+    "switched",
+]

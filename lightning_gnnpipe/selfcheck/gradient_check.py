@@ -1,0 +1,274 @@
+"""Trying the model's gradients out: those of its layers on chunks against those of plain autograd.
+
+A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
+row is read stale. The small graph has its edges moved so that they lead from a chunk to itself or
+to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
+edges in both directions or shares of all chunks (HANConv), or have a norm over all nodes (a chunk
+sees only the rows that have run before it), are compared on the whole graph only. Gradients of many
+layers in half precision are mostly rounding: there, only each layer's own are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.selfcheck.trial import (
+    Trial,
+    as_real,
+    chunk_of_node,
+    flatten,
+    refuse_difference,
+)
+from lightning_gnnpipe.stages import Layers, Segment
+from lightning_gnnpipe.staleness import StalenessRecorder
+
+# Of the norm of a gradient: a rectifier may fall to the other side by rounding, one row of many.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-2}
+_ROUGH = 0.2  # half precision
+_FLOOR = 0.1  # of that share of a layer's largest gradient: below it, all is rounding
+
+
+def check_gradients(
+    module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
+) -> None:
+    """Refuse a module whose layers give other gradients than it gives itself.
+
+    Args:
+        module: The pipelined module.
+        layers: Its layers.
+        call: Arguments that hold a small graph.
+        kinds: What they are.
+        on_chunks: Whether chunks are compared as well.
+
+    Raises:
+        UnsupportedError: With the layer where the difference begins.
+    """
+    edges = _ascending(kinds.edge_index, kinds.num_nodes)
+    check = _GradientCheck(module, Trial(module, layers, call, kinds), is_reentrant=False)
+    check.compare_whole(call)
+    if on_chunks:
+        moved = replace(kinds, edge_index=edges)
+        trial = Trial(module, layers, _with_edges(call, moved), moved)
+        check = _GradientCheck(module, trial, is_reentrant=check.is_reentrant)
+        with trial.running():
+            values = check.compute_whole()
+            for segment in layers.segments:
+                check.compare_chunks(segment, values)
+
+
+def _with_edges(call: Call, kinds: Inputs) -> Call:
+    """Return `call` on the edges of `kinds`, with leaves of its own."""
+    sets = torch.split(kinds.edge_index, list(kinds.edge_sizes), dim=1)
+    leaves = tuple(
+        sets[number]
+        if kind is Kind.EDGE_INDEX
+        else leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for kind, number, leaf in zip(kinds.kinds, kinds.edge_sets, call.leaves, strict=True)
+    )
+    return replace(call, leaves=leaves)
+
+
+def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return the edges, `[2, num_edges]`, those from a later chunk moved to a source in their own.
+
+    Targets stay, so that edges that a layer reads in groups do; the new source is another node,
+    unless the target is the only one of its chunk.
+    """
+    assignment = chunk_of_node(num_nodes).to(edge_index.device)
+    num_chunks = int(assignment.max()) + 1
+    source, target = edge_index
+    own = assignment[target]
+    size = (num_nodes - own + num_chunks - 1) // num_chunks
+    place = source // num_chunks % size
+    place = torch.where(place == target // num_chunks, (place + 1) % size, place)
+    is_late = assignment[source] > own
+    return torch.stack([torch.where(is_late, place * num_chunks + own, source), target])
+
+
+class _GradientCheck:
+    """Compares the gradients of a trial.
+
+    Args:
+        module: The pipelined module.
+        trial: Its layers on a small graph.
+        is_reentrant: Whether gradients can be taken through `.grad` alone.
+    """
+
+    def __init__(self, module: nn.Module, trial: Trial, *, is_reentrant: bool) -> None:
+        self.module, self.trial, self.layers = module, trial, trial.layers
+        self.whole = trial.plan.whole.chunks
+        self.is_reentrant = is_reentrant
+
+    def compare_whole(self, call: Call) -> None:
+        """Compare the layers on the whole graph with the module."""
+        segments, (chunk,) = self.layers.segments, self.whole
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        args, kwargs = call.rebuild(call.leaves)
+        outputs = self.layers.pick_outputs(flatten(self.module.forward(*args, **kwargs)))
+        own = [leaf for leaf in call.leaves if leaf.requires_grad]
+        expected = self._grads(outputs, [*parameters, *own], [some_gradient(t) for t in outputs])
+        leaves = self.trial.slice_leaves(segments, chunk)
+        values = dict(leaves)
+        with self.trial.running():
+            self.trial.run(segments, chunk, values)
+            roots = [values[name] for name in self.layers.outputs]
+            cotangents = [some_gradient(root)[self.trial.plan.perm] for root in roots]
+            found = self._grads(roots, [*parameters, *leaves.values()], cotangents)
+        for leaf, grad in zip(leaves.values(), found[len(parameters) :], strict=True):
+            leaf.grad = grad
+        self.trial.inputs.add_grads(chunk, {n: t for n, t in leaves.items() if t.requires_grad})
+        whole = [
+            self.trial.inputs.take_grad(slot)
+            for slot, leaf in enumerate(call.leaves)
+            if leaf.requires_grad
+        ]
+        pairs = dict(zip(map(id, parameters), zip(found, expected, strict=False), strict=False))
+        if not all(t.dtype.to_real() in _TOLERANCE for t in (*parameters, *own)):
+            return
+        for segment in reversed(segments):  # a wrong gradient spreads to the layers before
+            self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
+        self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
+
+    def compute_whole(self) -> dict[str, Tensor]:
+        """Return every leaf and value of the whole graph, in plan order."""
+        segments, (chunk,) = self.layers.segments, self.whole
+        values = self.trial.slice_leaves(segments, chunk)
+        with torch.no_grad():
+            self.trial.run(segments, chunk, values)
+        return {name: value.detach() for name, value in values.items()}
+
+    def compare_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
+        """Compare one layer on chunks with itself on the whole graph, from the same `values`."""
+        store = self.trial.store
+        expected = self._run(segment, self.whole, values)
+        if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments):
+            return  # a chunk sees only the rows that have run before it
+        for chunks in (self.trial.plan.chunks, self.trial.plan.chunks[::-1]):
+            store.begin_step(store.step + 1)
+            store.recorder = StalenessRecorder()
+            found = self._run(segment, chunks, values)
+            if not any(one.stale_rows for one in store.recorder.by_key.values()):
+                self._compare(segment, list(zip(found, expected, strict=True)))
+                return
+
+    def _run(
+        self, segment: Segment, chunks: Sequence[Chunk], values: dict[str, Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the layer's weights, then of its inputs in plan order."""
+        parameters = _trained(segment)
+        runs = []
+        for chunk in chunks:
+            parts = {name: self._part(name, chunk, values) for name in segment.inputs}
+            sources = {name: part for name, part in parts.items() if part.requires_grad}
+            local = {n: t.clone() if n in sources else t for n, t in parts.items()}  # no leaves
+            self.trial.run((segment,), chunk, local)
+            runs.append((chunk, [local[name] for name in segment.outputs], sources))
+        totals: list[Tensor | None] = [None] * len(parameters)
+        inputs: dict[str, Tensor] = {}
+        for chunk, roots, sources in reversed(runs):
+            cotangents = [
+                self._rows(some_gradient(values[name]), name, chunk) for name in segment.outputs
+            ]
+            grads = self._grads(roots, [*parameters, *sources.values()], cotangents)
+            for i, grad in enumerate(grads[: len(parameters)]):
+                earlier = totals[i]
+                totals[i] = grad if earlier is None or grad is None else earlier + grad
+            for name, grad in zip(sources, grads[len(parameters) :], strict=True):
+                total = inputs.setdefault(name, torch.zeros_like(values[name]))
+                if grad is not None:
+                    self._rows(total, name, chunk).add_(grad)
+        self.trial.store.end_step()
+        return [*totals, *inputs.values()]
+
+    def _part(self, name: str, chunk: Chunk, values: dict[str, Tensor]) -> Tensor:
+        if name.startswith("leaf_"):
+            return self.trial.inputs.slice(chunk, [name])[name]
+        part = self._rows(values[name], name, chunk).clone()
+        return part.requires_grad_(self.layers.values[name].requires_grad)
+
+    def _rows(self, tensor: Tensor, name: str, chunk: Chunk) -> Tensor:
+        """Return the chunk's part of `tensor`, which is like the value `name`."""
+        kind, edge_set = self.trial.kind_of(name)
+        if kind is Kind.NODE:
+            return tensor[chunk.start : chunk.end]
+        if kind is Kind.EDGE:
+            first, end = self.trial.inputs.edge_bounds(chunk, edge_set)
+            return tensor[first:end]
+        return tensor
+
+    def _compare(
+        self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> None:
+        both = [(as_real(_filled(a, b)).double(), as_real(_filled(b, a))) for a, b in pairs]
+        finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # NaN: not for us to judge
+        largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
+        for ours, theirs in finite:
+            tolerance = _TOLERANCE.get(theirs.dtype, _ROUGH)
+            difference = float((ours - theirs.double()).norm())
+            floor = tolerance * _FLOOR * largest
+            if not difference <= tolerance * float(theirs.double().norm()) + floor:
+                raise refuse_difference("gradients", self.trial.names.of(segment), difference)
+
+    def _grads(
+        self, roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of `wanted`; None for those that need none or are not reached."""
+        reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
+        needed = [tensor for tensor in wanted if tensor.requires_grad]
+        if not reached or not needed:
+            return [None] * len(wanted)
+        ends, given = zip(*reached, strict=True)
+        found = iter(self._differentiate(ends, needed, given))
+        return [next(found) if tensor.requires_grad else None for tensor in wanted]
+
+    def _differentiate(
+        self, ends: Sequence[Tensor], needed: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        if not self.is_reentrant:
+            try:
+                return torch.autograd.grad(
+                    ends, needed, given, retain_graph=True, allow_unused=True
+                )
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+            self.is_reentrant = True
+        return _accumulated(ends, needed, given)
+
+
+def _trained(segment: Segment) -> list[nn.Parameter]:
+    return [p for p in segment.module.parameters() if p.requires_grad]
+
+
+def some_gradient(tensor: Tensor) -> Tensor:
+    """Return some gradient for `tensor`, the same in each run."""
+    numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    return numbers.cos().to(tensor.dtype).view(tensor.shape)
+
+
+def _accumulated(
+    roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the same through `.grad`, the only way through reentrant activation checkpoints."""
+    before = [tensor.grad for tensor in wanted]
+    for tensor in wanted:
+        tensor.grad = None
+    torch.autograd.backward(roots, cotangents)
+    found = tuple(tensor.grad for tensor in wanted)
+    for tensor, grad in zip(wanted, before, strict=True):
+        tensor.grad = grad
+    return found
+
+
+def _filled(grad: Tensor | None, other: Tensor | None) -> Tensor:
+    """Return `grad`, or zeros where there is none."""
+    if grad is not None:
+        return grad
+    return torch.zeros(()) if other is None else torch.zeros_like(other)

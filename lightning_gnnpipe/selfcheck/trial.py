@@ -1,0 +1,223 @@
+"""Runs the module on a small part of the graph, without random numbers, for the self-check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.chunks import LayerNames, PlannedInputs, run_segments
+from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
+from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
+from lightning_gnnpipe.layers import find_layers, intercept
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.stages import Layers, Segment
+from lightning_gnnpipe.staleness import HistoryStore
+from lightning_gnnpipe.user_code import at, line_of
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
+_DROPOUTS |= {F.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout}
+
+
+def _no_normal(mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    like = next((value for value in (mean, std) if isinstance(value, Tensor)), None)
+    return torch.zeros(size, **kwargs) if like is None else torch.zeros_like(like)
+
+
+def _mean_rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, **_: Any) -> Tensor:
+    return F.leaky_relu(x, (lower + upper) / 2)
+
+
+def _first_choice(p: Tensor, num_samples: int, *_: Any, **__: Any) -> Tensor:
+    return p.new_zeros((*p.shape[:-1], num_samples), dtype=torch.int64)
+
+
+def _softmax(logits: Tensor, tau: float = 1, hard: bool = False, *_: Any, **rest: Any) -> Tensor:
+    soft = (logits / tau).softmax(rest.get("dim", -1))
+    return soft.round() + (soft - soft.detach()) if hard else soft
+
+
+_RANDOM: dict[Any, Callable[..., Tensor]] = {
+    F.rrelu: _mean_rrelu,
+    torch.normal: _no_normal,
+    torch.rand_like: torch.zeros_like,
+    torch.randn_like: torch.zeros_like,
+    torch.rand: torch.zeros,
+    torch.randn: torch.zeros,
+    torch.bernoulli: lambda p, **_: (p > 0.5).to(p.dtype),
+    Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
+    Tensor.normal_: lambda x, *_, **__: x.zero_(),
+    Tensor.uniform_: lambda x, *_, **__: x.zero_(),
+    Tensor.exponential_: lambda x, *_, **__: x.fill_(1),
+    Tensor.log_normal_: lambda x, *_, **__: x.fill_(1),
+    Tensor.cauchy_: lambda x, *_, **__: x.zero_(),
+    Tensor.geometric_: lambda x, *_, **__: x.fill_(1),
+    Tensor.random_: lambda x, *_, **__: x.zero_(),
+    F.gumbel_softmax: _softmax,
+    torch.multinomial: _first_choice,
+    torch.poisson: lambda rates, *_, **__: rates,
+}
+
+# Functions with dropout inside. Its rate is their only positional float.
+_WITH_DROPOUT = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_WITH_DROPOUT |= {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+class NoRandomness(TorchFunctionMode):
+    """Makes dropout the identity, whatever `training` says, and random numbers constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _RANDOM:
+            kwargs.pop("generator", None)
+            return _RANDOM[func](*args, **kwargs)
+        if func in _WITH_DROPOUT:
+            args = tuple(0.0 if isinstance(value, float) else value for value in args)
+            kwargs |= {name: 0.0 for name in kwargs if name == "dropout_p"}
+        return func(*args, **kwargs)
+
+
+NUM_CHUNKS = 3
+REMEDY = (
+    "Something outside of message passing looks at more than one row, or at the neighbours of a "
+    "node: normalise and pool outside of the pipelined module, pass degrees in as a node-level "
+    "tensor, or train with num_chunks=1."
+)
+
+
+class Trial:
+    """Runs layers over a small graph that is cut into a few chunks.
+
+    Args:
+        module: The pipelined module.
+        layers: Its layers.
+        call: Arguments that hold the small graph.
+        kinds: What they are.
+    """
+
+    def __init__(self, module: nn.Module, layers: Layers, call: Call, kinds: Inputs) -> None:
+        device, num_nodes = kinds.edge_index.device, kinds.num_nodes
+        plan = plan_from_assignment(kinds.edge_index.cpu(), num_nodes, chunk_of_node(num_nodes))
+        self.plan: ChunkPlan = plan.with_edge_sets(kinds.edge_sizes).to(device)
+        self.layers = layers
+        self._kinds = kinds
+        self.inputs = PlannedInputs(self.plan)
+        self.inputs.load(call, kinds)
+        self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
+        self.context = MessageContext(self.store, self.plan)
+        self.context.leaves = self.inputs
+        self._intercepted = find_layers(module)
+        self.names = LayerNames(module)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Have the layers run on chunks within the block, and refuse a model that fails there."""
+        with (
+            refusing_errors("a chunk of the graph", REMEDY),
+            intercept(self._intercepted, self.context),
+        ):
+            yield
+
+    def run(self, segments: tuple[Segment, ...], chunk: Chunk, values: dict[str, Tensor]) -> None:
+        """Run `segments` over `chunk`; what they compute is added to `values`."""
+        run_segments(segments, values, chunk, self.context)
+
+    def slice_leaves(self, segments: tuple[Segment, ...], chunk: Chunk) -> dict[str, Tensor]:
+        """Return the chunk's parts of the leaves that `segments` read, by name."""
+        names = {name for segment in segments for name in segment.inputs}
+        return self.inputs.slice(chunk, {name for name in names if name.startswith("leaf_")})
+
+    def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+        """Run all layers over `chunks`, which hold all nodes.
+
+        Returns:
+            Every node-level value, `[num_nodes, *]`, in the order of nodes, by name.
+        """
+        segments, found = self.layers.segments, dict[str, Tensor]()
+        with self.running():
+            for chunk in chunks:
+                values = self.slice_leaves(segments, chunk)
+                self.run(segments, chunk, values)
+                rows = self.plan.perm[chunk.start : chunk.end]
+                for name in self.layer_of_value:
+                    value = values[name]
+                    if name not in found:
+                        found[name] = value.new_zeros((self.plan.num_nodes, *value.shape[1:]))
+                    found[name][rows] = value
+        return found
+
+    @property
+    def layer_of_value(self) -> dict[str, Segment]:
+        """Which layer computes each node-level value, in order."""
+        computed = {
+            n: segment for segment in reversed(self.layers.segments) for n in segment.outputs
+        }
+        order = dict.fromkeys(n for segment in self.layers.segments for n in segment.outputs)
+        is_row = {n for n, value in self.layers.values.items() if value.kind is Kind.NODE}
+        return {name: computed[name] for name in order if name in is_row}
+
+    def kind_of(self, name: str) -> tuple[Kind, int]:
+        """Return what the rows of a value or leaf are, and of which edge set."""
+        if name.startswith("leaf_"):
+            slot = int(name.removeprefix("leaf_"))
+            return self._kinds.kinds[slot], self._kinds.edge_sets[slot]
+        value = self.layers.values[name]
+        return value.kind, value.edge_set
+
+
+def flatten(output: object) -> list[Tensor]:
+    """Return the tensors of a module's output, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [tensor for item in output.values() for tensor in flatten(item)]
+    if isinstance(output, list | tuple):
+        return [tensor for item in output for tensor in flatten(item)]
+    return []
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the numbers of `tensor` as a dense, real one: complex ones as pairs."""
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def chunk_of_node(num_nodes: int) -> Tensor:
+    """Return the chunk of each node of a small graph, `[num_nodes]`."""
+    return torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)
+
+
+def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
+    """Return the error for chunks that give something else than the whole graph."""
+    return UnsupportedError(
+        explain(
+            expected=f"the model to give the same {what} in chunks of a small graph as plainly",
+            found=f"a difference of {size:.2g} that begins at or beside layer '{layer}'",
+            remedy=REMEDY,
+        )
+    )
+
+
+@contextmanager
+def refusing_errors(part: str, remedy: str) -> Iterator[None]:
+    """Refuse a model that fails within the block, when it runs on `part`."""
+    try:
+        yield
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            explain(
+                expected=f"the model to run on {part}",
+                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+                remedy=remedy,
+            )
+        ) from error

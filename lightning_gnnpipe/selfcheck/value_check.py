@@ -1,0 +1,179 @@
+"""Trying the model out before training: is it right on chunks?
+
+The traced layers run on a small sample of the user's graph, whole and then in chunks whose halos
+were just filled, with dropout switched off: both must equal the plain module, values and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.layers import find_convs, find_layers, without_memory
+from lightning_gnnpipe.selfcheck.gradient_check import check_gradients
+from lightning_gnnpipe.selfcheck.trial import (
+    NoRandomness,
+    Trial,
+    as_real,
+    flatten,
+    refuse_difference,
+)
+from lightning_gnnpipe.stages import Layers, draw_sample, restore_buffers, undisturbed
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_ROUGH = 0.2  # half precision, of the norm
+
+
+def check_layers(
+    module: nn.Module,
+    layers: Layers,
+    call: Call,
+    inputs: Inputs,
+    *,
+    on_chunks: bool,
+    with_gradients: bool = True,
+) -> None:
+    """Refuse a module whose layers do not give what it gives, on a small graph and its chunks.
+
+    Args:
+        module: The pipelined module.
+        layers: Its layers, traced in its present mode.
+        call: Its arguments.
+        inputs: What they are.
+        on_chunks: Whether chunks are compared as well as the whole graph.
+        with_gradients: Whether gradients are compared as well as values.
+
+    Raises:
+        UnsupportedError: With the layer where the difference begins, or the error that a layer
+            raised.
+    """
+    sample = draw_sample(module, call, inputs)
+    small = Call(in_full(sample.leaves, module), call.names, call.template, None)
+    kinds = replace(
+        inputs,
+        num_nodes=sample.num_nodes,
+        edge_index=sample.edge_index,
+        edge_sizes=sample.edge_sizes,
+    )
+    device = sample.edge_index.device.type
+    with (
+        undisturbed(module),
+        NoRandomness(),
+        without_memory(find_convs(module)),
+        torch.autocast(device, enabled=False),
+    ):
+        with torch.no_grad():
+            _check_values(module, layers, small, kinds, on_chunks=on_chunks)
+        if with_gradients:
+            with torch.enable_grad():
+                check_gradients(module, layers, small, kinds, on_chunks=on_chunks)
+
+
+def _check_values(
+    module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
+) -> None:
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    args, kwargs = call.rebuild(call.leaves)
+    expected = module.forward(*args, **kwargs)
+    check_buffers(module, before)
+    trial = Trial(module, layers, call, kinds)
+    names = {name: trial.names.of(segment) for name, segment in trial.layer_of_value.items()}
+    reference = trial.forward(trial.plan.whole.chunks)
+    found = [reference[name] for name in layers.outputs]
+    check_structure(layers.rebuild_output(found), expected)
+    picked = layers.pick_outputs(flatten(expected))
+    for name, ours, theirs in zip(layers.outputs, found, picked, strict=True):
+        _compare(names[name], ours, theirs)
+    if not on_chunks:
+        return
+    chunked = trial.forward(trial.plan.chunks)
+    for name, layer in names.items():
+        _compare(layer, chunked[name], reference[name])
+
+
+def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
+    """Return what autocast has made half precision in full, if the weights are: nothing is cast."""
+    has_full = any(p.dtype == torch.float32 for p in module.parameters())
+    return tuple(
+        leaf.detach().float().requires_grad_(leaf.requires_grad)
+        if has_full and leaf.dtype in (torch.bfloat16, torch.float16)
+        else leaf
+        for leaf in leaves
+    )
+
+
+def compare(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results are the same, up to rounding."""
+    ours, theirs = as_real(ours), as_real(theirs)
+    tolerance = _TOLERANCE.get(theirs.dtype)
+    ours, theirs = ours.double(), theirs.double()
+    if tolerance is not None:
+        return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    finite = theirs.isfinite()  # half precision: rounding of many layers adds up in single numbers
+    return bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
+
+
+def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
+    if not compare(ours, theirs):
+        size = float((as_real(ours).double() - as_real(theirs).double()).abs().nan_to_num().max())
+        raise refuse_difference("values", layer, size)
+
+
+def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
+    """Refuse a module whose forward changed other buffers than norms', and restore all of them.
+
+    Args:
+        module: The module.
+        before: Its buffers before its forward.
+
+    Raises:
+        UnsupportedError: With the buffers that changed.
+    """
+    found = find_layers(module)
+    norms = (*found.norms.values(), *found.batch_norms.values())
+    known = {id(buffer) for norm in norms for buffer in norm.buffers()}
+    changed = [
+        n for n, b in module.named_buffers() if id(b) not in known and not torch.equal(b, before[n])
+    ]
+    restore_buffers(module, before)
+    if changed:
+        raise UnsupportedError(
+            explain(
+                expected="a forward pass to leave the buffers of the pipelined module as they are",
+                found=f"{', '.join(changed)} changed",
+                remedy="Such a layer (a running statistic, a power iteration) would be updated "
+                "once a chunk; replace it, or train with num_chunks=1.",
+            )
+        )
+
+
+def check_structure(ours: Any, theirs: Any) -> None:
+    """Refuse layers whose output has another structure than forward's.
+
+    Raises:
+        UnsupportedError: If it has.
+    """
+    found, expected = _structure(ours), _structure(theirs)
+    if found != expected:
+        raise UnsupportedError(
+            explain(
+                expected=f"the layers to give what forward gives: {expected}",
+                found=str(found),
+                remedy="Let 'pipeline_layers' end with the same outputs.",
+            )
+        )
+
+
+def _structure(output: Any) -> Any:
+    """Return `output` with tensors by the word."""
+    if isinstance(output, Mapping):
+        return {key: _structure(item) for key, item in output.items()}
+    if isinstance(output, list | tuple):
+        return [_structure(item) for item in output]
+    return "tensor" if isinstance(output, Tensor) else repr(output)

@@ -1,0 +1,30 @@
+"""Histories of rows, and the rules for rows that are one step old."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.staleness.drift import Staleness, StalenessRecorder
+from lightning_gnnpipe.staleness.method import (
+    DENSE,
+    METHODS,
+    HistoryOptions,
+    StalenessMethod,
+    name_method,
+)
+from lightning_gnnpipe.staleness.moments import MomentStore, RowMoments, mean_and_var, sums_by_chunk
+from lightning_gnnpipe.staleness.store import HistoryStore, SavedHistory
+
+__all__ = [
+    "DENSE",
+    "METHODS",
+    "HistoryOptions",
+    "HistoryStore",
+    "MomentStore",
+    "RowMoments",
+    "SavedHistory",
+    "Staleness",
+    "StalenessMethod",
+    "StalenessRecorder",
+    "mean_and_var",
+    "name_method",
+    "sums_by_chunk",
+]

@@ -1,0 +1,48 @@
+"""A step's means: the module as stages, its weights and gradients over ranks, the pass itself."""
+
+from __future__ import annotations
+
+from lightning_gnnpipe.steps.engine_options import EngineOptions
+from lightning_gnnpipe.steps.gradient_sums import average_replicated, group_tied
+from lightning_gnnpipe.steps.model import Measure, PipelinedModel
+from lightning_gnnpipe.steps.modes import Balance, Mode, stages_of_norms
+from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
+from lightning_gnnpipe.steps.partitioner import ChunkOptions, Partitioner
+from lightning_gnnpipe.steps.step_context import (
+    Agreed,
+    PassSeeds,
+    Progress,
+    agree,
+    batch_number,
+    graph_of_node,
+    num_nodes,
+)
+from lightning_gnnpipe.steps.training import PassRecord, PassState, TrainingPass, join
+from lightning_gnnpipe.steps.weights import StageWeights
+
+__all__ = [
+    "Agreed",
+    "Balance",
+    "ChunkOptions",
+    "EngineOptions",
+    "Measure",
+    "Mode",
+    "Partitioner",
+    "PassRecord",
+    "PassSeeds",
+    "PassState",
+    "PipelinedModel",
+    "Progress",
+    "StageWeights",
+    "TrainingPass",
+    "agree",
+    "average_replicated",
+    "batch_number",
+    "graph_of_node",
+    "group_tied",
+    "join",
+    "merge_optimizer_states",
+    "num_nodes",
+    "own_optimizer_state",
+    "stages_of_norms",
+]

@@ -1,0 +1,252 @@
+"""Sums of gradients over ranks, in buckets, each sent as soon as it is full.
+
+    parameters, in the order that backward reaches them:   [p9 p8 p7] [p6 p5] [p4 p3 p2 p1 p0]
+                                                            sum ->     sum ->   ...
+
+Ranks must take the buckets in the same order, so a full one waits for those before it.
+
+Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXiv 2006.15704).
+
+Sums of gradients of parameters that several ranks use, and means over replicas.
+
+Those of one stage are summed over its shards, or averaged over the data axis, as soon as the last
+chunk's backward has reached them; those that several stages use (tied ones), over the ranks of
+these stages, at the end. A mean over replicas is that of all that has been accumulated since the
+weights were last changed, so one in front of each optimizer step is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.comm import Members, Transport, sum_along_pipe
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.types import TrafficKind
+
+_BUCKET_BYTES = 2**20  # enough for the time of a message to be small beside that of its bytes
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Earlier = Mapping[str, Tensor | None]  # gradients that are added to the sums, by name
+
+
+class BucketSums:
+    """The sums of the gradients of some parameters, which all of these ranks have.
+
+    Args:
+        parameters: By name; alike on these ranks.
+        transport: The ranks.
+        kind: Of the traffic.
+        over: The ranks; at least two.
+        scale: Factor on the gradients.
+        earlier: What is added to the sums.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        transport: Transport,
+        kind: TrafficKind,
+        over: Members,
+        *,
+        scale: float = 1.0,
+        earlier: Earlier | None = None,
+    ) -> None:
+        self._transport, self._kind, self._over = transport, kind, over
+        self._scale, self._earlier = scale, earlier or {}
+        self._parameters = parameters
+        self._waiting = list(_buckets(reversed(list(parameters.items()))))
+        self._ready: set[str] = set()
+        self._finish: list[Callable[[], None]] = []
+
+    def watch(self) -> list[Callable[[], None]]:
+        """Start sums as soon as gradients are there, from now on; return what ends that."""
+
+        def note(name: str) -> Callable[[Tensor], None]:
+            def run(parameter: Tensor) -> None:
+                self._ready.add(name)
+                self._start_full()
+
+            return run
+
+        return [
+            parameter.register_post_accumulate_grad_hook(note(name)).remove  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+        ]
+
+    def finish(self) -> None:
+        """Start what has not been, wait for all sums and put them in place of the gradients."""
+        self._ready.update(self._parameters)
+        self._start_full()
+        for finish in self._finish:
+            finish()
+
+    def _start_full(self) -> None:
+        while self._waiting and all(name in self._ready for name, _ in self._waiting[0]):
+            self._start(self._waiting.pop(0))
+
+    def _start(self, bucket: Named) -> None:
+        total = flatten(bucket, self._scale)
+        over, num_flags = self._over, len(bucket)
+        wait = self._transport.start_sum(total, self._kind, over, num_flags=num_flags)
+
+        def finish() -> None:
+            wait()
+            put_back(total, bucket, self._earlier)
+
+        self._finish.append(finish)
+
+
+def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
+    """Return the gradients in one row, then a 1 for each that is there: one may have no use.
+
+    Raises:
+        UnsupportedError: If one is sparse.
+    """
+    for name, p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            raise UnsupportedError(
+                explain(
+                    expected="dense gradients where several ranks sum them",
+                    found=f"a sparse one of '{name}'",
+                    remedy="Use nn.Embedding(sparse=False), or let one rank alone have the layer: "
+                    "graph_parallel=1, data_parallel=1, repeat_encoder=False.",
+                )
+            )
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
+    flags = grads[0].new_tensor([0.0 if p.grad is None else 1.0 for _, p in parameters])
+    flat = torch.cat([*(grad.flatten() for grad in grads), flags])
+    return flat if scale == 1.0 else flat.mul_(scale)
+
+
+def put_back(total: Tensor, parameters: Named, earlier: Earlier) -> None:
+    """Give parameters their parts of the sums, and what is to be added."""
+    *sums, flags = torch.split(total, [*(p.numel() for _, p in parameters), len(parameters)])
+    for (name, parameter), flat, flag in zip(parameters, sums, flags.tolist(), strict=True):
+        summed = flat.view_as(parameter) if flag else None
+        both = [one for one in (earlier.get(name), summed) if one is not None]
+        parameter.grad = both[0] + both[1] if len(both) == 2 else next(iter(both), None)
+
+
+def _buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Named]:
+    """Yield parameters of one dtype that follow each other, up to the size of a bucket."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    num_bytes = 0
+    for name, parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if bucket and (bucket[0][1].dtype != parameter.dtype or num_bytes + size > _BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, parameter))
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+class GradientSums:
+    """The sums of one backward pass.
+
+    What the gradients were before is added to the sums over stages and shards, at the end; means
+    over replicas take it in.
+
+    Args:
+        module: The pipelined module.
+        users: The stages of each of its tensors.
+        transport: The ranks.
+        averages: Whether gradients are averaged over replicas, if there are several.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        users: Mapping[str, set[int]],
+        transport: Transport,
+        *,
+        averages: bool = True,
+    ) -> None:
+        self._transport = transport
+        mesh = transport.mesh
+        used = {
+            name: p
+            for name, p in module.named_parameters()
+            if p.requires_grad and mesh.stage in users.get(name, ())
+        }
+        self._tied = {name: p for name, p in used.items() if len(users[name]) > 1}
+        self._groups = group_tied(module, users)
+        self._averages = averages and mesh.num_replicas > 1
+        self._scale = 1 / mesh.num_replicas if self._averages else 1.0
+        own = {name: p for name, p in used.items() if name not in self._tied}
+        self._earlier: dict[str, Tensor | None] = {}
+        for name, parameter in self._tied.items():
+            if self._averages and mesh.stage == min(users[name]):
+                continue  # counts what was accumulated in, for all of its stages
+            self._earlier[name] = None if self._averages else parameter.grad
+            parameter.grad = None
+        self._own: BucketSums | None = None
+        if self._averages:
+            assert mesh.num_shards == 1
+            over = mesh.replicas
+            self._own = BucketSums(own, transport, "data_grad", over, scale=self._scale)
+        elif mesh.num_shards > 1:
+            earlier = {name: p.grad for name, p in own.items()}
+            for parameter in own.values():
+                parameter.grad = None
+            over = mesh.shards
+            self._own = BucketSums(own, transport, "weight_grad", over, earlier=earlier)
+
+    def watch(self) -> list[Callable[[], None]]:
+        """Start sums as soon as gradients are there, from now on; return what ends that."""
+        return [] if self._own is None else self._own.watch()
+
+    def finish(self) -> None:
+        """Wait for all sums and add what was there before."""
+        if self._own is not None:
+            self._own.finish()
+        for number, (stages, names) in enumerate(self._groups):
+            if self._transport.mesh.stage in stages:
+                self._sum_tied(number, stages, [(name, self._tied[name]) for name in names])
+
+    def _sum_tied(
+        self, number: int, stages: Sequence[int], tied: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
+        """Sum the gradients of parameters that the same stages use."""
+        total = sum_along_pipe(
+            self._transport,
+            flatten(tied, self._scale),
+            stages,
+            "tied_grad",
+            number,
+            num_flags=len(tied),
+            over_replicas=self._averages,
+        )
+        put_back(total, tied, self._earlier)
+
+
+def average_replicated(transport: Transport, parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of parameters that no stage owns over all replicas; collective.
+
+    Every stage has the same ones. They are summed over all ranks at once, so that all get the same
+    bits.
+
+    Args:
+        transport: The ranks.
+        parameters: Alike on all of them, in the same order.
+    """
+    named = {str(number): p for number, p in enumerate(parameters) if p.requires_grad}
+    if named:
+        everyone, scale = transport.everyone.members, 1 / transport.world.size
+        BucketSums(named, transport, "data_grad", everyone, scale=scale).finish()
+
+
+def group_tied(
+    module: nn.Module, users: Mapping[str, set[int]]
+) -> list[tuple[tuple[int, ...], list[str]]]:
+    """Return the names of tied parameters with the same stages and dtype; alike on all ranks."""
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    for name, parameter in module.named_parameters():
+        stages = tuple(sorted(users.get(name, ())))
+        if parameter.requires_grad and len(stages) > 1:
+            groups.setdefault((stages, parameter.dtype), []).append(name)
+    return [(stages, names) for (stages, _), names in groups.items()]

@@ -1,0 +1,400 @@
+"""The user's module as a pipeline: traced once for each mode, cut, dealt out to stages.
+
+The weights of other stages are emptied. The cut is decided at the first call, when the arguments
+are known. Until then every rank holds all parameters, so checkpoints load and optimizers are built
+as on one device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.graph import text_fingerprint
+from lightning_gnnpipe.layers import find_layers, without_memory
+from lightning_gnnpipe.selfcheck import own_forward, raising_own_errors, switched
+from lightning_gnnpipe.stages import (
+    Layers,
+    Reads,
+    Stage,
+    check_counts,
+    check_num_virtual,
+    choose_held,
+    choose_repeated,
+    cut_module,
+    find_users,
+    solve_balance,
+    split_layers,
+)
+from lightning_gnnpipe.steps.gradient_sums import GradientSums
+from lightning_gnnpipe.steps.modes import Mode, Splitting, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.weight_reads import WeightReads
+from lightning_gnnpipe.steps.weights import StageWeights, check_borrowed, check_leaves, check_same
+
+log = logging.getLogger(__name__)
+
+_NUM_MODES = 8
+_MANY_CHANGES = 4
+
+Key = tuple[Hashable, tuple[Hashable, ...]]  # see `trace_key` and `Reads.values`
+Check = Callable[[Layers, Call, Inputs], None]
+Measure = Callable[[Layers], StepCosts]
+OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
+
+
+class PipelinedModel:
+    """One module on the mesh.
+
+    Args:
+        module: The user's module; its `forward` must be its own.
+        transport: The ranks.
+        splitting: How layers are dealt out.
+        check: Called with each new trace while all parameters are here; raises if it is not right
+            on chunks.
+        is_cut: Returns whether a graph may be trained on in several chunks, or shards.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        transport: Transport,
+        splitting: Splitting,
+        check: Check,
+        is_cut: Callable[[Inputs], bool],
+    ) -> None:
+        self.module = module
+        self.intercepted = find_layers(module)
+        self._transport = transport
+        self._splitting = splitting
+        self._check, self._is_cut = check, is_cut
+        self._modes: dict[Key, Mode] = {}  # the last one used comes last
+        self._num_changes = 0  # of what the forward reads
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
+        self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
+        self.costs: StepCosts | None = None  # where they have been measured
+        self._counts: tuple[int, ...] | None = None
+        self._preferred: tuple[int, ...] = ()
+        self._users: dict[str, set[int]] = {}
+        self.borrowed: dict[int, str] = {}  # see `check_borrowed`
+        self._weights = StageWeights(module, transport)
+        self._copies: list[StageWeights] = []
+        self.reads = WeightReads(
+            transport, lambda: (self._weights, *self._copies), lambda: self._users
+        )
+        self.is_accumulating = False  # then gradients stay in this replica for now
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the layers have been dealt out."""
+        return self._counts is not None
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Whether all weights of the module are on this rank."""
+        return self._transport.mesh.num_stages == 1 or not self.is_split
+
+    @property
+    def num_virtual(self) -> int:
+        """Stages of each rank; one rank alone has one."""
+        return self._splitting.num_virtual if self._transport.mesh.num_stages > 1 else 1
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage; empty before they are dealt out."""
+        return self._counts or ()
+
+    def prefer(self, stage_layers: tuple[int, ...]) -> None:
+        """Deal the layers out like this rather than measure them, where it fits."""
+        self._preferred = stage_layers
+
+    @property
+    def owned(self) -> set[str]:
+        """Names of the parameters that count as this rank's; the first one owns tied ones."""
+        place = self._transport.mesh.stage
+        return {name for name, users in self._users.items() if min(users) == place}
+
+    @property
+    def pipelined(self) -> set[str]:
+        """Names of all parameters and buffers that belong to some stage."""
+        return set(self._users)
+
+    def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
+        """Return the stages for the module's present mode and these arguments, traced if new.
+
+        Args:
+            call: The arguments.
+            inputs: Their kinds.
+            measure: Returns the cost of each layer; called on rank 0, once, for
+                `balance="measured"`.
+            also_train: At the first call, trace the training mode as well, since parameters may be
+                used there only.
+        """
+        key = self._find(call, inputs)
+        if key is None and self.is_split:
+            self._note_change()
+        if key is None or not self._modes[key].stages:
+            self._weights.check_kept()
+            with self.whole():
+                key = self._trace_all(call, inputs, also_train=also_train)
+                self._deal_out(inputs, measure, trains=also_train)
+        self._modes[key] = mode = self._modes.pop(key)  # the last one used is the last one to go
+        return mode
+
+    def state_of(self, call: Call, inputs: Inputs) -> Hashable:
+        """Return what is another where these arguments may now give something else.
+
+        Writes through `Tensor.data`, which torch does not count, are not seen.
+        """
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
+        return self._find(call, inputs), versions
+
+    def _find(self, call: Call, inputs: Inputs) -> Key | None:
+        """Return the key of what was traced of the module as it is now; None if nothing was."""
+        first = trace_key(self.module, call, inputs, self._transport.world.device)
+        for key in reversed(self._modes):
+            if key[0] == first and self._modes[key].layers.outside.values() == key[1]:
+                return key
+        return None
+
+    def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
+        """Return the layers of the module's present mode, while all parameters are here.
+
+        For the arguments see `mode`.
+
+        Raises:
+            UnsupportedError: If they are not the same in all modes.
+        """
+        return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
+
+    def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
+        known = set(self._modes)
+        key = self._trace(call, inputs)
+        if also_train and self._counts is None:
+            for training in (True, False):
+                with switched(self.module, training):
+                    self._trace(call, inputs)
+        new = [one for one in self._modes if one not in known]
+        options = self._options_number() if new else 0
+        for one in new:
+            self._modes[one] = replace(self._modes[one], options=options)
+        lengths = {len(mode.layers.segments) for mode in self._modes.values()}
+        if len(lengths) > 1:
+            raise UnsupportedError(
+                explain(
+                    expected="the forward to run the same number of layers in all steps, in "
+                    "training and in evaluation",
+                    found=f"{sorted(lengths)} layers",
+                    remedy="Call the same message-passing layers in both modes and in all epochs.",
+                )
+            )
+        return key
+
+    def _options_number(self) -> int:
+        """Return a number of what the forward reads in any mode, and of the shapes of weights.
+
+        Validation reads what training reads, although it may leave options of training unread.
+        """
+        reads = Reads.merged([mode.layers.outside for mode in self._modes.values()])
+        shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
+        own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
+        return self._transport.broadcast_object(own)  # some options name the process
+
+    def add_copy(self, module: nn.Module) -> StageWeights:
+        """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
+
+        All ranks must add the same copies, in the same order, before the first call.
+        """
+        assert not self.is_split
+        self._copies.append(StageWeights(module, self._transport))
+        return self._copies[-1]
+
+    def husks(self) -> list[nn.Parameter]:
+        """Return the parameters whose data is on other ranks."""
+        return self._weights.husks()
+
+    def complete(
+        self,
+        state: dict[str, Tensor],
+        root: nn.Module,
+        prefix: str = "",
+        weights: StageWeights | None = None,
+    ) -> None:
+        """Put the weights of all stages, or those of a copy, into this rank's state dict.
+
+        See `StageWeights.complete`.
+        """
+        (weights or self._weights).complete(state, root, prefix, self._users)
+
+    def restore(self) -> None:
+        """Give every rank all parameters back, and forget the split."""
+        with self.reads.inside():
+            self._fill()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the split without talking to other ranks."""
+        self.reads.release()
+        self._modes.clear()
+        self._counts, self._users = None, {}
+        for weights in (self._weights, *self._copies):
+            weights.forget()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have all parameters within the block, and only this stage's after it; collective."""
+        with self.reads.inside():
+            self._fill()
+            # Autograd may have saved weights that the user's code has read before.
+            keeps = torch.is_grad_enabled() and self._transport.mesh.num_stages > 1
+            try:
+                yield
+            finally:
+                for weights in () if keeps else (self._weights, *self._copies):
+                    weights.empty(self._users)
+                self.reads.watch(is_full=keeps)
+
+    @contextmanager
+    def without_gradients(self, names: Collection[str]) -> Iterator[None]:
+        """Give the parameters `names`, if they have no gradient yet, none within the block."""
+        named = dict(self.module.named_parameters()) if names else {}
+        absent = [named[name] for name in names if name in named and named[name].grad is None]
+        yield
+        for parameter in absent:
+            parameter.grad = None
+
+    def begin_backward(self) -> GradientSums:
+        """Return the sums of gradients over the ranks that share parameters."""
+        averages = not self.is_accumulating
+        return GradientSums(self.module, self._users, self._transport, averages=averages)
+
+    def _note_change(self) -> None:
+        """Warn once if what the forward reads changes often, since each change takes a trace."""
+        (_, before), mode = next(reversed(self._modes.items()))
+        changed = mode.layers.outside.changed(before, mode.layers.outside.values())
+        self._num_changes += bool(changed)
+        if changed and self._num_changes == _MANY_CHANGES:
+            self._fallbacks.tell(
+                f"Forward reads {', '.join(changed)}, which changes often",
+                origin="one trace of the module",
+                to="a new one, with its checks, for each change",
+                remedy="Keep numbers in a buffer that is changed in place "
+                "(self.scale.fill_(0.5)) to trace once.",
+            )
+
+    def _trace(self, call: Call, inputs: Inputs) -> Key:
+        """Trace the module in its present mode, if that is new; return the key of the mode."""
+        found = self._find(call, inputs)
+        if found is not None:
+            return found
+        check_leaves(self.module)
+        self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
+        with (
+            own_forward(self.module),
+            without_memory(self.intercepted.convs),
+            torch.inference_mode(False),
+            raising_own_errors(self.module, call, inputs),
+        ):
+            served, repeats = self.intercepted.all, bool(self._splitting.repeat_encoder)
+            layers = cut_module(
+                self.module,
+                call,
+                inputs,
+                served,
+                finds_repeatable=repeats,
+                is_grad_enabled=records,
+                is_cut=inputs.graphs is not None or self._is_cut(inputs),
+            )
+            self._check(layers, call, inputs)
+        first = trace_key(self.module, call, inputs, self._transport.world.device)
+        key = first, layers.outside.values()
+        reads = reads_key(self.module, call, self.intercepted.norms.values())
+        frozen = tuple(not p.requires_grad for p in self.module.parameters())
+        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
+        return key
+
+    def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
+        is_first_time = self._counts is None
+        if self._counts is None:
+            self._counts = self._count_layers(inputs, measure)
+        counts, users = self._counts, dict(self._users)
+        modes = sorted(self._modes.items(), key=lambda item: not item[1].is_training)
+        for key, mode in modes:
+            if not mode.stages:
+                repeated = self._repeated(mode.layers, inputs)
+                # Evaluation must not make stages share weights: their gradients would be summed.
+                if not is_first_time or mode.is_training != modes[0][1].is_training:
+                    repeated = choose_held(mode.layers, counts, repeated, self.module, users)
+                mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
+                self._modes[key] = mode
+            for name, stages in find_users(mode.stages, self.module).items():
+                places = {stage % self._transport.mesh.num_stages for stage in stages}
+                users[name] = users.get(name, set()) | places
+        if trains and not is_first_time and self._transport.world.num_replicas > 1:
+            check_same(self._users, users)
+        self._users = {name: users[name] for name in sorted(users)}
+        if self._transport.mesh.num_stages > 1:
+            check_borrowed(self.borrowed, self.module, self._users)
+        found = self.intercepted
+        check_norms(found.norms | found.batch_norms, self._users)
+        if is_first_time:
+            self._tell_split([self._modes[key] for key, _ in modes], inputs)
+        while len(self._modes) > _NUM_MODES:
+            del self._modes[next(iter(self._modes))]
+
+    def _repeated(self, layers: Layers, inputs: Inputs) -> Sequence[str]:
+        num_shards = self._transport.mesh.num_shards
+        return choose_repeated(layers, self._splitting.repeat_encoder, inputs.num_rows, num_shards)
+
+    def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
+        stages = modes[0].stages
+        if self.on_split is not None:
+            costs = [] if self.costs is None else list(map(self.costs.of, stages))
+            users = find_users([stage for mode in modes for stage in mode.stages], self.module)
+            self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
+        repeats = self._splitting.repeat_encoder is True
+        is_in_vain = repeats and not any(stage.repeated for stage in stages)
+        if is_in_vain and len(stages) > 1:
+            takes_more = "it takes more than the batch's own rows"
+            why = takes_more if inputs.graphs is None else "only those of a single graph do"
+            self._fallbacks.tell(
+                "repeat_encoder=True repeats nothing",
+                origin="stages that compute again what crosses the cuts",
+                to=f"stages that receive it, since {why}",
+            )
+
+    def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
+        layers = next(iter(self._modes.values())).layers
+        num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
+        num_stages = num_ranks * self.num_virtual
+        check_num_virtual(num_layers, num_ranks, self.num_virtual)
+        if not isinstance(self._splitting.balance, str):
+            return check_counts(self._splitting.balance, num_layers, num_stages)
+        counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
+        fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
+        if self._splitting.balance == "measured" and fits:
+            return preferred
+        if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
+
+            def deal_out() -> tuple[int, ...]:
+                self.costs = self.costs or measure(layers)
+                return self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
+
+            counts = self._transport.everyone.run_on_first(deal_out)  # alike in all replicas
+        return counts
+
+    def _fill(self) -> None:
+        if self._users:
+            for weights in (self._weights, *self._copies):
+                weights.fill(self._users)

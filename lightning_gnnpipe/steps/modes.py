@@ -1,0 +1,141 @@
+"""The cuts of the module: one for each mode in which it was called."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.comm import Mesh
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.stages import Layers, Stage, find_reached
+from lightning_gnnpipe.types import RepeatOption
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A traced graph, cut into layers and dealt out to stages.
+
+    Attributes:
+        layers: The layers.
+        stages: The stages, once the layers are dealt out.
+        reads: What decides which histories are read: modes with the same share them.
+        is_training: Whether the module was in training mode.
+        options: Number of the plain values that its forward reads beside its arguments, and of the
+            shapes of its weights.
+        frozen: Which weights need no gradient.
+        unreached: See `without_gradient`; by what it was asked for.
+    """
+
+    layers: Layers
+    stages: tuple[Stage, ...]
+    reads: Hashable
+    is_training: bool
+    options: int
+    frozen: tuple[bool, ...]
+    unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
+
+    def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
+        """Return the names of the leaves and of `module`'s parameters that get no gradient.
+
+        Args:
+            module: The pipelined module.
+            outputs: Names of the outputs that have one.
+        """
+        used = frozenset(outputs)
+        if used not in self.unreached:
+            names = {name for name, _ in module.named_parameters()}
+            names |= {name for segment in self.layers.segments for name in segment.inputs}
+            names |= set(self.layers.outputs)
+            self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
+        return self.unreached[used]
+
+    def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
+        """Return the stages of this rank: they are dealt out in turn along the pipe axis."""
+        return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
+
+
+def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
+    """Return what each trace depends on: modes, frozen weights, dtypes, shapes of rows.
+
+    What a forward reads of its own accord is in `Layers.outside`.
+    """
+    flags = tuple([m.training for m in module.modules()])
+    weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
+    leaves = tuple(
+        (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
+        for slot, leaf in enumerate(call.leaves)
+    )
+    form = None if inputs.graphs is None else inputs.graphs.form
+    is_autocast = torch.is_autocast_enabled(device.type)
+    signature = (call.signature, inputs.edge_sets, form)
+    return flags, weights, leaves, signature, is_autocast
+
+
+def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
+    """Return what changes which rows and statistics are read, other than plain options."""
+    flags = tuple(norm.training for norm in norms)
+    frozen = tuple(p.requires_grad for p in module.parameters())
+    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
+
+
+def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
+    """Return the shape of a leaf but for the dimension of its rows, as far as a trace sees it."""
+    if inputs.graphs is None:
+        return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
+    shape = list(leaf.shape)
+    how = inputs.graphs.leaves[slot]
+    if how.kind is not Kind.WHOLE:
+        shape[how.dim] = -1
+    return tuple(shape)
+
+
+def stages_of_norms(
+    norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]
+) -> dict[str, set[int]]:
+    """Return the stages of each norm whose running statistics several stages would update.
+
+    Args:
+        norms: Norms by name.
+        users: The stages of each parameter and buffer, by name.
+    """
+    found = {name: users.get(f"{name}.running_mean", set()) for name in norms}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def check_norms(norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]) -> None:
+    """Refuse running statistics that several stages would each update on their own.
+
+    Raises:
+        UnsupportedError: With the first such norm.
+    """
+    for name, stages in stages_of_norms(norms, users).items():
+        raise UnsupportedError(
+            explain(
+                expected="a norm with running statistics to be called by one stage",
+                found=f"'{name}', a {type(norms[name]).__name__}, in stages {sorted(stages)}",
+                remedy="Give each layer a norm of its own.",
+            )
+        )
+
+
+Balance = Literal["measured", "uniform"] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How layers are dealt out to stages.
+
+    Attributes:
+        balance: By measured costs, alike, or how many each stage gets.
+        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
+        num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
+    """
+
+    balance: Balance
+    repeat_encoder: RepeatOption
+    num_virtual: int

@@ -1,0 +1,332 @@
+"""One training pass: forward now, backward when autograd reaches the outputs.
+
+The histories around it, in order: refresh (if due), what stale reads return, forward (push, pull),
+what later reads need, backward (gradient buffers).
+
+The seam between the user's autograd graph and the pipeline's.
+
+The outputs of the pipelined forward are leaves of the pipeline and roots of nothing: when the
+user's loss reaches them in backward, the pipeline's own backward phase runs, and the gradients of
+the batch's tensors, if they have any, go on.
+
+Where the last training pass stands, and whether later passes may read what it has left.
+
+forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
+                             ->  abandon, where no backward comes, or a phase has failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe._compat_torch import fills_grad_of
+from lightning_gnnpipe.chunks import (
+    RankRecord,
+    Step,
+    StepParts,
+    TraceEvent,
+    own_random_stream,
+    peak_memory_bytes,
+)
+from lightning_gnnpipe.controls import Controls, OnChunk
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.passing import CallKey
+from lightning_gnnpipe.schedule import Schedule
+from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
+from lightning_gnnpipe.steps.model import PipelinedModel
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What a finished training pass leaves for whoever asks: this rank's events and bytes."""
+
+    is_exact: bool
+    num_chunks: int
+    events: list[TraceEvent]
+    bytes_by_kind: dict[str, int]
+    staleness: dict[int, Staleness]
+    num_virtual: int = 1
+
+    def of_rank(self, device: torch.device) -> RankRecord:
+        """Return what this rank adds to the figures of the step."""
+        return RankRecord(self.events, self.bytes_by_kind, peak_memory_bytes(device))
+
+
+class TrainingPass:
+    """Forward and backward of one step on this rank.
+
+    Args:
+        parts: What the pass is made of.
+        store: The histories of the graph; None for graphs in micro-batches, which have none.
+        model: The pipelined model.
+        schedule: What every rank does, with transfers.
+        is_exact: Whether nothing stale is read, and nothing rounded.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        store: HistoryStore | None,
+        model: PipelinedModel,
+        schedule: Schedule,
+        *,
+        is_exact: bool,
+    ) -> None:
+        self._parts, self._store, self._model = parts, store, model
+        self._place = parts.transport.mesh.stage
+        self._schedule = schedule
+        self._step = Step(parts)
+        self._is_done = False
+        self.is_exact = is_exact
+
+    def forward(self, controls: Controls, number: int) -> list[Tensor]:
+        """Run the forward phase and return the outputs, detached.
+
+        Args:
+            controls: The switches.
+            number: How many training passes the run has made; ages of rows are counted in them.
+        """
+        self._watch(controls.on_chunk)
+        self._parts.transport.meter.reset()
+        self._begin(controls, number)
+        with (
+            intercept(self._model.intercepted, self._parts.context),
+            own_random_stream(self._parts.transport.world.device),
+            torch.enable_grad(),
+        ):
+            outputs = self._step.forward(self._schedule.forward(self._place))
+        if self._store is not None:
+            self._store.after_forward(takes_snapshot=self._takes_snapshot(controls, number))
+        return outputs
+
+    def _begin(self, controls: Controls, number: int) -> None:
+        """Make the histories ready for a forward phase."""
+        store = self._store
+        if store is None:
+            return
+        store.begin_step(number)
+        store.recorder = StalenessRecorder() if controls.records_staleness else None
+        reads_snapshot = self._snapshot_steps is not None or controls.reads_snapshot
+        store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
+
+    @property
+    def _snapshot_steps(self) -> int | None:
+        """Steps between snapshots, where the staleness method says so."""
+        return None if self._store is None else self._store.options.method.snapshot_steps
+
+    def _takes_snapshot(self, controls: Controls, number: int) -> bool:
+        """Whether the rows of this step are kept; a callback's interval counts, if there is one."""
+        if controls.reads_snapshot:
+            return self.is_exact or controls.takes_snapshot
+        num_steps = self._snapshot_steps
+        return num_steps is not None and (self.is_exact or (number + 1) % num_steps == 0)
+
+    def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
+        """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
+        self._begin_backward()
+        actions = self._schedule.backward(self._place)
+        with ExitStack() as stack:
+            if self._parts.recompute:
+                self._parts.context.leaves = self._parts.inputs
+                stack.enter_context(intercept(self._model.intercepted, self._parts.context))
+                stack.enter_context(own_random_stream(self._parts.transport.world.device))
+            sums = self._model.begin_backward()
+
+            def on_last() -> None:
+                if not self._parts.recompute:  # its backward reaches a parameter several times
+                    for end in sums.watch():
+                        stack.callback(end)
+
+            self._step.backward(actions, grads, on_last)
+        sums.finish()
+        if self._store is not None:
+            self._store.end_step()
+        return self._leaf_grads(slots)
+
+    def gradients(self) -> list[Tensor]:
+        """Return those of parameters on this rank that have to be finite for later steps.
+
+        None without histories.
+        """
+        if self._store is None:
+            return []
+        grads = (one.grad for one in self._model.module.parameters() if one.numel())
+        return [grad for grad in grads if grad is not None]
+
+    def _begin_backward(self) -> None:
+        if self._is_done:
+            raise UnsupportedError(
+                explain(
+                    expected="one backward for each pipelined forward",
+                    found="a second one",
+                    remedy="Sum the losses first, and call backward once.",
+                )
+            )
+        self._is_done = True
+
+    def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
+        """Return the gradients of the batch's tensors number `slots`, over all ranks."""
+        found: list[Tensor | None] = []
+        for slot in slots:
+            grad = self._parts.inputs.take_grad(slot)
+            grad = grad if factor == 1 else grad * factor
+            self._parts.transport.all_reduce(grad, "input_grad")
+            found.append(grad)
+        self._parts.inputs.release()
+        return found
+
+    def record(self) -> PassRecord:
+        """Return what there is to tell of the finished pass."""
+        recorder = None
+        if self._store is not None:
+            recorder, self._store.recorder = self._store.recorder, None
+        return PassRecord(
+            self.is_exact,
+            self._parts.plan.num_chunks,
+            self._step.recorder.read(),
+            self._parts.transport.meter.read(),
+            {} if recorder is None else _by_segment(recorder),
+            len(self._parts.stages),
+        )
+
+    def _watch(self, on_chunk: OnChunk | None) -> None:
+        if on_chunk is not None:
+            total = 2 * self._parts.plan.num_chunks * len(self._parts.stages)
+            self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
+
+
+def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:
+    """Sum the staleness of all histories of a layer."""
+    total: dict[int, Staleness] = {}
+    for key, one in recorder.by_key.items():
+        assert isinstance(key, CallKey)
+        total.setdefault(key.segment, Staleness()).add(one)
+    return total
+
+
+Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+class _Seam(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backward: Backward,
+        outputs: Sequence[Tensor],
+        constant: Sequence[Tensor],
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.run_backward = backward
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _check_backward(ctx)
+        return (None, None, None, None, *ctx.run_backward(grads))
+
+
+def join(
+    backward: Backward,
+    outputs: Sequence[Tensor],
+    has_gradient: Sequence[bool],
+    leaves: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return `outputs` with `backward` as their backward.
+
+    Args:
+        backward: Takes the outputs' gradients, None for those that have none; returns those of
+            `leaves`.
+        outputs: Detached tensors.
+        has_gradient: Whether gradients flow through each of them.
+        leaves: Tensors of the batch whose gradients are wanted.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    constant = [one for one, flows in zip(outputs, has_gradient, strict=True) if not flows]
+    return list(cast(Any, _Seam).apply(backward, outputs, constant, anchor, *leaves))
+
+
+def _check_backward(ctx: Any) -> None:
+    """Refuse a backward that wants other gradients than those of all weights.
+
+    Raises:
+        UnsupportedError: With the call.
+    """
+    (anchor, _), *_ = ctx.next_functions
+    if not torch.is_grad_enabled() and fills_grad_of(anchor):
+        return
+    found = "create_graph=True" if torch.is_grad_enabled() else "torch.autograd.grad, or inputs="
+    raise UnsupportedError(
+        explain(
+            expected="one loss.backward() through the pipelined module, which gives all weights "
+            "their gradients",
+            found=found,
+            remedy="Gradients of gradients do not go through the pipeline: compute such a penalty "
+            "from the module's outputs alone, or train without the strategy. To read the gradient "
+            "of an input, call x.requires_grad_(), then loss.backward(), and read x.grad.",
+        )
+    )
+
+
+class PassState:
+    """The state of one training pass after the other.
+
+    Attributes:
+        awaits_backward: Whether its forward is done, and its backward is still to come.
+    """
+
+    def __init__(self) -> None:
+        self.awaits_backward = False
+        self._is_inside = False  # a phase has begun, and has not ended
+        self._outputs: Sequence[Tensor] = ()
+        self._is_finite: Tensor | None = None  # a flag that is not read before it is asked for
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it failed midway, or had outputs or gradients that are not finite."""
+        is_finite = self._is_finite is None or bool(self._is_finite)
+        return self._is_inside or not is_finite
+
+    def begin(self) -> None:
+        """Begin a pass that writes histories."""
+        self._is_inside, self._is_finite = True, None
+
+    def end_forward(self, outputs: Sequence[Tensor]) -> None:
+        """Wait for the backward of the outputs, any shapes."""
+        self._is_inside, self.awaits_backward, self._outputs = False, True, outputs
+
+    def begin_backward(self, grads: Sequence[Tensor]) -> None:
+        """Begin the backward phase with the gradients of the outputs, any shapes."""
+        self._is_inside, self.awaits_backward, self._outputs = True, False, ()
+        self._is_finite = _all_finite(grads)
+
+    def end_backward(self, grads: Sequence[Tensor]) -> None:
+        """End the pass, which has found gradients of parameters, any shapes."""
+        self._is_inside = False
+        found = _all_finite(grads)
+        if found is not None:
+            self._is_finite = found if self._is_finite is None else self._is_finite & found
+
+    def settle(self) -> None:
+        """End a pass without a backward, or take note that what was lost is dropped."""
+        self._is_inside, self._is_finite = False, None
+
+    def abandon(self) -> None:
+        """Wait no longer for a backward; a phase that has not ended by now never will."""
+        if self.awaits_backward:
+            self._is_finite = _all_finite(self._outputs)
+        self.awaits_backward, self._outputs = False, ()
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
+    values = (one.coalesce().values() if one.is_sparse else one for one in tensors)
+    found = [one.detach().isfinite().all() for one in values]
+    return torch.stack(found).all() if found else None

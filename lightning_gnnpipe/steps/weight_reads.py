@@ -1,0 +1,327 @@
+"""Whole weights, gradients and buffers for user code: other stages send theirs when one is read.
+
+A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
+of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
+gets what other stages have:
+
+    rank 0   hook:  p.norm() - asks            reads on, hook ends  -  arrives
+    rank 1   hook:  nothing, hook ends  -  arrives, answers         -  arrives
+
+Ranks that ask in the same place ask together. What was fetched stays until the next step of
+training or of an optimizer: then the tensors of other stages are emptied again. Sizes, dtypes and
+flags are known everywhere, and cost nothing. States of optimizers are served in the same way, by
+`OptimizerStates`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gnnpipe._compat_torch import (
+    TENSOR_FLAGS,
+    add_first_post_hook,
+    ignoring_classes,
+    is_dropping_gradients,
+)
+from lightning_gnnpipe.comm import Collectives, Transport
+from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.steps.optimizer_states import OptimizerStates
+from lightning_gnnpipe.steps.weights import StageWeights
+
+_ASKS = "read weights of other stages"
+_ASKS_STATES = "read optimizer states of other stages"
+
+_SIZES = {"shape", "size", "numel", "nelement", "nbytes", "stride", "is_contiguous", "__len__"}
+_GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
+class WeightReads:
+    """Serves reads of the tensors of a pipelined module and of its copies.
+
+    Args:
+        transport: The ranks.
+        weights: Returns the weights of the module, and of its copies.
+        users: Returns the stages of each tensor of the module.
+
+    Attributes:
+        is_uneven: Returns whether replicas may be in different places, so that none may wait for
+            another.
+        is_closed: Returns whether an error may keep other ranks from answering.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        weights: Callable[[], Sequence[StageWeights]],
+        users: Callable[[], Mapping[str, set[int]]],
+    ) -> None:
+        self._transport, self._weights, self._users = transport, weights, users
+        self.is_uneven: Callable[[], bool] = lambda: False
+        self.is_closed: Callable[[], bool] = lambda: False
+        self._is_inside = self._is_full = False
+        self._refusal = ""
+        self._watched: list[tuple[Tensor, type, type]] = []
+        self._names: dict[int, tuple[str, StageWeights]] = {}
+        self._states: list[OptimizerStates] = []
+        self._seen_parameter, self._seen_buffer = _make_classes(self)
+
+    def watch(self, *, is_full: bool = False) -> None:
+        """Notice reads from now on, outside of `inside`.
+
+        Args:
+            is_full: Whether the tensors of other stages are still to be emptied, by `settle`.
+        """
+        self._is_full = is_full
+        if self._transport.mesh.num_stages == 1:
+            return
+        for ranks in (self._transport, self._transport.everyone):
+            ranks.answers |= dict.fromkeys((_ASKS, _ASKS_STATES), self._share)
+        kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
+        self._watched, self._names = [], {}
+        for weights in self._weights():
+            for name, tensor in weights.named(self._users()).items():
+                if type(tensor) in kinds:  # none of a library's own
+                    self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
+                    self._names[id(tensor)] = name, weights
+
+    def release(self) -> None:
+        """Notice nothing any more."""
+        for ranks in (self._transport, self._transport.everyone):
+            for asks in (_ASKS, _ASKS_STATES):
+                ranks.answers.pop(asks, None)
+        self._show()
+        self._is_full, self._watched, self._names = False, [], {}
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let code that knows of stages read the tensors, as they are here, within the block."""
+        was_inside, self._is_inside = self._is_inside, True
+        self._show()
+        try:
+            yield
+        finally:
+            self._is_inside = was_inside
+            if not was_inside:
+                self._hide()
+
+    @contextmanager
+    def refusing(self, remedy: str) -> Iterator[None]:
+        """Refuse reads within the block, in which user code runs on some ranks only."""
+        was_inside, self._is_inside, self._refusal = self._is_inside, False, remedy
+        self._hide()
+        try:
+            yield
+        finally:
+            self._is_inside, self._refusal = was_inside, ""
+            if was_inside:
+                self._show()
+
+    def settle(self) -> None:
+        """Empty the tensors of other stages again, and forget their states, if there are any."""
+        if self._is_full:
+            with self.inside():
+                for weights in self._weights():
+                    weights.empty(self._users())
+                self._is_full = False
+        self.settle_states()
+
+    def settle_states(self) -> None:
+        """Forget optimizer states of other stages, which a checkpoint or a read has brought."""
+        if self._states:
+            foreign = self._weights()[0].foreign(self._users())
+            for states in self._states:
+                states.settle(foreign)
+
+    def share_states(self) -> None:
+        """Give every rank the optimizer states of all stages, on the CPU; collective."""
+        with self.inside(), torch.no_grad():
+            self.settle_states()
+            for states in self._states:
+                states.share(takes=True, brings=False)
+
+    def serve(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let `optimizer` change what this rank's stage has alone; return what ends that."""
+
+        def begin() -> None:
+            self.settle()
+            self._show()
+
+        def before(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            values = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
+            closure = values.arguments.get("closure")
+            if closure is None:
+                begin()
+                return args, kwargs
+
+            num_calls = count(1)
+
+            def run() -> Any:
+                if next(num_calls) > 1:
+                    raise UnsupportedError(
+                        explain(
+                            expected="an optimizer that evaluates the loss once a step",
+                            found=f"{type(optimizer).__name__}, which does so several times",
+                            remedy="Use one that does so once, such as Adam, AdamW or SGD.",
+                        )
+                    )
+                loss = closure()
+                begin()
+                return loss
+
+            values.arguments["closure"] = run
+            return values.args, values.kwargs
+
+        states = OptimizerStates(optimizer, self._transport, self._ask_states)
+        self._states.append(states)
+        served = ExitStack()
+        served.callback(self._states.remove, states)
+        served.callback(states.show)
+        served.callback(optimizer.register_step_pre_hook(before).remove)
+        served.callback(add_first_post_hook(optimizer, lambda *_: self._hide()))
+        return served.close
+
+    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Wait for all ranks, and answer those that ask; a collective call.
+
+        Args:
+            place: Where this rank is; see `Collectives.meet`.
+            numbers: See there.
+
+        Returns:
+            The numbers of each rank.
+
+        Raises:
+            UnsupportedError: If a rank is in another place.
+        """
+        with self._transport.meter.paused():
+            return self._over.meet(place, numbers)
+
+    def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what torch's `func` makes of arguments among which there are watched tensors."""
+        is_field = func.__name__ in ("__get__", "__set__")
+        name = func.__self__.__name__ if is_field else func.__name__
+        is_plain = name in TENSOR_FLAGS
+        if name == "grad" and is_field:
+            is_dropped = func.__name__ == "__set__" and args[1] is None
+            is_plain = is_dropped or is_dropping_gradients(inspect.currentframe())
+        with ignoring_classes():
+            if is_plain:
+                return func(*args, **kwargs)
+            if name in _SIZES:
+                return func(*(self._in_size(one) for one in args), **kwargs)
+        self.ask(func)
+        return func(*args, **kwargs)
+
+    def ask(self, func: Any = None) -> None:
+        """Get what other stages have; collective: other ranks ask or meet.
+
+        Raises:
+            UnsupportedError: If they cannot answer.
+        """
+        if func in _GRADIENTS_OF or self._refusal or self.is_closed():
+            raise self._refuse("weights of pipelined layers", func)
+        self._gather(_ASKS)
+        self._is_full = True
+        self._show()
+        for states in self._states:
+            states.hide()
+
+    def _ask_states(self) -> None:
+        if self._refusal or self.is_closed():
+            raise self._refuse("optimizer states of pipelined layers")
+        self._gather(_ASKS_STATES)
+
+    def _gather(self, asks: str) -> None:
+        with self._transport.meter.paused():
+            places, _ = self._over.gather(asks)
+            with self.inside():
+                self._share(places, asks)
+
+    def _refuse(self, what: str, func: Any = None) -> UnsupportedError:
+        found, remedy = "other ranks, which hold some of them, out of reach", self._refusal
+        if func in _GRADIENTS_OF:
+            found = "a call that asks for the gradients of some weights"
+            remedy = "Call loss.backward(), and read their grad afterwards."
+        elif not remedy:
+            remedy = "An error has ended the run: load the last checkpoint."
+        return UnsupportedError(
+            explain(
+                expected=f"{what} to be read where all ranks can give theirs",
+                found=found,
+                remedy=remedy,
+            )
+        )
+
+    @property
+    def _over(self) -> Collectives:
+        return self._transport if self.is_uneven() else self._transport.everyone
+
+    def _share(self, places: Sequence[str], asks: str = "") -> None:
+        """Give the ranks of this replica what they ask for.
+
+        Args:
+            places: What each rank asks for, or where it is.
+            asks: What this rank asks for; empty for nothing.
+        """
+        own = self._transport.members.ranks
+        places = places if self.is_uneven() else [places[rank] for rank in own]
+        with self.inside(), torch.inference_mode(False), torch.no_grad():
+            for weights in self._weights() if _ASKS in places else ():
+                tensors = weights.assemble(self._users())
+                grads = weights.assemble_gradients(self._users())
+                if asks == _ASKS:
+                    weights.take(tensors, grads)
+            if _ASKS_STATES in places:
+                self.settle_states()
+            for states in self._states if _ASKS_STATES in places else ():
+                states.share(takes=asks == _ASKS_STATES)
+
+    def _in_size(self, value: Any) -> Any:
+        """Return, for a tensor that is empty here, one without data of its true size."""
+        if id(value) not in self._names:
+            return value
+        name, weights = self._names[id(value)]
+        shape, dtype = weights.shape_of(name, value)
+        return value if shape == value.shape else torch.empty(shape, dtype=dtype, device="meta")
+
+    def _show(self) -> None:
+        for tensor, kind, _ in self._watched:
+            tensor.__class__ = kind
+        for states in self._states:
+            states.show()
+
+    def _hide(self) -> None:
+        for tensor, _, kind in self._watched:
+            tensor.__class__ = kind
+        for states in self._states if self._watched else ():
+            states.hide()
+
+
+def _make_classes(reads: WeightReads) -> tuple[type, type]:
+    """Return classes for the parameters and buffers whose reads `reads` serves."""
+
+    class Seen:
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return reads.use(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            reads.ask()
+            return copy.deepcopy(self, memo)  # of another class by now
+
+    class SeenParameter(Seen, nn.Parameter): ...
+
+    class SeenBuffer(Seen, Tensor): ...
+
+    return SeenParameter, SeenBuffer

@@ -1,0 +1,293 @@
+"""A rank's weights: parameters of other stages are emptied, and filled again on demand.
+
+Names, order and optimizer ids stay those of the user's module on every rank; the memory is spent
+only where a stage needs it. A husk keeps its number of dimensions, so that code which groups
+parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are small,
+and the owner's values count.
+
+The weights of one module on the stages: emptied where other stages use them, whole on demand.
+
+The module is the pipelined one, or a copy of it in which a callback averages its weights: a copy is
+emptied and filled along with the original, so that tensor by tensor the two have the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gnnpipe.comm import Transport, share_tensors
+from lightning_gnnpipe.errors import UnsupportedError, explain
+
+Shape = tuple[torch.Size, torch.dtype]
+
+
+def make_husks(module: nn.Module, users: Mapping[str, set[int]], stage: int) -> dict[str, Shape]:
+    """Empty the parameters of `module` that only other stages use; return their shapes by name."""
+    shapes: dict[str, Shape] = {}
+    for name, parameter in module.named_parameters():
+        if stage in users.get(name, {stage}):
+            continue
+        parameter.grad = None
+        if parameter.dim():  # a single number cannot be emptied
+            shapes[name] = (parameter.shape, parameter.dtype)
+            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
+    return shapes
+
+
+def fill_husks(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give the husks of `module` their data back."""
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].data = tensor.to(parameters[name].device)
+
+
+Users = Mapping[str, set[int]]
+Gradients = Mapping[str, Tensor | None]
+
+_NONE: Gradients = {}
+
+
+def check_same(before: Users, users: Users) -> None:
+    """Refuse a batch that makes a stage use other weights: other replicas do not know of it.
+
+    Args:
+        before: The stages of each tensor so far.
+        users: Those with this batch.
+
+    Raises:
+        UnsupportedError: If they differ.
+    """
+    changed = sorted(name for name in users if users[name] != before.get(name))
+    if changed:
+        raise UnsupportedError(
+            explain(
+                expected="every batch to use the same weights in the same stages, for "
+                "data_parallel",
+                found=f"'{changed[0]}' used in stages {sorted(users[changed[0]])} by a batch of "
+                "another form",
+                remedy="Give all batches the same attributes, or use data_parallel=1.",
+            )
+        )
+
+
+def check_leaves(module: nn.Module) -> None:
+    """Refuse weights that are computed: a gradient would end at them.
+
+    Raises:
+        UnsupportedError: With the first one, if gradients are recorded.
+    """
+    computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
+    name = next(computed, None) if torch.is_grad_enabled() else None
+    if name is not None:
+        raise UnsupportedError(
+            explain(
+                expected="the weights of the pipelined module to be parameters",
+                found=f"a computed tensor as '{name}', such as functional_call puts there",
+                remedy="Call it in torch.no_grad(), or a copy of the module that was made before "
+                "training begins (copy.deepcopy in __init__).",
+            )
+        )
+
+
+def check_borrowed(borrowed: Mapping[int, str], module: nn.Module, users: Users) -> None:
+    """Refuse weights of stages that something outside of the pipeline has as well.
+
+    Args:
+        borrowed: Name outside of the pipelined module, by the id of a parameter of it.
+        module: The pipelined module.
+        users: The stages of each tensor, of several.
+
+    Raises:
+        UnsupportedError: If there are some.
+    """
+    for name, parameter in module.named_parameters():
+        if name in users and id(parameter) in borrowed:
+            raise UnsupportedError(
+                explain(
+                    expected="weights of pipelined layers to be theirs alone",
+                    found=f"'{name}', which is '{borrowed[id(parameter)]}' as well",
+                    remedy="On each rank those of other stages are empty: put both layers into the "
+                    "pipelined module, or use one stage.",
+                )
+            )
+
+
+class StageWeights:
+    """The parameters and buffers of a module, of which this rank may hold its stage's only.
+
+    Args:
+        module: The module.
+        transport: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
+        self.module = module
+        self._transport = transport
+        self._shapes: dict[str, Shape] = {}
+        self._dealt: dict[str, nn.Parameter] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def check_kept(self) -> None:
+        """Refuse, on several stages, other tensors in the places of those that were dealt out.
+
+        Raises:
+            UnsupportedError: With the first one.
+        """
+        for name, parameter in self.module.named_parameters():
+            if (
+                self._transport.mesh.num_stages > 1
+                and self._dealt.get(name, parameter) is not parameter
+            ):
+                raise UnsupportedError(
+                    explain(
+                        expected="the parameters that the run has begun with",
+                        found=f"another tensor as '{name}'",
+                        remedy="Change parameters in place (parameter.copy_(...) in "
+                        "torch.no_grad()), or use one stage: on several, layers cannot be "
+                        "replaced, nor given other weights by functional_call.",
+                    )
+                )
+
+    def husks(self) -> list[nn.Parameter]:
+        """Return the parameters whose data is on other ranks."""
+        parameters = dict(self.module.named_parameters())
+        _check_present(self._shapes, parameters)
+        return [parameters[name] for name in self._shapes]
+
+    def foreign(self, users: Users) -> list[nn.Parameter]:
+        """Return the parameters that only other stages use; single numbers are among them."""
+        here = self._transport.mesh.stage
+        return [
+            p for name, p in self.module.named_parameters() if here not in users.get(name, {here})
+        ]
+
+    def shape_of(self, name: str, parameter: Tensor) -> Shape:
+        """Return shape and dtype that the tensor `name` has where it is not empty."""
+        shape, _ = self._shapes.get(name, (parameter.shape, parameter.dtype))
+        return shape, parameter.dtype  # which the user may have changed since
+
+    def empty(self, users: Users) -> None:
+        """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
+        self._shapes = make_husks(self.module, users, self._transport.mesh.stage)
+        self._dealt = dict(self.module.named_parameters())
+        if self._shapes and not self._hooks:
+            modules: list[Any] = list(self.module.modules())
+            self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
+
+    def named(self, users: Users) -> dict[str, Tensor]:
+        """Return the tensors that belong to a stage, as they are here, by name."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {name: tensor for name, tensor in named.items() if name in users}
+
+    def assemble(self, users: Users) -> dict[str, Tensor]:
+        """Return every tensor that belongs to a stage, on every rank, by name; collective."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        if self._transport.mesh.num_stages > 1:
+            _check_present(users, named)
+        users = {name: stages for name, stages in users.items() if name in named}
+        first_of = self._transport.mesh.rank_of
+        owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
+        shapes = {name: self.shape_of(name, named[name]) for name in owners}
+        return share_tensors(self._transport, owners, named, shapes)
+
+    def assemble_gradients(self, users: Users) -> dict[str, Tensor | None]:
+        """Return those of the parameters that only other stages use, by name; collective."""
+        parameters = {n: p for n, p in self.module.named_parameters() if n in users}
+        mesh, here = self._transport.mesh, self._transport.world.rank
+        owners = {name: mesh.rank_of(min(users[name]), 0) for name in parameters}
+        forms = self._transport.all_gather_objects(
+            [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters.values()]
+        )
+        numbers = {rank: forms[i] for i, rank in enumerate(self._transport.members.ranks)}
+        form = {name: numbers[owner][i] for i, (name, owner) in enumerate(owners.items())}
+        own = {n: p.grad for n, p in parameters.items() if p.grad is not None and owners[n] == here}
+        grads = share_tensors(
+            self._transport,
+            {name: owner for name, owner in owners.items() if form[name]},
+            {name: grad.to_dense() if grad.is_sparse else grad for name, grad in own.items()},
+            {name: self.shape_of(name, p) for name, p in parameters.items()},
+        )
+        return {
+            name: grads[name].to_sparse(1) if form[name] > 1 else grads.get(name)
+            for name in parameters
+            if mesh.stage not in users[name]
+        }
+
+    def fill(self, users: Users) -> None:
+        """Give this rank all parameters and the right buffers back; collective."""
+        self.take(self.assemble(users))
+
+    def take(self, tensors: Mapping[str, Tensor], grads: Gradients = _NONE) -> None:
+        """Take over what was assembled, and gradients of the parameters of other stages."""
+        parameters = dict(self.module.named_parameters())
+        fill_husks(self.module, {name: tensors[name] for name in self._shapes})
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in tensors:
+                    _renew(buffer, tensors[name])
+            for name, parameter in parameters.items():
+                if name in tensors and parameter.dim() == 0:  # is never emptied
+                    _renew(parameter, tensors[name])
+        for name, grad in grads.items():
+            parameters[name].grad = grad
+        self.forget()
+
+    def complete(
+        self, state: dict[str, Tensor], root: nn.Module, prefix: str, users: Users
+    ) -> None:
+        """Put the tensors of all stages into a state dict that this rank has made; collective.
+
+        Args:
+            state: It has the tensors of `root` under their names, each behind `prefix`.
+            root: Holds the module; some of its tensors may have second names in it.
+            prefix: Ends in a dot, unless it is empty.
+            users: The stages of each tensor.
+        """
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
+        for tensors in (root.named_parameters, root.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                if prefix + name in state and id(tensor) in by_id:
+                    state[prefix + name] = by_id[id(tensor)]
+
+    def forget(self) -> None:
+        """Forget what was emptied."""
+        self._shapes, self._dealt = {}, {}
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a module whose weights are partly on other ranks load a whole state dict."""
+    for name, parameter in module.named_parameters(recurse=False):
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor) and parameter.shape[:1] == (0,) and given.dim():
+            state[prefix + name] = given[:0]
+
+
+def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
+    """Refuse to go on where something else has taken the place of a weight.
+
+    Raises:
+        UnsupportedError: With its name.
+    """
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise UnsupportedError(
+            explain(
+                expected="the parameters and buffers that the run has begun with",
+                found=f"no '{missing}' any more",
+                remedy="Callbacks that replace them, such as ModelPruning, need one stage.",
+            )
+        )
+
+
+def _renew(tensor: Tensor, value: Tensor) -> None:
+    """Overwrite `tensor`, unless it is the same: autograd may have saved it."""
+    if not torch.equal(tensor, value):
+        tensor.copy_(value)
