@@ -151,10 +151,11 @@ def test_a_data_set_of_pyg_is_named_by_its_class(
         assert name in printed
 
 
-def test_the_config_of_the_readme_is_read(
+def test_the_config_of_the_page_is_read(
     gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [config] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    config = re.findall(r"```yaml.*?\n(.*?)```", page, re.DOTALL)[0]
     (gnnpipe.folder / "run.yaml").write_text(config)
     with pytest.raises(SystemExit) as done:
         gnnpipe("fit", "--config=run.yaml", "--print_config")
