@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = []
+from lightning_gnnpipe.cli.commands import main
+
+__all__ = ["main"]

@@ -25,7 +25,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from torch_geometric.data import Data

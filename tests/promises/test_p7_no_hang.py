@@ -22,7 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.comm.transport as transport
 import lightning_gnnpipe.chunks.step as steps
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, sidecar
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GIN, GNN, GraphClassifier, NodeClassifier
 from lightning_gnnpipe.trainer.replay import StepReplay
