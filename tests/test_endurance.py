@@ -57,6 +57,7 @@ def look() -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_two_hundred_epochs_leave_nothing_behind(

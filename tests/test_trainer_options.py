@@ -143,6 +143,7 @@ def test_outputs_of_an_epoch_and_several_loaders() -> None:
         assert found == pytest.approx(metrics, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_layers() -> None:
     def fit(num_stages: int) -> L.LightningModule:
         module = make_module()

@@ -59,6 +59,7 @@ def arguments(net: nn.Module, data: Batch) -> tuple[Any, ...]:
     return (data,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "num_steps"), [(GINE, 1000), (WeightedGCN, 200), (Jumping, 200)])
 def test_a_thousand_random_batches(
     make: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ def test_slurm_starts_the_ranks_and_queues_the_job_again(script: Path, tmp_path:
     assert (folder / "hpc_ckpt_1.ckpt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_torchrun_that_is_told_to_stop_saves_and_goes_on(
     script: Path, tmp_path: Path, number: signal.Signals

@@ -84,6 +84,7 @@ def run(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "late"])
 def test_all_ways_of_starting_give_the_same_weights(kind: str, tmp_path: Path) -> None:
     expected = run(tmp_path, 1, "popen", kind)
@@ -92,6 +93,7 @@ def test_all_ways_of_starting_give_the_same_weights(kind: str, tmp_path: Path) -
     assert [run(tmp_path, 2, way, kind) for way in ways[kind]] == [expected] * len(ways[kind])
 
 
+@pytest.mark.slow
 def test_trainers_of_other_numbers_of_devices_in_one_script(tmp_path: Path) -> None:
     """A rank that runs the script from its beginning says so; the remedy works."""
     failed = start(tmp_path, 2, "popen", "twice")
