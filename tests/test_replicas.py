@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.models import GNN, NodeClassifier
-from lightning_gnnpipe.trainer.loaders import EvenLoader
+from lightning_gnnpipe.trainer.loaders import SameLengthLoader
 from tests.helpers.batches import (
     NUM_FEATURES,
     NUM_TARGETS,
@@ -231,7 +231,7 @@ def test_uneven_loaders_are_refused_on_all_ranks(
     """Two threads stand for ranks; the second loader has another batch behind its second."""
 
     def read(rank: int, gather: Any) -> None:
-        list(EvenLoader(Sized(2 + rank, lengths[rank]), gather))
+        list(SameLengthLoader(Sized(2 + rank, lengths[rank]), gather))
 
     for text in in_threads(read):
         assert text.startswith(f"Expected as many batches on all ranks (got {found}")
@@ -239,7 +239,7 @@ def test_uneven_loaders_are_refused_on_all_ranks(
 
 def test_even_loaders_yield_everything() -> None:
     def read(rank: int, gather: Any) -> None:
-        loader = EvenLoader(Sized(3, 3), gather)
+        loader = SameLengthLoader(Sized(3, 3), gather)
         assert len(loader) == 3 and loader.length == 3
         assert [list(loader), list(loader)] == [[0, 1, 2]] * 2
         raise ConfigError("done")

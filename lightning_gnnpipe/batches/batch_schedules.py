@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.batches.early import EarlyGrads
-from lightning_gnnpipe.chunks import StepParts, own_random_stream
+from lightning_gnnpipe.chunks import PassSpec, own_random_stream
 from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.layers import intercept
@@ -98,7 +98,7 @@ class AlternatingPass(TrainingPass):
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: PassSpec,
         model: PipelinedModel,
         schedule: Schedule,
         early: EarlyGrads,

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_gnnpipe.batches.batch_schedules import AlternatingPass, BatchSchedules
 from lightning_gnnpipe.batches.early import EarlyGrads, EarlyLoss
 from lightning_gnnpipe.calls import Call, Inputs
-from lightning_gnnpipe.chunks import BatchInputs, StepCosts, StepParts, measure_batch
+from lightning_gnnpipe.chunks import BatchInputs, PassSpec, StepCosts, measure_batch
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
@@ -171,10 +171,10 @@ class BatchPasses:
         *,
         is_training: bool,
         codecs: Codecs,
-    ) -> StepParts:
+    ) -> PassSpec:
         """Return what a pass over the batch is made of."""
         plan = self.plan(inputs)
-        return StepParts(
+        return PassSpec(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),

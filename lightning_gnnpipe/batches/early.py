@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.chunks import Piece, StepParts
+from lightning_gnnpipe.chunks import PassSpec, Piece
 from lightning_gnnpipe.errors import UnsupportedError, explain
 
 
@@ -102,7 +102,7 @@ class EarlyGrads:
         differentiate: Evaluates the loss.
     """
 
-    def __init__(self, parts: StepParts, differentiate: Differentiate) -> None:
+    def __init__(self, parts: PassSpec, differentiate: Differentiate) -> None:
         self._inputs, self._values = parts.inputs, parts.outputs
         self._differentiate = differentiate
         self._known: list[list[Tensor]] = [[] for _ in parts.outputs]

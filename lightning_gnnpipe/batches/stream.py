@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.batches.batches import BatchPasses
-from lightning_gnnpipe.batches.foresight import Arguments, Foreseen, foretell
-from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, take_apart
+from lightning_gnnpipe.batches.predict_call import Arguments, PredictedCall, predict_call
+from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import Step, own_random_stream
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
@@ -52,8 +52,8 @@ class BatchStream:
         self._known_kinds = known_kinds
         self._batch: Any = None
         self._peek: Callable[[], Any] = _see_nothing
-        self._next: Foreseen | None = None
-        self._begun: tuple[Foreseen, _Pass] | None = None
+        self._next: PredictedCall | None = None
+        self._begun: tuple[PredictedCall, _Pass] | None = None
         self._state: Hashable = None  # of the module, when that pass was begun
         self._has_come = True
 
@@ -78,23 +78,23 @@ class BatchStream:
         """
         if self._begun is not None:
             is_same = self._model.state_of(call, inputs) == self._state
-            self._has_come = is_same and self._begun[0].has_come(call)
+            self._has_come = is_same and self._begun[0].matches(call)
         self._next = self._foresee(arguments) if self._has_come else None
         number = 0 if self._next is None else self._passes.identify(self._next.inputs)
         return 2 * number + self._has_come
 
-    def _foresee(self, arguments: Arguments) -> Foreseen | None:
+    def _foresee(self, arguments: Arguments) -> PredictedCall | None:
         is_training = any(module.training for module in self._model.module.modules())
         following = None if is_training else self._peek()
-        found = None if following is None else foretell(self._batch, arguments, following)
+        found = None if following is None else predict_call(self._batch, arguments, following)
         if found is None:
             return None
         try:
-            call = take_apart(self._model.module, *found)
+            call = flatten_call(self._model.module, *found)
             call, inputs = find_graphs(call, graph_of_node(following), self._known_kinds)
         except GNNPipeError:  # which its own call will raise
             return None
-        return None if inputs.graphs is None else Foreseen(call, inputs)
+        return None if inputs.graphs is None else PredictedCall(call, inputs)
 
     def run(self, call: Call, inputs: Inputs) -> tuple[Mode, list[Tensor]]:
         """Return the outputs of `call`, each `[num_rows, *]`, on every rank; a collective call."""

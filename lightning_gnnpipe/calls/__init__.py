@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.calls.call import Call, take_apart
+from lightning_gnnpipe.calls.call import Call, flatten_call
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_sample import draw_graphs
 from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
@@ -18,5 +18,5 @@ __all__ = [
     "classify",
     "draw_graphs",
     "find_graphs",
-    "take_apart",
+    "flatten_call",
 ]

@@ -161,7 +161,7 @@ def is_batch_name(name: str) -> bool:
     return _last(name) == "batch"
 
 
-def take_apart(
+def flatten_call(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

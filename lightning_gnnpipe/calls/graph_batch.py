@@ -31,7 +31,7 @@ class Kind(Enum):
     EDGE_INDEX = "edge_index"
     WHOLE = "whole"
     GRAPH = "graph"
-    FILLED = "graph, but for the empty ones at the end"
+    NONEMPTY_PREFIX = "graph, but for the empty ones at the end"
     PTR = "ptr"
 
 
@@ -96,7 +96,7 @@ class GraphBatch:
         is_single, has_end = self.form
         counts = [(self.num_graphs, Kind.GRAPH)] if has_end or not is_single else []
         if has_end and not is_single:
-            counts.append((self.num_filled, Kind.FILLED))
+            counts.append((self.num_filled, Kind.NONEMPTY_PREFIX))
         return counts
 
     def work(self) -> list[int]:
@@ -200,7 +200,7 @@ class GraphRows:
         if kind is Kind.EDGE:
             return torch.bincount(graphs.row_sets[number], minlength=graphs.num_graphs).cpu()
         rows = torch.ones(graphs.num_graphs, dtype=torch.int64)
-        if kind is Kind.FILLED:
+        if kind is Kind.NONEMPTY_PREFIX:
             rows[graphs.num_filled :] = 0
         return rows
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning_gnnpipe.chunks.batch_inputs import BatchInputs
 from lightning_gnnpipe.chunks.chunk_run import (
     LayerNames,
+    PassSpec,
     Piece,
     SeedOf,
-    StepParts,
     make_seeds,
     own_random_stream,
     run_segments,
@@ -35,6 +35,7 @@ __all__ = [
     "BatchInputs",
     "LayerCost",
     "LayerNames",
+    "PassSpec",
     "Piece",
     "PipelineStats",
     "PlannedInputs",
@@ -42,7 +43,6 @@ __all__ = [
     "SeedOf",
     "Step",
     "StepCosts",
-    "StepParts",
     "TraceEvent",
     "make_seeds",
     "measure_batch",

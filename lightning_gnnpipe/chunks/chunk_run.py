@@ -122,7 +122,7 @@ Piece = Chunk | MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
+class PassSpec:
     """What one pass is made of.
 
     Attributes:

@@ -84,7 +84,7 @@ class StepCosts:
             *(self.repeats[name] for name in again),
         ]
 
-    def deal_out(
+    def assign_layers(
         self, layers: Layers, num_stages: int, repeated: Collection[str]
     ) -> tuple[int, ...]:
         """Return how many layers each stage gets for the slowest one to be as fast as possible."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.chunks.chunk_run import Piece, StepParts, run_recomputed, run_segments
+from lightning_gnnpipe.chunks.chunk_run import PassSpec, Piece, run_recomputed, run_segments
 from lightning_gnnpipe.chunks.step_trace import Recorder
 from lightning_gnnpipe.comm import Label
 from lightning_gnnpipe.errors import UnsupportedError, explain
@@ -49,7 +49,7 @@ class Step:
         recorder: Of the actions.
     """
 
-    def __init__(self, parts: StepParts) -> None:
+    def __init__(self, parts: PassSpec) -> None:
         self.parts = parts
         parts.context.leaves = parts.inputs
         self._mesh, self._device = parts.transport.mesh, parts.transport.world.device

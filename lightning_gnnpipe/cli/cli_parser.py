@@ -23,7 +23,7 @@ class _Raised(BaseException):
         self.error = error
 
 
-class FrankParser(LightningArgumentParser):
+class TransparentErrorParser(LightningArgumentParser):
     """Builds classes inside of `raising` without hiding their errors; says what is wrong alone."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -49,7 +49,7 @@ class FrankParser(LightningArgumentParser):
 
 
 @contextmanager
-def raising(parser: FrankParser) -> Iterator[None]:
+def raising(parser: TransparentErrorParser) -> Iterator[None]:
     """Raise what a class raises that `parser` builds inside."""
     parser.add_instantiator(_build, object, subclasses=True)
     try:

@@ -23,7 +23,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
-from lightning_gnnpipe.cli.cli_parser import FrankParser, raising
+from lightning_gnnpipe.cli.cli_parser import TransparentErrorParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.strategy import GNNPipeStrategy
@@ -117,7 +117,7 @@ class GNNPipeCLI(LightningCLI):
             callbacks.append(SavePredictions())
 
     def instantiate_classes(self) -> None:
-        assert isinstance(self.parser, FrankParser)
+        assert isinstance(self.parser, TransparentErrorParser)
         with raising(self.parser):
             super().instantiate_classes()
 
@@ -183,7 +183,7 @@ def main() -> int:
             trainer_class=PlanningTrainer,
             trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
             save_config_callback=SaveFitConfig,
-            parser_class=FrankParser,
+            parser_class=TransparentErrorParser,
             parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
         )
     except (GNNPipeError, MisconfigurationException) as error:

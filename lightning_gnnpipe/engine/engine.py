@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
-from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, take_apart
+from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
@@ -43,7 +43,7 @@ from lightning_gnnpipe.steps import (
     PassSeeds,
     PassState,
     PipelinedModel,
-    Progress,
+    StepContext,
     TrainingPass,
     agree,
     average_replicated,
@@ -75,7 +75,7 @@ class PipelineEngine:
             lambda *call: self._checks.layers(*call),
             self.graphs.is_cut,
         )
-        self.progress = Progress()
+        self.progress = StepContext()
         self.model.reads.is_uneven = lambda: self.progress.is_uneven
         self._seeds = PassSeeds(options.seed, transport, self.progress, module)
         self._passes = GraphPasses(
@@ -141,7 +141,7 @@ class PipelineEngine:
             )
         self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
-            call = take_apart(self.model.module, args, kwargs, self.progress.num_nodes)
+            call = flatten_call(self.model.module, args, kwargs, self.progress.num_nodes)
             call = self._one_graph.of(call, self._checks.has_seen_graphs)
             graph_of_node = self._one_graph.batch_vector(self._checks.has_seen_graphs)
             call, inputs = find_graphs(call, graph_of_node, self._known_kinds)
@@ -289,18 +289,18 @@ class PipelineEngine:
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         self._checks.chunks(own.graph, own.store.linear_scale)
-        is_free = self._passes.is_free(own.graph)
-        if not is_free:
+        needs_no_history = self._passes.needs_no_history(own.graph)
+        if not needs_no_history:
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
         if self.controls.refreshes:
             known.ask_refresh()
-        is_new = mode.reads not in own.filled and not is_free
+        is_new = mode.reads not in own.filled and not needs_no_history
         if is_new and not is_exact and own.filled:
             self._checks.new_reads()
         elif is_new and not is_exact and self.graphs.is_cut(inputs):
             known.tell_change(key)
         is_exact = is_exact or is_new
-        if own.is_refresh_due(number) and not is_exact and not is_free:
+        if own.is_refresh_due(number) and not is_exact and not needs_no_history:
             self._passes.refresh(call, inputs, own, key)
         is_exact = is_exact or (
             own.graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
@@ -311,7 +311,7 @@ class PipelineEngine:
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, own.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
-        if not is_exact and not is_free:
+        if not is_exact and not needs_no_history:
             averages = self.progress.averages_weights
             self._checks.rows(own, number, averages_weights=averages)
         if not is_exact:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.selfcheck import is_one_graph
-from lightning_gnnpipe.steps import EngineOptions, Progress
+from lightning_gnnpipe.steps import EngineOptions, StepContext
 
 
 class OneGraph:
@@ -23,7 +23,7 @@ class OneGraph:
     """
 
     def __init__(
-        self, module: nn.Module, transport: Transport, options: EngineOptions, progress: Progress
+        self, module: nn.Module, transport: Transport, options: EngineOptions, progress: StepContext
     ) -> None:
         self._module, self._options, self._progress = module, options, progress
         self._has_replicas = transport.world.num_replicas > 1

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import (
+    PassSpec,
     PlannedInputs,
     Step,
     StepCosts,
-    StepParts,
     measure_layers,
     own_random_stream,
 )
@@ -70,7 +70,7 @@ class GraphPasses:
         measure = self._measurer(call, inputs, graph)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
-    def is_free(self, graph: PlannedGraph) -> bool:
+    def needs_no_history(self, graph: PlannedGraph) -> bool:
         """Whether chunks are trained without histories: there are several, and none sees others."""
         plan, layers = graph.plan, self._model.intercepted
         return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
@@ -117,7 +117,7 @@ class GraphPasses:
 
         return measure
 
-    def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> StepParts:
+    def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> PassSpec:
         """Return what a training pass is made of.
 
         Args:
@@ -130,11 +130,11 @@ class GraphPasses:
         # Otherwise histories would never be read.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
-        is_written = is_shared or (has_stale and own.is_kept and not self.is_free(graph))
+        is_written = is_shared or (has_stale and own.is_kept and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
         return self._parts(mode, graph, context, is_exact=is_exact, is_training=is_training)
 
-    def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> StepParts:
+    def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> PassSpec:
         """Return what an exact pass without gradients is made of; `context` may write histories."""
         return self._parts(mode, graph, context, is_exact=True, is_training=False)
 
@@ -146,12 +146,12 @@ class GraphPasses:
         *,
         is_exact: bool,
         is_training: bool,
-    ) -> StepParts:
+    ) -> PassSpec:
         messages = self.messages(is_exact)
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(messages, is_synchronous=is_synchronous)
-        return StepParts(
+        return PassSpec(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
@@ -197,7 +197,7 @@ class GraphPasses:
             return None
         return own if own.frozen == mode.frozen else None
 
-    def order(self, parts: StepParts, step: int) -> tuple[int, ...]:
+    def order(self, parts: PassSpec, step: int) -> tuple[int, ...]:
         """Return the chunks in the order of training step number `step`."""
         return chunk_order(
             parts.plan.num_chunks,
@@ -234,10 +234,10 @@ class GraphPasses:
         """Return the inputs whose histories are read, with their numbers."""
         kept = self._graphs.inputs.items()
         read = [(n, own) for n, own in kept if own.graph.plan.num_chunks > 1]
-        return [(n, own) for n, own in read if not self.is_free(own.graph)]
+        return [(n, own) for n, own in read if not self.needs_no_history(own.graph)]
 
 
-def run_exact(parts: StepParts, model: PipelinedModel) -> list[Tensor]:
+def run_exact(parts: PassSpec, model: PipelinedModel) -> list[Tensor]:
     """Return the outputs, each `[num_rows, *]`, on every rank.
 
     Args:

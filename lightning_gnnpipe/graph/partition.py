@@ -44,7 +44,7 @@ def partition_nodes(
     if num_chunks == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "contiguous":
-        return _deal_out(torch.arange(num_nodes), weights, num_chunks)
+        return _assign_nodes(torch.arange(num_nodes), weights, num_chunks)
     if method not in get_args(PartitionMethod):
         raise ConfigError(
             explain(
@@ -57,7 +57,7 @@ def partition_nodes(
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_nodes, generator=generator)
-        assignment = _deal_out(order, weights, num_chunks)
+        assignment = _assign_nodes(order, weights, num_chunks)
     else:
         assignment = _metis(links, weights, num_chunks, seed)
     return rebalance(assignment, weights, links, num_chunks)
@@ -90,7 +90,7 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
     )
 
 
-def _deal_out(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
+def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
     """Cut the nodes, in this order, into runs of about equal weight, none empty."""
     ordered = weights[order].double()
     total = ordered.cumsum(0)

@@ -19,7 +19,7 @@ from torch import nn
 from torch_geometric.data import Data, Dataset, InMemoryDataset
 
 from lightning_gnnpipe.batches import check_replicas, check_schedule
-from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.options import StrategyOptions
@@ -90,7 +90,7 @@ def plan_pipeline(
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs = _capture(module, pipelined, batch)
-    call = take_apart(pipelined, args, kwargs, partial(num_nodes, batch))
+    call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch))
     vector = call.batch_vector
     if vector is not None and graph_of_node(batch) is None and not vector.any():
         call = replace(call, is_one_graph=is_one_graph(pipelined, call))

@@ -127,7 +127,7 @@ class Measured:
         elif balance == "uniform":
             counts = solve_balance([1.0] * num_layers, num_stages)
         else:
-            counts = self.costs.deal_out(layers, num_stages, repeated)
+            counts = self.costs.assign_layers(layers, num_stages, repeated)
         return split_layers(layers, counts, repeated)
 
 

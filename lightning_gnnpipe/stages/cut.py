@@ -22,7 +22,12 @@ from lightning_gnnpipe.stages.values import (
     whole_sample,
 )
 
-_OF_GRAPHS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)  # what outputs may have rows of
+_OF_GRAPHS = (
+    Kind.NODE,
+    Kind.EDGE,
+    Kind.GRAPH,
+    Kind.NONEMPTY_PREFIX,
+)  # rows of outputs
 
 
 def cut_module(

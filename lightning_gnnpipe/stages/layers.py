@@ -38,7 +38,7 @@ _REMEDY_SEVERAL = (
     "where you need its weights."
 )
 
-_CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.FILLED)
+_CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.NONEMPTY_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Value:
         """What its rows are, for a message."""
         if self.kind is Kind.WHOLE:
             return "a tensor whose rows belong to no nodes"
-        counted = "graph" if self.kind is Kind.FILLED else self.kind.value
+        counted = "graph" if self.kind is Kind.NONEMPTY_PREFIX else self.kind.value
         return f"a tensor with one row {'an' if counted[0] == 'e' else 'a'} {counted}"
 
     @property

@@ -11,7 +11,7 @@ from lightning_gnnpipe.steps.partitioner import ChunkOptions, Partitioner
 from lightning_gnnpipe.steps.step_context import (
     Agreed,
     PassSeeds,
-    Progress,
+    StepContext,
     agree,
     batch_number,
     graph_of_node,
@@ -32,8 +32,8 @@ __all__ = [
     "PassSeeds",
     "PassState",
     "PipelinedModel",
-    "Progress",
     "StageWeights",
+    "StepContext",
     "TrainingPass",
     "agree",
     "average_replicated",

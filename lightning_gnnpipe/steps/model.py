@@ -40,7 +40,7 @@ from lightning_gnnpipe.stages import (
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import Mode, Splitting, check_norms, reads_key, trace_key
 from lightning_gnnpipe.steps.weight_reads import WeightReads
-from lightning_gnnpipe.steps.weights import StageWeights, check_borrowed, check_leaves, check_same
+from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class PipelinedModel:
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
-        self.borrowed: dict[int, str] = {}  # see `check_borrowed`
+        self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
         self.reads = WeightReads(
@@ -147,7 +147,7 @@ class PipelinedModel:
             self._weights.check_kept()
             with self.whole():
                 key = self._trace_all(call, inputs, also_train=also_train)
-                self._deal_out(inputs, measure, trains=also_train)
+                self._assign_layers(inputs, measure, trains=also_train)
         self._modes[key] = mode = self._modes.pop(key)  # the last one used is the last one to go
         return mode
 
@@ -220,9 +220,9 @@ class PipelinedModel:
         self._copies.append(StageWeights(module, self._transport))
         return self._copies[-1]
 
-    def husks(self) -> list[nn.Parameter]:
+    def placeholders(self) -> list[nn.Parameter]:
         """Return the parameters whose data is on other ranks."""
-        return self._weights.husks()
+        return self._weights.placeholders()
 
     def complete(
         self,
@@ -324,7 +324,7 @@ class PipelinedModel:
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
         return key
 
-    def _deal_out(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
+    def _assign_layers(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
         is_first_time = self._counts is None
         if self._counts is None:
             self._counts = self._count_layers(inputs, measure)
@@ -345,7 +345,7 @@ class PipelinedModel:
             check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
         if self._transport.mesh.num_stages > 1:
-            check_borrowed(self.borrowed, self.module, self._users)
+            check_shared(self.shared_outside, self.module, self._users)
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users)
         if is_first_time:
@@ -387,11 +387,11 @@ class PipelinedModel:
             return preferred
         if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
 
-            def deal_out() -> tuple[int, ...]:
+            def assign_layers() -> tuple[int, ...]:
                 self.costs = self.costs or measure(layers)
-                return self.costs.deal_out(layers, num_stages, self._repeated(layers, inputs))
+                return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
 
-            counts = self._transport.everyone.run_on_first(deal_out)  # alike in all replicas
+            counts = self._transport.everyone.run_on_first(assign_layers)  # alike in all replicas
         return counts
 
     def _fill(self) -> None:

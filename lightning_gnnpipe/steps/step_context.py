@@ -34,7 +34,7 @@ def _never() -> bool:
 
 
 @dataclass(slots=True)
-class Progress:
+class StepContext:
     """Where the run is; set by whoever drives the engine before each step.
 
     Attributes:
@@ -112,7 +112,7 @@ class Agreed(NamedTuple):
 def agree(
     transport: Transport,
     reads: WeightReads,
-    progress: Progress,
+    progress: StepContext,
     graph: int,
     *,
     is_training: bool,
@@ -202,7 +202,7 @@ class PassSeeds:
     """
 
     def __init__(
-        self, seed: int, transport: Transport, progress: Progress, module: nn.Module
+        self, seed: int, transport: Transport, progress: StepContext, module: nn.Module
     ) -> None:
         self._seed, self._transport, self._progress = seed, transport, progress
         self._module = module

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import fills_grad_of
 from lightning_gnnpipe.chunks import (
+    PassSpec,
     RankRecord,
     Step,
-    StepParts,
     TraceEvent,
     own_random_stream,
     peak_memory_bytes,
@@ -72,7 +72,7 @@ class TrainingPass:
 
     def __init__(
         self,
-        parts: StepParts,
+        parts: PassSpec,
         store: HistoryStore | None,
         model: PipelinedModel,
         schedule: Schedule,

@@ -1,7 +1,7 @@
 """A rank's weights: parameters of other stages are emptied, and filled again on demand.
 
 Names, order and optimizer ids stay those of the user's module on every rank; the memory is spent
-only where a stage needs it. A husk keeps its number of dimensions, so that code which groups
+only where a stage needs it. A placeholder keeps its number of dimensions, so that code which groups
 parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are small,
 and the owner's values count.
 
@@ -26,7 +26,9 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 Shape = tuple[torch.Size, torch.dtype]
 
 
-def make_husks(module: nn.Module, users: Mapping[str, set[int]], stage: int) -> dict[str, Shape]:
+def empty_parameters(
+    module: nn.Module, users: Mapping[str, set[int]], stage: int
+) -> dict[str, Shape]:
     """Empty the parameters of `module` that only other stages use; return their shapes by name."""
     shapes: dict[str, Shape] = {}
     for name, parameter in module.named_parameters():
@@ -39,8 +41,8 @@ def make_husks(module: nn.Module, users: Mapping[str, set[int]], stage: int) -> 
     return shapes
 
 
-def fill_husks(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the husks of `module` their data back."""
+def fill_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give the placeholders of `module` their data back."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
         parameters[name].data = tensor.to(parameters[name].device)
@@ -94,11 +96,11 @@ def check_leaves(module: nn.Module) -> None:
         )
 
 
-def check_borrowed(borrowed: Mapping[int, str], module: nn.Module, users: Users) -> None:
+def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Users) -> None:
     """Refuse weights of stages that something outside of the pipeline has as well.
 
     Args:
-        borrowed: Name outside of the pipelined module, by the id of a parameter of it.
+        shared_outside: Name outside of the pipelined module, by the id of a parameter of it.
         module: The pipelined module.
         users: The stages of each tensor, of several.
 
@@ -106,11 +108,11 @@ def check_borrowed(borrowed: Mapping[int, str], module: nn.Module, users: Users)
         UnsupportedError: If there are some.
     """
     for name, parameter in module.named_parameters():
-        if name in users and id(parameter) in borrowed:
+        if name in users and id(parameter) in shared_outside:
             raise UnsupportedError(
                 explain(
                     expected="weights of pipelined layers to be theirs alone",
-                    found=f"'{name}', which is '{borrowed[id(parameter)]}' as well",
+                    found=f"'{name}', which is '{shared_outside[id(parameter)]}' as well",
                     remedy="On each rank those of other stages are empty: put both layers into the "
                     "pipelined module, or use one stage.",
                 )
@@ -129,7 +131,7 @@ class StageWeights:
         self.module = module
         self._transport = transport
         self._shapes: dict[str, Shape] = {}
-        self._dealt: dict[str, nn.Parameter] = {}
+        self._assigned: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
 
     def check_kept(self) -> None:
@@ -141,7 +143,7 @@ class StageWeights:
         for name, parameter in self.module.named_parameters():
             if (
                 self._transport.mesh.num_stages > 1
-                and self._dealt.get(name, parameter) is not parameter
+                and self._assigned.get(name, parameter) is not parameter
             ):
                 raise UnsupportedError(
                     explain(
@@ -153,7 +155,7 @@ class StageWeights:
                     )
                 )
 
-    def husks(self) -> list[nn.Parameter]:
+    def placeholders(self) -> list[nn.Parameter]:
         """Return the parameters whose data is on other ranks."""
         parameters = dict(self.module.named_parameters())
         _check_present(self._shapes, parameters)
@@ -173,8 +175,8 @@ class StageWeights:
 
     def empty(self, users: Users) -> None:
         """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
-        self._shapes = make_husks(self.module, users, self._transport.mesh.stage)
-        self._dealt = dict(self.module.named_parameters())
+        self._shapes = empty_parameters(self.module, users, self._transport.mesh.stage)
+        self._assigned = dict(self.module.named_parameters())
         if self._shapes and not self._hooks:
             modules: list[Any] = list(self.module.modules())
             self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
@@ -225,7 +227,7 @@ class StageWeights:
     def take(self, tensors: Mapping[str, Tensor], grads: Gradients = _NONE) -> None:
         """Take over what was assembled, and gradients of the parameters of other stages."""
         parameters = dict(self.module.named_parameters())
-        fill_husks(self.module, {name: tensors[name] for name in self._shapes})
+        fill_parameters(self.module, {name: tensors[name] for name in self._shapes})
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
@@ -257,7 +259,7 @@ class StageWeights:
 
     def forget(self) -> None:
         """Forget what was emptied."""
-        self._shapes, self._dealt = {}, {}
+        self._shapes, self._assigned = {}, {}
         while self._hooks:
             self._hooks.pop().remove()
 

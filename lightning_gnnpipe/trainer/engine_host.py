@@ -148,7 +148,7 @@ class PipeLoops(PipeReplicas):
         self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
         inside = {id(one) for one in pipelined.modules()}
         outside = ((name, one) for name, one in module.named_modules() if id(one) not in inside)
-        self._engine.model.borrowed = {
+        self._engine.model.shared_outside = {
             id(parameter): f"{name}.{own}" if name else own
             for name, one in outside
             for own, parameter in one.named_parameters(recurse=False)
@@ -219,7 +219,7 @@ class PipeLoops(PipeReplicas):
             engine.graphs.drop_histories()
             engine.model.restore()
             return
-        if engine.model.husks():
+        if engine.model.placeholders():
             log.warning(
                 "The module on rank %d holds the weights of one stage only, because the run was "
                 "interrupted. Load the last checkpoint.",

@@ -23,7 +23,7 @@ _UNKNOWN = -1
 _END = object()
 
 
-class EvenLoader:
+class SameLengthLoader:
     """A loader that ends on all ranks at once, or is refused on all of them.
 
     Args:
@@ -104,7 +104,7 @@ class NextBatch:
             return
         fetcher = _compat.fetcher_of(trainer)
         loaders = [] if fetcher is None else fetcher.combined_loader.flattened
-        if any(isinstance(one, EvenLoader) for one in loaders):  # whose ranks take batches together
+        if any(isinstance(one, SameLengthLoader) for one in loaders):  # ranks take batches together
             return
         self._fetcher = fetcher
         if self._fetcher is not None:

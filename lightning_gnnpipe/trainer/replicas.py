@@ -29,7 +29,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.checkpoints import PipeCheckpoints
-from lightning_gnnpipe.trainer.loaders import EvenLoader
+from lightning_gnnpipe.trainer.loaders import SameLengthLoader
 
 
 class PipeReplicas(PipeCheckpoints):
@@ -54,7 +54,7 @@ class PipeReplicas(PipeCheckpoints):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
         if self.options.data_parallel == 1 or self._predicts or self._is_dealt_out(dataloader):
             return dataloader
-        return EvenLoader(dataloader, partial(self._everyone.meet, "compare loaders"))
+        return SameLengthLoader(dataloader, partial(self._everyone.meet, "compare loaders"))
 
     @property
     def _predicts(self) -> bool:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_gnnpipe.steps import Progress
+from lightning_gnnpipe.steps import StepContext
 from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.agreed = 0
-        self._progress = Progress()
+        self._progress = StepContext()
         self._trainer: pl.Trainer | None = None
         self._requeue: Any = None
 
-    def attach(self, trainer: pl.Trainer, progress: Progress) -> None:
+    def attach(self, trainer: pl.Trainer, progress: StepContext) -> None:
         """Note signals in `progress` from now on; Lightning registers its handlers after this."""
         self.agreed = 0
         self._progress = progress

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import costs
 from lightning_gnnpipe.chunks.inputs import PlannedInputs
 from lightning_gnnpipe.graph import build_chunk_plan
@@ -53,7 +53,7 @@ class BusyClock:
 def measure(net: nn.Module) -> Any:
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, N, (2, 4 * N), generator=generator)
-    call = take_apart(net, (torch.randn(N, D, generator=generator), edges), {})
+    call = flatten_call(net, (torch.randn(N, D, generator=generator), edges), {})
     inputs = classify(call)
     layers = cut_module(net, call, inputs)
     plan = build_chunk_plan(edges, N, num_chunks=4, partition="contiguous")
@@ -71,7 +71,7 @@ def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
     monkeypatch.setattr(costs, "time", clock)
     monkeypatch.setattr(costs, "_LONGEST_S", 1e9)
     layers, found = measure(Net())
-    assert found.deal_out(layers, 2, ()) == (L // 2, L // 2)
+    assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
 
 

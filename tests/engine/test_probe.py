@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, softmax
 
-from lightning_gnnpipe.calls import Inputs, Kind, classify, take_apart
+from lightning_gnnpipe.calls import Inputs, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.selfcheck.value_check import check_layers
 from lightning_gnnpipe.stages import cut_layers, draw_sample, learn_values, trace
@@ -237,7 +237,7 @@ class ReturnsTwice(Base):
 def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, N, (2, 80), generator=generator)
-    call = take_apart(module, (torch.randn(N, D, generator=generator).to(dtype), edges), {})
+    call = flatten_call(module, (torch.randn(N, D, generator=generator).to(dtype), edges), {})
     inputs = classify(call)
     graph, _ = trace(module, call)
     layers = cut_layers(
@@ -325,6 +325,6 @@ def test_half_precision_of_many_layers_is_no_difference() -> None:
 def test_a_sample_of_a_graph_with_more_edges_than_float_can_count() -> None:
     module, num_edges = Base(), 61_859_140
     edges = torch.zeros(2, 1, dtype=torch.int64).expand(2, num_edges)
-    call = take_apart(module, (torch.randn(2, D), edges), {})
+    call = flatten_call(module, (torch.randn(2, D), edges), {})
     inputs = Inputs((Kind.NODE, Kind.EDGE_INDEX), 2, edges, (num_edges,), (0, 0))
     assert draw_sample(module, call, inputs).edge_index.size(0) == 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe.calls import take_apart
+from lightning_gnnpipe.calls import flatten_call
 from lightning_gnnpipe.stages import trace
 from lightning_gnnpipe.stages.trace import root_of
 
@@ -36,7 +36,7 @@ def draw_images(number: int, grid: tuple[int, int], channels: int, seed: int = 0
 
 def trace_net(net: nn.Module, *args: Tensor) -> Callable[..., Tensor]:
     """Return the network traced for these arguments; it takes those of any mini-batch."""
-    traced = fx.GraphModule(root_of(net), trace(net, take_apart(net, args, {}))[0])
+    traced = fx.GraphModule(root_of(net), trace(net, flatten_call(net, args, {}))[0])
     numbers = [node for node in traced.graph.nodes if node.target == "leaf_num_graphs"]
 
     def run(*args: Tensor) -> Tensor:

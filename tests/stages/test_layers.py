@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import degree
 
-from lightning_gnnpipe.calls import Kind, classify, take_apart
+from lightning_gnnpipe.calls import Kind, classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.stages import (
     Layers,
@@ -34,7 +34,7 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0
 
 
 def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
-    call = take_apart(module, args, kwargs)
+    call = flatten_call(module, args, kwargs)
     graph, _ = trace(module, call)
     return cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
@@ -176,7 +176,7 @@ def test_layers_in_a_row_equal_the_module(name: str, training: bool) -> None:
     args = {"x": (x, EDGES), "attr": (x, EDGES, attr), "data": (data,)}[kind]
     layers = layers_of(module, *args)
     assert len(layers.segments) == num_layers
-    leaves = [*take_apart(module, args, {}).leaves]
+    leaves = [*flatten_call(module, args, {}).leaves]
     torch.manual_seed(1)
     expected = module(*args)
     torch.manual_seed(1)
@@ -272,15 +272,15 @@ def test_graph_level_outputs_are_refused() -> None:
 
 def test_inputs_are_told_apart() -> None:
     module = EdgeStream()
-    call = take_apart(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(11, 3)})
+    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(11, 3)})
     assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = take_apart(module, (torch.randn(11, D), EDGES), {"edge_attr": torch.randn(11, 3)})
+    call = flatten_call(module, (torch.randn(11, D), EDGES), {"edge_attr": torch.randn(11, 3)})
     assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = take_apart(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
+    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
     with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
         classify(call)
     with pytest.raises(UnsupportedError, match="sparse adjacency"):
-        take_apart(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
+        flatten_call(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
 
 
 class Branches(nn.Module):
@@ -368,7 +368,7 @@ class CountsSources(nn.Module):
 
 
 def test_functions_of_pyg_are_leaves_of_the_trace() -> None:
-    graph, _ = trace(CountsSources(), take_apart(CountsSources(), (torch.randn(N, D), EDGES), {}))
+    graph, _ = trace(CountsSources(), flatten_call(CountsSources(), (torch.randn(N, D), EDGES), {}))
     assert any(node.target is degree for node in graph.nodes)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.calls import classify, take_apart
+from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.stages import (
     Layers,
@@ -31,7 +31,7 @@ def layers_of(module: nn.Module, *, is_edge: bool = False) -> Layers:
     data = CASE.data
     module = module.double()
     args = (data.x, data.edge_index, *([data.edge_attr] if is_edge else []))
-    call = take_apart(module, args, {})
+    call = flatten_call(module, args, {})
     return cut_module(module, call, classify(call), find_layers(module).all)
 
 
@@ -115,7 +115,7 @@ def test_auto_takes_what_spares_bytes_and_is_cheap() -> None:
         module.lin_in = nn.Linear(wide, 6)
         data = CASE.data
         x = torch.zeros(24, wide, dtype=torch.float64)
-        call = take_apart(module.double(), (x, data.edge_index), {})
+        call = flatten_call(module.double(), (x, data.edge_index), {})
         layers = cut_module(module, call, classify(call))
         return bool(choose_repeated(layers, option, lambda *_: rows, shards))
 

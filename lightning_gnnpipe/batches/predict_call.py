@@ -29,7 +29,7 @@ class _Part:
     path: tuple[Any, ...]
 
 
-def foretell(batch: Any, arguments: Arguments, following: Any) -> Arguments | None:
+def predict_call(batch: Any, arguments: Arguments, following: Any) -> Arguments | None:
     """Return what `arguments` will be when `following` comes as `batch` has; None if unknown.
 
     Args:
@@ -44,7 +44,7 @@ def foretell(batch: Any, arguments: Arguments, following: Any) -> Arguments | No
         return None
 
 
-class Foreseen:
+class PredictedCall:
     """A call that has not been made yet.
 
     Args:
@@ -60,7 +60,7 @@ class Foreseen:
         self.call, self.inputs = call, inputs
         self._marks = [_Mark(leaf) for leaf in call.leaves]
 
-    def has_come(self, call: Call) -> bool:
+    def matches(self, call: Call) -> bool:
         """Whether `call` is this one: the same tensors, with the same content."""
         ours, theirs = self.call, call
         return (
