@@ -183,7 +183,7 @@ class StrategyOptions:
         """Return the numbers of stages and shards of a replica, S and G.
 
         Raises:
-            ConfigError: If there is no way to deal out so many processes.
+            ConfigError: If there is no way to assign so many processes.
         """
         replicas, shards, stages = self.data_parallel, self.graph_parallel, self.num_stages
         world_size = self._replica_size(world_size)

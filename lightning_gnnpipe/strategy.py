@@ -66,7 +66,7 @@ class GNNPipeStrategy(PipeLoops):
         num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
             1 nothing overlaps, and no row is stale. Of a batch of many graphs: micro-batches, at
             most as many as it has graphs with nodes.
-        partition: How nodes are dealt out to chunks: "metis", "random", "contiguous", or an integer
+        partition: How nodes are assigned to chunks: "metis", "random", "contiguous", or an integer
             tensor `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
             epochs as well, as a graph that was split by hand would be: nothing is stale, and no
@@ -91,7 +91,7 @@ class GNNPipeStrategy(PipeLoops):
             inputs, stale rows leak the labels that a step hides.
         pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
             message passing.
-        balance: How layers are dealt out to stages: "measured" (by a few timed passes), "uniform",
+        balance: How layers are assigned to stages: "measured" (by a few timed passes), "uniform",
             or the number of layers of each stage.
         halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
             that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so

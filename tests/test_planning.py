@@ -214,7 +214,7 @@ def test_more_devices_than_layers_and_nodes_are_refused() -> None:
     mask = torch.ones(2, dtype=torch.bool)
     data = Data(x=torch.rand(2, 4), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask)
     module = NodeClassifier(gnn.GCN(4, 4, 2, 2), 2)
-    with pytest.raises(ConfigError, match=r"deal 3 devices out.*2 layers that can be cut"):
+    with pytest.raises(ConfigError, match=r"assign 3 devices.*2 layers that can be cut"):
         GNNPipeStrategy(num_chunks=2).plan(module, data, num_devices=3)
 
 

@@ -338,7 +338,7 @@ def test_processes_are_dealt_out_to_replicas_first() -> None:
 
 
 def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path) -> None:
-    """Replicas that are given the same batches, in lists, which no sampler deals out."""
+    """Replicas that are given the same batches, in lists, which no sampler splits."""
     batches = [draw_batch(SIZES, seed) for seed in range(3)]
 
     def run(num_stages: int, num_replicas: int) -> FitResult:

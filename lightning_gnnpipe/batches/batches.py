@@ -96,7 +96,7 @@ class BatchPasses:
                 explain(
                     expected="'partition' to be left out for batches of graphs",
                     found="the chunk of each node",
-                    remedy="Graphs are dealt out to micro-batches as wholes; choose num_chunks.",
+                    remedy="Graphs are assigned to micro-batches as wholes; choose num_chunks.",
                 )
             )
 

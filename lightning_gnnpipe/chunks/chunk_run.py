@@ -1,6 +1,6 @@
 """Runs layers on one chunk, and again in backward where activations are recomputed.
 
-Their random numbers do not depend on how layers are dealt out to stages.
+Their random numbers do not depend on how layers are assigned to stages.
 
 Running segments without keeping their activations: they are computed again in backward.
 

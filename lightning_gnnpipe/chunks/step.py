@@ -244,7 +244,7 @@ class Step:
         return stage.index == self.parts.num_stages - 1
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank that holds a stage: they are dealt out in turn."""
+        """Return the rank that holds a stage: they are assigned in turn."""
         return self._mesh.rank_of(stage % self._mesh.num_stages)
 
     def _buffer(self, chunk: Piece, value: Value) -> Tensor:

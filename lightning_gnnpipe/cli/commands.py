@@ -49,7 +49,7 @@ class PlanningTrainer(pl.Trainer):
     ) -> None:
         """Print how model and graph would be cut, and what a training step would take.
 
-        All ways to deal the devices out to stages and shards are compared; `num_stages` and
+        All ways to assign the devices to stages and shards are compared; `num_stages` and
         `graph_parallel` of the best one are printed, to be written into the config.
 
         Args:

@@ -1,4 +1,4 @@
-"""The ranks, and the device mesh `data x pipe x graph` that they are dealt out to.
+"""The ranks, and the device mesh `data x pipe x graph` that they are assigned to.
 
     rank = (replica * num_stages + stage) * num_shards + shard     ranks of one stage are neighbours
 

@@ -48,7 +48,7 @@ class Transport(Collectives):
 
     Args:
         world: All ranks.
-        layout: Stages, and shards of each, that the ranks of a replica are dealt out to.
+        layout: Stages, and shards of each, that the ranks of a replica are assigned to.
         meter: Counts what travels.
 
     Attributes:
@@ -61,7 +61,7 @@ class Transport(Collectives):
 
     def __init__(self, world: World, layout: tuple[int, int], meter: Meter) -> None:
         super().__init__(world, meter)
-        with self.explained("deal ranks out to {} stages of {} shards".format(*layout)):
+        with self.explained("assign ranks to {} stages of {} shards".format(*layout)):
             self.mesh = make_mesh(world, *layout)
         self.members = self.mesh.own_replica
         self.everyone = Collectives(world, meter, self.mesh.everyone, self.watch)

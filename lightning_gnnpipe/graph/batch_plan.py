@@ -1,7 +1,7 @@
-"""A mini-batch of graphs dealt out to micro-batches: whole graphs, with about the same work each.
+"""A mini-batch of graphs assigned to micro-batches: whole graphs, with about the same work each.
 
 Goes in: the work of each graph. Comes out: micro-batches, each a run of graphs in an order of their
-own. Graphs are dealt out largest first, each to the micro-batch with the least work so far, which
+own. Graphs are assigned largest first, each to the micro-batch with the least work so far, which
 is at most a third longer than the best. Source: Graham, "Bounds on multiprocessing timing
 anomalies" (1969).
 
@@ -66,7 +66,7 @@ class BatchPlan:
 
 
 def plan_micro_batches(work: Sequence[int], sizes: Sequence[int], num_chunks: int) -> BatchPlan:
-    """Deal graphs out to micro-batches.
+    """Assign graphs to micro-batches.
 
     Args:
         work: For each graph what its time is proportional to.

@@ -175,7 +175,7 @@ def check_graph_batches(num_shards: int) -> None:
             explain(
                 expected="one large graph where graph_parallel is more than 1",
                 found="a batch of several graphs",
-                remedy="Use graph_parallel=1: the graphs of a batch are dealt out to micro-batches "
+                remedy="Use graph_parallel=1: the graphs of a batch are assigned to micro-batches "
                 "instead.",
             )
         )

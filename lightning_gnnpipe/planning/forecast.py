@@ -47,10 +47,10 @@ class ForecastOptions:
     """What training would be.
 
     Attributes:
-        num_devices: Devices to deal out.
+        num_devices: Devices to assign.
         layout: Numbers of stages and shards, S and G; None for the best.
         num_chunks: Chunks, K.
-        partition: How nodes are dealt out to chunks.
+        partition: How nodes are assigned to chunks.
         self_check: Whether the module is tried out on a small graph.
         layouts: What all layouts have in common.
         cross_edges: Whether edges between chunks are kept, or left out in training.
@@ -85,7 +85,7 @@ def forecast(
         GraphError: If the graph is malformed.
         UnsupportedError: If the module cannot be pipelined.
         ConfigError: If there are more stages than layers, or more chunks than nodes, or if so many
-            devices cannot be dealt out.
+            devices cannot be assigned.
     """
     num_shards = 1 if options.layout is None else options.layout[1]
     is_cut = options.num_chunks * num_shards > 1
@@ -201,7 +201,7 @@ def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, in
     if not possible:
         raise ConfigError(
             explain(
-                expected=f"a way to deal {options.num_devices} devices out, at least one layer to "
+                expected=f"a way to assign {options.num_devices} devices, at least one layer to "
                 "each stage and one node to each shard",
                 found=f"{num_layers} layers that can be cut apart and {num_nodes} nodes",
                 remedy="Train on fewer devices, or use a deeper model.",

@@ -67,7 +67,7 @@ def plan_pipeline(
         options: Of the strategy; the number of stages is given apart.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
         num_shards: Shards, G; None for what the strategy's `graph_parallel` says.
-        num_devices: Devices to deal out to stages and shards, instead of `num_stages`; the
+        num_devices: Devices to assign to stages and shards, instead of `num_stages`; the
             strategy's `num_chunks` is then best given ("auto" takes 4 a device).
         link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for 10.
         message_us: Microseconds of a message between devices, whatever its size; None for those of

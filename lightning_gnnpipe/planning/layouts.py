@@ -1,4 +1,4 @@
-"""Ways to deal devices out to stages and shards, each forecast from the same measured layers."""
+"""Ways to assign devices to stages and shards, each forecast from the same measured layers."""
 
 from __future__ import annotations
 

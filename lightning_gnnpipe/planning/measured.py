@@ -41,7 +41,7 @@ class LayoutOptions:
     """What all layouts have in common.
 
     Attributes:
-        balance: How layers are dealt out to stages.
+        balance: How layers are assigned to stages.
         histories: How histories are kept, and whether activations are not.
         messages: How ranks send rows to each other.
         link: What messages cost.
@@ -118,7 +118,7 @@ class Measured:
         return measure_split(self.edge_index, self.assignment, shards, num_shards)
 
     def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
-        """Return the stages, as training would deal layers out to them."""
+        """Return the stages, as training would assign layers to them."""
         layers, options = self.layers, self.options
         num_layers, balance = len(layers.segments), options.balance
         repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)

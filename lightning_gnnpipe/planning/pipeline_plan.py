@@ -84,7 +84,7 @@ class PipelinePlan:
         bubble_frac: Share of all ranks' time, forward and back, in which they do not compute.
         step_bytes: Bytes a step sends.
         one_device_s: Predicted seconds of the same chunks on one device.
-        layouts: The same step, on the same chunks, for all ways to deal the devices out to stages
+        layouts: The same step, on the same chunks, for all ways to assign the devices to stages
             and shards; those with one stage are graph parallelism.
         link_gbit_per_s: The link's speed that times are for.
         message_us: Microseconds of a message, whatever its size, that they are for.

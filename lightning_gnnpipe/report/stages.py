@@ -1,4 +1,4 @@
-"""How layers were dealt out to stages, as a table."""
+"""How layers were assigned to stages, as a table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StageRow:
         index: The stage; None for parameters outside of the pipelined module, which every rank has.
         layers: Names of its layers.
         num_parameters: Numbers in its parameters; one that several stages use counts on the first.
-        cost_s: Seconds that its layers took in the timed pass that they were dealt out by, scaled
-            to a training step; None if they were dealt out otherwise.
+        cost_s: Seconds that its layers took in the timed pass that they were assigned by, scaled
+            to a training step; None if they were assigned otherwise.
         repeated: What it computes again of earlier layers.
     """
 

@@ -23,7 +23,7 @@ Loss = Literal["all", "each"]
 class Schedule:
     """What every rank does in one step, in order; prints as a grid.
 
-    Stages are dealt out to ranks in turn, one round of them a virtual stage::
+    Stages are assigned to ranks in turn, one round of them a virtual stage::
 
         stage = virtual * num_ranks + rank
 
@@ -161,8 +161,8 @@ def fill_drain(
         Compute actions only; `add_transfers` adds the sends and receives.
 
     Raises:
-        ScheduleError: If there is no stage, `order` is no permutation, or stages cannot be dealt
-            out.
+        ScheduleError: If there is no stage, `order` is no permutation, or stages cannot be
+            assigned.
 
     Source: GPipe (arXiv 1811.06965) for the schedule; GNNPipe (arXiv 2308.10087) for its use on
         the chunks of one graph; Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv

@@ -137,7 +137,7 @@ def stream(num_stages: int, num_micro_batches: Sequence[int], *, num_virtual: in
         Compute actions only; `add_transfers` adds the sends and receives.
 
     Raises:
-        ScheduleError: If there is no stage or no micro-batch, or stages cannot be dealt out.
+        ScheduleError: If there is no stage or no micro-batch, or stages cannot be assigned.
     """
     require_positive("num_stages", num_stages)
     require_positive("num_virtual", num_virtual)

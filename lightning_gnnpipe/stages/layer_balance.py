@@ -47,7 +47,7 @@ def solve_balance(
 
 
 def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return `counts` as a tuple if they deal out `num_layers` layers to `num_stages` stages.
+    """Return `counts` as a tuple if they assign `num_layers` layers to `num_stages` stages.
 
     Raises:
         ConfigError: If they do not.
@@ -56,7 +56,7 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
             explain(
-                expected=f"'balance' to deal {num_layers} layers out to {num_stages} stages, one "
+                expected=f"'balance' to assign {num_layers} layers to {num_stages} stages, one "
                 "at least to each",
                 found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
                 remedy="Correct the counts, or use balance='measured'.",

@@ -148,12 +148,12 @@ def choose_held(
 ) -> list[str]:
     """Return those of the values `repeated` for which no stage needs a weight that it has not.
 
-    Once layers have been dealt out a stage can be given a weight, but not what an optimizer knows
+    Once layers have been assigned a stage can be given a weight, but not what an optimizer knows
     of it.
 
     Args:
         layers: The layers.
-        counts: How they are dealt out.
+        counts: How they are assigned.
         repeated: Names of values that stages would compute again.
         module: The pipelined module.
         users: The stages that have each of its tensors.

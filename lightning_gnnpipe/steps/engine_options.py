@@ -21,7 +21,7 @@ class EngineOptions:
         chunks: How graphs are cut.
         histories: How histories are kept, and whether activations are not.
         chunk_order: How the order of chunks is drawn for each step.
-        balance: How layers are dealt out.
+        balance: How layers are assigned.
         seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
         is_fitting: Whether this is a run that trains.
         guards_loss: Whether a step is exact after the training loss has jumped.
@@ -49,5 +49,5 @@ class EngineOptions:
 
     @property
     def splitting(self) -> Splitting:
-        """How layers are dealt out to stages."""
+        """How layers are assigned to stages."""
         return Splitting(self.balance, self.repeat_encoder, self.num_virtual)

@@ -1,4 +1,4 @@
-"""The user's module as a pipeline: traced once for each mode, cut, dealt out to stages.
+"""The user's module as a pipeline: traced once for each mode, cut, assigned to stages.
 
 The weights of other stages are emptied. The cut is decided at the first call, when the arguments
 are known. Until then every rank holds all parameters, so checkpoints load and optimizers are built
@@ -59,7 +59,7 @@ class PipelinedModel:
     Args:
         module: The user's module; its `forward` must be its own.
         transport: The ranks.
-        splitting: How layers are dealt out.
+        splitting: How layers are assigned.
         check: Called with each new trace while all parameters are here; raises if it is not right
             on chunks.
         is_cut: Returns whether a graph may be trained on in several chunks, or shards.
@@ -96,7 +96,7 @@ class PipelinedModel:
 
     @property
     def is_split(self) -> bool:
-        """Whether the layers have been dealt out."""
+        """Whether the layers have been assigned."""
         return self._counts is not None
 
     @property
@@ -111,11 +111,11 @@ class PipelinedModel:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage; empty before they are dealt out."""
+        """Layers of each stage; empty before they are assigned."""
         return self._counts or ()
 
     def prefer(self, stage_layers: tuple[int, ...]) -> None:
-        """Deal the layers out like this rather than measure them, where it fits."""
+        """Assign the layers like this rather than measure them, where it fits."""
         self._preferred = stage_layers
 
     @property

@@ -18,11 +18,11 @@ from lightning_gnnpipe.types import RepeatOption
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A traced graph, cut into layers and dealt out to stages.
+    """A traced graph, cut into layers and assigned to stages.
 
     Attributes:
         layers: The layers.
-        stages: The stages, once the layers are dealt out.
+        stages: The stages, once the layers are assigned.
         reads: What decides which histories are read: modes with the same share them.
         is_training: Whether the module was in training mode.
         options: Number of the plain values that its forward reads beside its arguments, and of the
@@ -55,7 +55,7 @@ class Mode:
         return self.unreached[used]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
-        """Return the stages of this rank: they are dealt out in turn along the pipe axis."""
+        """Return the stages of this rank: they are assigned in turn along the pipe axis."""
         return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
 
 
@@ -128,7 +128,7 @@ Balance = Literal["measured", "uniform"] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How layers are dealt out to stages.
+    """How layers are assigned to stages.
 
     Attributes:
         balance: By measured costs, alike, or how many each stage gets.

@@ -135,7 +135,7 @@ class StageWeights:
         self._hooks: list[RemovableHandle] = []
 
     def check_kept(self) -> None:
-        """Refuse, on several stages, other tensors in the places of those that were dealt out.
+        """Refuse, on several stages, other tensors in the places of those that were assigned.
 
         Raises:
             UnsupportedError: With the first one.

@@ -33,7 +33,7 @@ from lightning_gnnpipe.trainer.loaders import SameLengthLoader
 
 
 class PipeReplicas(PipeCheckpoints):
-    """Deals batches out to replicas, and puts together what they make of them."""
+    """Gives each replica its batches, and puts together what they make of them."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class GuestCallbacks:
         prefix: str,
         is_interrupted: Callable[[], bool],
     ) -> None:
-        """Serve `callbacks`, before the layers are dealt out.
+        """Serve `callbacks`, before the layers are assigned.
 
         Args:
             callbacks: Of the Trainer, set up already.

@@ -1,4 +1,4 @@
-"""Graphs dealt out to micro-batches: all of them, whole, with about the same work."""
+"""Graphs assigned to micro-batches: all of them, whole, with about the same work."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def test_balance() -> None:
     assert check_counts([1, 2], 3, 2) == (1, 2)
     with pytest.raises(ConfigError, match="3 stages and 2 layers"):
         solve_balance([1, 1], 3)
-    with pytest.raises(ConfigError, match="'balance' to deal 3 layers"):
+    with pytest.raises(ConfigError, match="'balance' to assign 3 layers"):
         check_counts([2, 2], 3, 2)
 
 

@@ -25,7 +25,7 @@ class Cell:
 
     Attributes:
         dataset: Name of the graph.
-        partition: How nodes are dealt out to chunks.
+        partition: How nodes are assigned to chunks.
         chunks: Chunks, K.
         method: What becomes of edges between chunks: a key of `METHODS`.
         warmup: Exact epochs at the start.
