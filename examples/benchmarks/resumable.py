@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,57 @@ class NoGraphError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process; it prints a line of JSON for each row of the results, some columns absent."""
+    """One process; it prints a line of JSON for each row of the results."""
 
     name: str
     command: Sequence[str]
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+Rows = list[dict[str, str]]
+
+
+def add_options(parser: argparse.ArgumentParser, output: str) -> None:
+    """Add what `carry_out` and `make_run` read; `output` is the default folder."""
+    add = parser.add_argument
+    add("--root", default=os.environ.get("GNNPIPE_DATA"), help="folder of raw data sets")
+    add("--output", type=Path, default=Path(output))
+    add("--jobs", type=int, default=os.cpu_count(), help="processes at once")
+    add("--prefix", default="", help="put before each command, such as 'nice -n 19'")
+    add("--tables-only", action="store_true", help="run nothing")
+
+
+def make_run(options: argparse.Namespace, script: Path, **arguments: object) -> Run:
+    """Return a run of `script`, named after the values of its arguments."""
+    command = [*options.prefix.split(), sys.executable, str(script)]
+    command += [f"--{name}={value}" for name, value in arguments.items()]
+    command += [f"--root={options.root}"] if options.root else []
+    return Run(" ".join(map(str, arguments.values())), command)
+
+
+def carry_out(
+    options: argparse.Namespace,
+    find_missing: Callable[[Rows], Sequence[Run]],
+    write_table: Callable[[Rows, Path], None],
+) -> None:
+    """Make the runs that are missing from OUTPUT/results.csv, and write OUTPUT/table.md.
+
+    Raises:
+        SystemExit: If a run has failed; the rest is run all the same.
+    """
+    results, table = options.output / "results.csv", options.output / "table.md"
+    failed: list[str] = []
+    if not options.tables_only:
+        rows = read_rows(results)
+        runs = find_missing(rows)
+        print(f"{len(rows)} rows are finished, {len(runs)} runs to make", file=sys.stderr)
+        failed = run_all(runs, results, options.jobs)
+    write_table(read_rows(results), table)
+    print(table)
+    if failed:
+        raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}")
+
+
+def read_rows(path: Path) -> Rows:
     """Return the finished rows."""
     if not path.exists():
         return []

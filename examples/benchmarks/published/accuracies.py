@@ -27,7 +27,7 @@ HEADER = (
 )
 
 
-def write_table(rows: Sequence[Row], settings: Sequence[Setting], path: Path) -> None:
+def write_table(settings: Sequence[Setting], rows: Sequence[Row], path: Path) -> None:
     """Write one line for each setting that has runs."""
     lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
     for setting in settings:

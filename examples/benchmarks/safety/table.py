@@ -76,7 +76,7 @@ class Pairs:
         return self.jump_ratio <= MAX_JUMP_RATIO
 
 
-def write_table(rows: Sequence[Row], cells: Sequence[Cell], path: Path) -> None:
+def write_table(cells: Sequence[Cell], rows: Sequence[Row], path: Path) -> None:
     """Write a summary and one line for each cell and method that has exact runs beside it."""
     pairs = match(rows, cells)
     methods = list(dict.fromkeys(one.method for one in pairs))
