@@ -310,7 +310,7 @@ class GNNPipeStrategy(PipeLoops):
         self.controls.reset()  # what callbacks ask for is for one step
         was_called = engine.num_training_passes > passes
         check_was_called(self._prefix, was_called)
-        engine.model.reads.settle_states()
+        engine.model.reads.forget_foreign_states()
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
         if self._has_stages:

@@ -1,10 +1,8 @@
 """Schedules of training on batches of graphs, and the pass that runs 1F1B.
 
-A training pass in which forward and backward alternate: 1F1B, of one stage a rank or several.
-
-All of it runs in the user's call of the module. The gradients of weights are kept apart from those
-that the weights have: they become theirs in the user's backward, which tells whether the gradients
-of the outputs were right, and what the loss has been multiplied by on its way.
+With 1F1B and interleaved stages all of the pass runs in the user's call of the module. Gradients of
+weights are kept apart. They are added to `grad` in the user's backward, which shows whether the
+gradients of the outputs were right, and by what the loss was multiplied.
 """
 
 from __future__ import annotations

@@ -1,23 +1,13 @@
 """The user's loss on a micro-batch, evaluated while the step still waits for its outputs.
 
-training_step(batch)                            the user's, on every rank
-    net(batch)                                  the pipelined module: micro-batches forward and back
-        training_step(batch)                    again, on the last stage, for a micro-batch
-            net(batch)  ->  outputs so far      answered, not run
-        <-  loss  ->  gradients of the outputs
-    <-  all outputs
+    outputs, in the user's order     o0 o0 .. o1 o1 .. ..        two micro-batches have run
+    what the loss is evaluated on    o0 o0 o0 o1 o1 o0 o1        copies fill the gaps
+    gradients that are used          -- -- -- g1 g1 -- --        of the micro-batch that ran last
 
-Gradients of a micro-batch's outputs before those of all micro-batches have come out.
-
-    outputs, in the user's order     o0 o0 .. o1 o1 .. ..        two micro-batches have come out
-    what the loss is evaluated on    o0 o0 o0 o1 o1 o0 o1        others stand in for the rest
-    gradients that are used          -- -- -- g1 g1 -- --        those of the one just come out
-
-If the loss is a sum over graphs, or nodes, of terms that each depend on the outputs of their own
-graph, the gradient of a micro-batch's outputs does not depend on what the others are: means, masks,
-weights of classes and heads with dropout are right as they are, for the loss is that of the whole
-mini-batch. If it is not, the gradients that the user's own backward brings differ from those that
-were used, and the step is refused before any weight has changed.
+This is right if the loss is a sum over graphs, or nodes, of terms that each depend on their own
+graph: means, masks, weights of classes and heads with dropout are fine. Otherwise the gradients of
+the user's own backward differ from those that were used, and the step is refused before any weight
+has changed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """A batch of graphs: which graph each row of its tensors belongs to.
 
-graph_of_node   0 0 0 1 1 3      three nodes of graph 0, two of graph 1, one of graph 3;
-num_graphs      5                graphs 2 and 4 have none,
-num_filled      4                and graph 4 is behind the last that has: what counts graphs by
-                                 the batch vector alone does not see it
-
-Some of the graphs of a batch, in any order: where their rows are, and their part of a tensor.
+`GraphRows` takes some of the graphs, in any order:
 
     graphs taken    2 0 | 1          two groups, of two graphs and of one
     rows of nodes   5 6 0 1 2 | 3 4  of graphs with nodes 0 1 2, 3 4 and 5 6
 
-A group is numbered as if it were all there is: its nodes, and its graphs, from 0.
+A group numbers its nodes and its graphs from 0.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Which arguments of a call are rows of nodes, of edges, of graphs.
 
-A forward may take one `edge_index`; `pos_edge_index`, `neg_edge_index` and the `neg_edge_weight` of
-the latter; or a dict `edge_index_dict`, with one edge set for each relation, and `edge_attr_dict`.
-
-Which tensors of a batch belong to nodes, which to edges.
-
-They are cut by chunk; the others are passed whole.
+Rows of nodes and edges are cut by chunk. Other arguments are passed whole.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Runs layers on one chunk, and again in backward where activations are recomputed.
 
-Their random numbers do not depend on how layers are assigned to stages.
-
-Running segments without keeping their activations: they are computed again in backward.
-
-Of a chunk, what crosses the cut before the stage is kept, and what it read of other chunks. Where
-the whole graph is one chunk that would hold all activations of the stage at once in backward, so
-there each layer's inputs are kept instead, and one layer at a time is computed again.
+Random numbers do not depend on which stage a layer is assigned to. With recomputation only what
+crosses the cut before the stage is kept of a chunk, and what it read of other chunks. Where the
+whole graph is one chunk, that would bring back all activations of the stage at once. There each
+layer's inputs are kept, and one layer at a time is computed again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Measures what each layer costs: seconds, bytes, size of histories.
 
-What each layer costs: timed, forward and backward, on a few chunks.
-
-All layers run on a chunk one after the other, then back, as in a training step, so that caches are
-as warm or cold as they will be.
+All layers run on a few chunks one after the other, then back, as in a training step, so that caches
+are as warm as they will be.
 """
 
 from __future__ import annotations

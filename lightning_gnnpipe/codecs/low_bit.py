@@ -1,52 +1,30 @@
-"""Low-bit rows: scaled, rounded at random, packed.
+"""Low-bit rows: scaled, rounded at random so that the mean stays right, and packed.
 
-Drawing a number costs as much as all the rest of a codec. So numbers are drawn for one block of
-rows, and a key for every row; block after block, each row takes the numbers of its place in the
-block, exclusive or its key::
+A row lies between two bfloat16 numbers, `low` and `high`; 2**b - 1 steps lead from one to the
+other. A value is sent as the number of the step below it or above it, at random::
+
+    step   = (high - low) / (2**b - 1)
+    code   = floor((x - low) / step + u)        u uniform in [0, 1)
+    x~     = low + code * step                  E[x~] = x
+
+The mean is right because `low` is rounded down to 16 bits and `high` up, before codes are computed:
+no value is outside. It holds but for the rounding of float32 (below 1e-6 of a row's range), and of
+a shorter dtype of the tensor. A row with a value that is infinite or not a number, or that spans
+more than 3.4e38, comes out as not a number.
+
+Random numbers cost as much as all the rest. So they are drawn for one block of rows, and a key for
+every row; each row takes the numbers of its place in the block, exclusive or its key::
 
     u[n, j] = block[n % rows_per_block, j] ^ key[n]        24 random bits each
 
-Any two of them are independent: their keys differ, or else their numbers in the block do. So the
-errors of any two values are uncorrelated, and a sum over rows is as good as with fresh numbers. It
-is only three and more values at a time, of rows a whole number of blocks apart, that show it.
+Any two of them are independent, so a sum over rows is as good as with fresh numbers.
 
-Bits, eight in a byte, and back.
+Rows are processed in blocks that fit into a core's cache. Bits are packed eight in a byte by one
+multiplication of a 64-bit integer: the factor adds up the integer shifted by 56, 49, .. 7 places,
+which takes each bit to its place in the top byte. No two bits meet, so nothing is carried. To
+unpack, each byte is looked up.
 
-torch has no operation on bits across elements, so both ways take eight bits, a byte each, as one
-integer. Of eight that share a byte the first is its lowest bit. With three of them (integers are
-little-endian, as all ranks are taken to be)::
-
-    bits, a byte each    .......c .......b .......a
-    times the factor     .....cba ........ ........    the top byte is wanted
-
-The factor adds up the integer shifted by 16, 9 and 2 places, of all eight by 56, 49, .. 7, which
-takes each bit to its place in the top byte. No two bits meet, so nothing is carried. Back, each
-byte is looked up.
-
-Rows of float32, taken block by block.
-
-All that a block needs stays in a core's cache, which is what makes such a codec fast on a CPU.
-
-Rows of b-bit integers, rounded at random such that the mean of what comes out is what went in.
-
-A row lies between two 16-bit floats, `low` and `high`; 2**b - 1 steps lead from one to the other.
-A value is sent as the number of the step below it or of that above it, as chance will have it::
-
-    step   = (high - low) / (2**b - 1)
-    code   = floor((x - low) / step + u)        u uniform in [0, 1), see `dither`
-    x~     = low + code * step                  E[x~] = x
-
-The last line holds because `low` is rounded down to 16 bits and `high` up, before codes are
-computed with what is sent: no value is outside. Both are bfloat16, whose range is that of float32:
-float16 would end at 65504, and know no gradients below 6e-8. A tensor of 16 bits has its own type
-for them, and nothing is rounded. The line holds but for the rounding of float32 (below 1e-6 of a
-row's range), and of the tensor's type where that is shorter.
-
-A row with a value that is infinite or not a number comes out as not a number, all of it. So does a
-row that spans more than float32 can (3.4e38).
-
-Source: Sylvie (arXiv 2303.01277), Low-bit Module. There the minimum and the scale are float16,
-rounded to the nearest.
+Source: Sylvie (arXiv 2303.01277), Low-bit Module; minimum and scale are float16 there.
 """
 
 from __future__ import annotations

@@ -1,23 +1,12 @@
 """Process groups: where ranks find each other, what device they send from, how they end.
 
-Threads of gloo let go of the tensors that were sent last. One that does so while the interpreter is
-being taken down aborts a program that has done all its work: "terminate called without an active
-exception", exit status 134 (https://github.com/pytorch/pytorch/issues/190489). Destroying a group
-waits for its threads. A group that others refer to is not destroyed: `Members` has it weakly.
-
-Where ranks find each other.
-
-torchrun with its static rendezvous (the default on one node) keeps one store over restarts. Ranks
-would find there the addresses of those that have ended, and wait for them.
-
-On which device messages travel: NCCL sends from GPU to GPU, gloo from CPU to CPU.
-
-A process group for GPUs has both, gloo for tensors of the CPU and NCCL for those of the GPU. NCCL
-refuses two ranks on one GPU, which cannot be seen from the numbers of the devices (`cuda:0` of two
-processes need not be one GPU). So ranks tell each other, by gloo, which GPU they have.
-
-NCCL knows no tags: it matches the messages of two ranks by their order. The schedule has the one
-rank send in the order in which the other one receives.
+- torchrun with its static rendezvous (the default on one node) keeps one store over restarts.
+  Ranks would find there the addresses of ranks that have ended, and wait for them.
+- A process group for GPUs uses gloo for tensors of the CPU and NCCL for tensors of the GPU. NCCL
+  refuses two ranks on one GPU, and `cuda:0` of two processes need not be one GPU. So ranks tell
+  each other by gloo which GPU they have.
+- NCCL knows no tags: it matches the messages of two ranks by their order. The schedule has one rank
+  send in the order in which the other one receives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Sends tensors of single stages along the pipe, or collects them on every rank.
 
-Sums over some of the stages, along the pipe axis.
-
     stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3       summed on the way
              -------- total ------------->   -------- total ----------->        and given back
 
-The first stage sums over shards and replicas. Only ranks of these stages take part, and each sends
-what crosses a cut in a step: to the stage before as backward does, and to the one behind. The total
-is one tensor, so all get the same bits.
+The first stage sums over shards and replicas. Only ranks of these stages take part. The total is
+one tensor, so all ranks get the same bits.
 """
 
 from __future__ import annotations

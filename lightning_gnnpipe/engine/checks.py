@@ -1,10 +1,7 @@
 """Checks before training: layers, chunks and hooks that cannot be right are refused.
 
-Hooks of torch on the layers and weights of a pipelined module.
-
-Layers run once for each chunk, on the rank of their stage, and on a small sample before training: a
-hook would see other things than in one whole pass. Hooks on the module itself see all rows, on
-every rank, once a call.
+A hook on a layer would run once for each chunk, on the rank of its stage, and on the small sample
+of the self-check. Hooks on the pipelined module itself see all rows, on every rank, once a call.
 """
 
 from __future__ import annotations

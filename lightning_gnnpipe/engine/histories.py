@@ -1,8 +1,7 @@
 """A planned graph and its histories, as the engine keeps them.
 
-The histories of one input of the pipelined module: a graph, its features, and all else.
-
-A row is read from an earlier step only where that step was given the same input.
+Histories belong to one input of the pipelined module: a graph, its features, and all other
+arguments. A row is read from an earlier step only if that step had the same input.
 """
 
 from __future__ import annotations

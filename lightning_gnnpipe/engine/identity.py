@@ -1,9 +1,4 @@
-"""Fingerprints of a step's inputs and of where they come from, to tell whether they changed.
-
-Rows of neighbours that are read from an earlier step have to be made of the same input. Tensors are
-compared by content. Of those that trained weights have computed, the data behind them are compared.
-
-What data a tensor was computed from, read off its autograd graph.
+"""Fingerprints of a step's inputs, and of the data that they were computed from.
 
 The output of a trained encoder changes in each step, because its weights do. Its data may still be
 the same. Autograd saves most of the data that a function was given:

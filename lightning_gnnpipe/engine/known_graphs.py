@@ -1,10 +1,10 @@
 """The graphs of the last calls, and the histories of each of their inputs.
 
-Which inputs of training have histories: the first one, and each input that comes again.
+The first input of training has histories at once, another one from the second time it comes:
 
     step     1      2      3      4      5      6        inputs a, b, c in turn
     input    a      b      c      a      b      c
-             exact  exact  exact  stale  exact  exact    a is kept at once, b and c from here on
+             exact  exact  exact  stale  exact  exact    b and c have histories from here on
 
 An input that is new in every step runs exactly, and costs no memory.
 """

@@ -1,11 +1,7 @@
 """The state of a run in checkpoints: counts, seeds and histories.
 
-It is small, and the same on every rank.
-
-Histories in a checkpoint.
-
-`save_rank` gives those of one rank's layers, as they are, with the order of their rows. Another
-number of stages, or of chunks, takes what its layers need, row by row.
+`save_rank` returns the histories of one rank's layers, with the order of their rows. A run with
+another number of stages or chunks takes the rows that its layers need, one by one.
 """
 
 from __future__ import annotations

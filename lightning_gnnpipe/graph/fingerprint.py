@@ -1,10 +1,10 @@
 """Fingerprints of graphs and tensors, by identity and version first, then by content.
 
-Telling graphs and batches apart by content, quickly.
+Content is hashed by multilinear hashing: each value times a random-looking 64-bit number of its
+place, summed modulo 2^64. The values are small (node numbers, bytes), so that no change drops out
+at the top of a 64-bit product.
 
-Multilinear hashing: each value times a random-looking 64-bit number of its own place, summed modulo
-2^64. Source: Carter and Wegman, Universal classes of hash functions (1979). The values are small
-(node numbers, bytes), so that no change drops out at the top of a 64-bit product.
+Source: Carter and Wegman, Universal classes of hash functions (1979).
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
 """HANConv, HGTConv and mesh convolutions: what they do beside passing messages.
 
-HANConv weighs its edge sets by a mean over all nodes. Each chunk's share of that mean is a row of a
-history of its own: a chunk pushes its share and pulls those of all others, fresh or stale, as if it
-had an edge from each of them.
-
-    mean = share of the chunk + shares of earlier chunks + shares of later chunks, a step old
-
-HGTConv builds a graph of its own, with a copy of each source node for each edge set. Its keys and
-values are widened before it does so.
-
-Layers that tell the edges of a node apart by their order.
-
 MeshCNNConv reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by their
-targets and keep the order of edges with one target: such a group stays whole if its edges have one
-target, and is torn apart, on one chunk as well, if they do not.
+targets and keep the order of edges with one target. Such a group stays whole if its edges have one
+target. Otherwise it is torn apart, on one chunk as well, and refused.
 """
 
 from __future__ import annotations

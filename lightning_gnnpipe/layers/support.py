@@ -1,11 +1,9 @@
-"""Which of PyG's layers are exact on chunks, and why the rest is not.
+"""Which of PyG's layers are exact on chunks, and why the rest is refused.
 
-What is known to be exact on chunks, and what is refused, by name and with a remedy.
-
-With one chunk everything is exact, whatever a model does. With several, a layer runs on the rows of
-one chunk at a time: message-passing layers of PyG must be on the list of those whose exactness a
-test shows, layers of the user's own are tried out on a small graph before training, and layers that
-mix rows outside of message passing are refused.
+With one chunk everything is exact. With several, a layer runs on the rows of one chunk at a time.
+Message-passing layers of PyG must be on the list of layers whose exactness a test shows. Layers of
+the user's own are tried out on a small graph before training. Layers that mix rows outside of
+message passing are refused, with a remedy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """What the running layer is, and what a chunk read, noted for recomputation in backward.
 
-By then the histories hold newer rows. The store keeps what is needed: the sums of linear layers,
-and for the others the rows that were overwritten. Rows that were pushed are not pushed again.
-
-What is running: a segment over a chunk, and which of the batch's edges its layer reads.
-
-A batch may hold several edge sets over the same nodes, and a layer may be given either, or edges
-turned round. A chunk has the same halo for all of its edge sets, so that its local numbers mean the
-same in each; reversed edges have a halo of their own.
+A batch may hold several edge sets over the same nodes, and a layer may be given each of them, or
+reversed edges. A chunk has the same halo for all of its edge sets, so that its local numbers mean
+the same in each. Reversed edges have a halo of their own.
 """
 
 from __future__ import annotations

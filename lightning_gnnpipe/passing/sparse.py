@@ -1,16 +1,8 @@
-"""The graph as a sparse matrix, a chunk's rows and columns of it in compressed form.
+"""The graph as a sparse matrix, and products of some of its rows with a dense table.
 
-    out[c] = A[c, :] H          rows: the edges that end in the chunk, by target
-    dH[c]  = A.T[c, :] dOut     columns: the edges that start in it, by source
-
-Indices are positions in the whole graph, so histories are read in place. All chunks' parts are
-views of two arrays for the graph, one in each order.
-
-Products of some rows of a sparse matrix with a dense table, by one kernel everywhere.
-
-Bags of an embedding: one thread adds the entries of a row in their order, on CPU and on GPUs, in
-every dtype. So the rounding is the same in each run, whatever else the machine does. On CPU bags
-are 5 to 8 times faster than torch's sparse matrices (`examples/benchmarks/aggregation`).
+Products are bags of an embedding: one thread adds the entries of a row in their order, on CPU and
+on GPUs, in every dtype. So the rounding is the same in each run. On CPU bags are 5 to 8 times
+faster than torch's sparse matrices (`examples/benchmarks/aggregation`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a forecast starts from: the measured model, the graph, the link between devices.
 
-What a message costs: so many seconds whatever its size, and so many bytes a second on top.
+A message of `num_bytes` over a link takes
 
     seconds = message_s + num_bytes / bytes_per_s
 
-A rank that waits is woken late where all cores compute, which most of `message_s` then is.
+Most of `message_s` is the time that a waiting rank needs to wake up where all cores compute.
 
 Source: Hockney, The communication challenge for MPP (1994).
 """

@@ -1,9 +1,7 @@
 """Runs the user's own forward plainly, outside of the pipeline.
 
-The pipelined module run plainly: what fails there is the user's own error, and raised as it is.
-
-A refusal says that a module does not fit a pipeline, and what to do about it. Where the module
-fails without a pipeline as well, on the same batch, that would mislead.
+What fails there is the user's own error and is raised as it is. A refusal would say that the module
+does not fit a pipeline, which would mislead.
 """
 
 from __future__ import annotations

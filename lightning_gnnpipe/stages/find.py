@@ -1,21 +1,7 @@
-"""Finds the pipelined module, and how it says itself where it may be cut.
+"""Finds the pipelined module, and reads from it where it may be cut.
 
-    class Net(nn.Module):
-        def pipeline_layers(self):
-            return [
-                (self.encoder, "x -> h"),
-                (self.blocks[0], "h, edge_index -> h, skip"),
-                (self.blocks[1], "h, skip, edge_index -> out"),
-            ]
-
-Each entry is a submodule and what it reads and computes, as in `torch_geometric.nn.Sequential`: the
-names are those of forward's parameters and of what earlier entries computed; the last entry's
-outputs are the model's. The submodules are called as they are, whatever they do inside, and layers
-are cut between those that pass messages. Forward itself must compute the same: it is compared.
-
-Finding the module to pipeline.
-
-It is the smallest one that holds all message passing and has a forward of its own.
+The pipelined module is the smallest one that holds all message passing and has a forward of its
+own. One that cannot be traced lists its layers in a method `pipeline_layers`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Segments of a traced graph as modules, and what they change besides their outputs.
 
-What the nodes of segments do beside computing their values, learned by running them once.
-
-They draw random numbers, overwrite tensors, and change the buffers of their modules.
+They draw random numbers, overwrite tensors, and change the buffers of their modules. All of it is
+learned by running them once.
 """
 
 from __future__ import annotations

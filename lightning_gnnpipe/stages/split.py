@@ -1,10 +1,8 @@
 """Assigns layers to stages, and finds which stages use which parameters.
 
-What gradients of some outputs reach: plainly, everything else has none.
-
 Stages send each other gradients of a fixed form, zeros where there are none. An optimizer treats a
-weight with a gradient of zeros otherwise than one without (momentum, weight decay), so where there
-is none has to be known.
+weight with a gradient of zeros in another way than one without a gradient (momentum, weight decay).
+So the weights that the used outputs do not reach must be known.
 """
 
 from __future__ import annotations

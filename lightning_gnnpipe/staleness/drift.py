@@ -1,12 +1,10 @@
 """How stale the rows of a step were: their age, and how far they have moved.
 
-How far the rows of a history have moved since the last step, on average.
-
     drift = sum over the rows of chunks that have run of (row now - row then)
             / (the number of these rows + FLOOR)
 
-A row that is read stale is taken to have moved so far. The drift is a constant to autograd, as the
-row is. It takes away what lags in all rows alike: most of what one optimizer step changes.
+A stale row is taken to have moved by the drift, which is a constant to autograd, as the row is.
+Most of what one optimizer step changes is alike in all rows, and the drift takes that away.
 """
 
 from __future__ import annotations

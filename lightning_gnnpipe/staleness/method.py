@@ -1,8 +1,7 @@
-"""How stale rows and their gradients are handled: the method, its options, what it reads.
+"""How stale rows are handled: the method, its options, and what a stale read returns.
 
-What a read of a stale row returns: the last rows, or a snapshot of all of them.
-
-A snapshot is put into the rows before a step's forward pass, and renewed after it.
+A read returns the last rows, or a snapshot of all rows. A snapshot is put into the rows before a
+step's forward pass, and renewed after it.
 """
 
 from __future__ import annotations

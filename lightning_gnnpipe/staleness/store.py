@@ -1,9 +1,7 @@
-"""The history of a layer: push writes a chunk's rows, pull reads those of other chunks.
-
-The histories and gradient buffers of one stage: push, pull, and the age of every row.
+"""The histories of one stage: push writes a chunk's rows, pull reads those of other chunks.
 
 Rows are kept in the plan's chunk-contiguous order, so a chunk's own rows are one slice. A chunk
-writes all its rows at once, so one number a chunk tells the age of its rows. A row that was never
+writes all its rows at once, so one number a chunk is the age of its rows. A row that was never
 written is never read.
 """
 

@@ -3,16 +3,13 @@
     parameters, in the order that backward reaches them:   [p9 p8 p7] [p6 p5] [p4 p3 p2 p1 p0]
                                                             sum ->     sum ->   ...
 
-Ranks must take the buckets in the same order, so a full one waits for those before it.
+Ranks must take the buckets in the same order, so a full one waits for those before it. Gradients of
+one stage are summed over its shards, or averaged over the replicas. Gradients that several stages
+have (tied weights) are summed over the ranks of these stages at the end. A mean over replicas is
+the mean of all that was accumulated since the weights last changed, so one before each optimizer
+step is enough.
 
 Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXiv 2006.15704).
-
-Sums of gradients of parameters that several ranks use, and means over replicas.
-
-Those of one stage are summed over its shards, or averaged over the data axis, as soon as the last
-chunk's backward has reached them; those that several stages use (tied ones), over the ranks of
-these stages, at the end. A mean over replicas is that of all that has been accumulated since the
-weights were last changed, so one in front of each optimizer step is enough.
 """
 
 from __future__ import annotations

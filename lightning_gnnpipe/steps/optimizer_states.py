@@ -1,7 +1,7 @@
-"""States of optimizers. A rank has those of its stage; user code that reads them gets all.
+"""States of optimizers: each rank has those of its stage, and user code reads those of all stages.
 
-While user code runs, another mapping stands in for `optimizer.state`. The first read through it
-asks the other ranks. What it fetches stays until the next step of training or of the optimizer.
+While user code runs, `WatchedStates` stands in for `optimizer.state`. The first read asks the other
+ranks for their states. They stay until the next step of training or of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OptimizerStates:
     Args:
         optimizer: Its attribute `state` is replaced and put back.
         transport: The ranks.
-        ask: Asks the other ranks to call `share`, and calls it; for a read by user code.
+        ask: Has all ranks call `gather`; called when user code reads a state.
     """
 
     def __init__(self, optimizer: Optimizer, transport: Transport, ask: Callable[[], None]) -> None:
@@ -34,49 +34,51 @@ class OptimizerStates:
         self._states: States = {}
         self._is_full = False
 
-    def hide(self) -> None:
-        """Notice reads from now on."""
+    def watch(self) -> None:
+        """Notice reads by user code from now on."""
         states = self._find()
-        if "state" in self._optimizer.__dict__:  # not a property, whose reads are not noticed
-            self._optimizer.state = _SeenStates(states, self._read)  # type: ignore[assignment]
+        if "state" in self._optimizer.__dict__:  # a property cannot be watched
+            self._optimizer.state = WatchedStates(states, self._read)  # type: ignore[assignment]
 
-    def show(self) -> None:
-        """Notice no reads from now on."""
-        if isinstance(self._optimizer.state, _SeenStates):
+    def release(self) -> None:
+        """Put the true states back, for code that knows of stages."""
+        if isinstance(self._optimizer.state, WatchedStates):
             self._optimizer.state = self._find()  # type: ignore[assignment]
 
-    def settle(self, foreign: Collection[nn.Parameter]) -> None:
-        """Forget the states of `foreign`, the parameters of other stages, if there are any."""
+    def forget(self, foreign: Collection[nn.Parameter]) -> None:
+        """Forget the states of `foreign`, the parameters of other stages."""
         states = self._find()
         for parameter in foreign:
             states.pop(parameter, None)
         self._is_full = self._is_full and not foreign
 
-    def share(self, *, takes: bool, brings: bool = True) -> None:
-        """Give the ranks that take them the states of all stages; collective, after `settle`.
+    def gather(self, *, keeps: bool, on_cpu: bool = False) -> None:
+        """Send the states of this stage to all ranks, and receive the rest; collective.
+
+        Call `forget` before, on all ranks.
 
         Args:
-            takes: Whether this rank takes them.
-            brings: Whether they are brought to the device of their parameter; else to the CPU.
+            keeps: Whether this rank keeps what it receives, until `forget`.
+            on_cpu: Whether that stays on the CPU; else it moves to its parameter's device.
         """
         states = self._find()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         own = {i: states[p] for i, p in enumerate(parameters) if p in states}
         merged = merge_optimizer_states(self._transport, {"state": own})["state"]
-        if not takes:
+        if not keeps:
             return
         for i, found in merged.items():  # in the order of a single device
             parameter = parameters[i]
             mine = states.pop(parameter, None)
             if i not in own:
-                mine = _on_device(found, parameter) if brings else found
+                mine = found if on_cpu else _on_device(found, parameter)
             states[parameter] = mine
         self._is_full = True
 
     def _find(self) -> States:
-        """Return the true states; the user may have put others in their place."""
+        """Return the true states, which the user may have replaced, as `load_state_dict` does."""
         states: Any = self._optimizer.state
-        if isinstance(states, _SeenStates):
+        if isinstance(states, WatchedStates):
             states = states.states
         if states is not self._states:
             self._states, self._is_full = states, False
@@ -87,20 +89,20 @@ class OptimizerStates:
             self._ask()
 
 
-class _SeenStates(MutableMapping[Any, Any]):
-    """Stands in for the states of an optimizer; each use of it is a read.
+class WatchedStates(MutableMapping[Any, Any]):
+    """Behaves as the dict of an optimizer's states; completes it before each use.
 
     Args:
-        states: The true ones.
-        read: Completes them.
+        states: The dict.
+        complete: Adds the states of other stages to it.
     """
 
-    def __init__(self, states: States, read: Callable[[], None]) -> None:
-        self.states, self._read = states, read
+    def __init__(self, states: States, complete: Callable[[], None]) -> None:
+        self.states, self._complete = states, complete
 
     def all(self) -> States:
         """Return the states of all stages."""
-        self._read()
+        self._complete()
         return self.states
 
     def __getitem__(self, key: Any) -> Any:
@@ -130,7 +132,7 @@ class _SeenStates(MutableMapping[Any, Any]):
     def __ror__(self, other: Any) -> States:
         return other | self.all()
 
-    def __ior__(self, other: Any) -> _SeenStates:
+    def __ior__(self, other: Any) -> WatchedStates:
         self.all().update(other)
         return self
 

@@ -1,18 +1,11 @@
 """One training pass: forward now, backward when autograd reaches the outputs.
 
-The histories around it, in order: refresh (if due), what stale reads return, forward (push, pull),
-what later reads need, backward (gradient buffers).
+The outputs of the pipelined forward are leaves of the pipeline. When the user's loss reaches them
+in backward, the pipeline's own backward phase runs, and autograd goes on with the gradients of the
+batch's tensors. `PassState` follows where the pass is:
 
-The seam between the user's autograd graph and the pipeline's.
-
-The outputs of the pipelined forward are leaves of the pipeline and roots of nothing: when the
-user's loss reaches them in backward, the pipeline's own backward phase runs, and the gradients of
-the batch's tensors, if they have any, go on.
-
-Where the last training pass stands, and whether later passes may read what it has left.
-
-forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
-                             ->  abandon, where no backward comes, or a phase has failed
+    forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
+                                 ->  abandon, where no backward comes, or a phase has failed
 """
 
 from __future__ import annotations

@@ -132,21 +132,21 @@ class WeightReads:
                 for weights in self._weights():
                     weights.empty(self._users())
                 self._is_full = False
-        self.settle_states()
+        self.forget_foreign_states()
 
-    def settle_states(self) -> None:
+    def forget_foreign_states(self) -> None:
         """Forget optimizer states of other stages, which a checkpoint or a read has brought."""
         if self._states:
             foreign = self._weights()[0].foreign(self._users())
             for states in self._states:
-                states.settle(foreign)
+                states.forget(foreign)
 
-    def share_states(self) -> None:
+    def gather_states(self) -> None:
         """Give every rank the optimizer states of all stages, on the CPU; collective."""
         with self.inside(), torch.no_grad():
-            self.settle_states()
+            self.forget_foreign_states()
             for states in self._states:
-                states.share(takes=True, brings=False)
+                states.gather(keeps=True, on_cpu=True)
 
     def serve(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let `optimizer` change what this rank's stage has alone; return what ends that."""
@@ -184,7 +184,7 @@ class WeightReads:
         self._states.append(states)
         served = ExitStack()
         served.callback(self._states.remove, states)
-        served.callback(states.show)
+        served.callback(states.release)
         served.callback(optimizer.register_step_pre_hook(before).remove)
         served.callback(add_first_post_hook(optimizer, lambda *_: self._hide()))
         return served.close
@@ -233,7 +233,7 @@ class WeightReads:
         self._is_full = True
         self._show()
         for states in self._states:
-            states.hide()
+            states.watch()
 
     def _ask_states(self) -> None:
         if self._refusal or self.is_closed():
@@ -281,9 +281,9 @@ class WeightReads:
                 if asks == _ASKS:
                     weights.take(tensors, grads)
             if _ASKS_STATES in places:
-                self.settle_states()
+                self.forget_foreign_states()
             for states in self._states if _ASKS_STATES in places else ():
-                states.share(takes=asks == _ASKS_STATES)
+                states.gather(keeps=asks == _ASKS_STATES)
 
     def _in_size(self, value: Any) -> Any:
         """Return, for a tensor that is empty here, one without data of its true size."""
@@ -297,13 +297,13 @@ class WeightReads:
         for tensor, kind, _ in self._watched:
             tensor.__class__ = kind
         for states in self._states:
-            states.show()
+            states.release()
 
     def _hide(self) -> None:
         for tensor, _, kind in self._watched:
             tensor.__class__ = kind
         for states in self._states if self._watched else ():
-            states.hide()
+            states.watch()
 
 
 def _make_classes(reads: WeightReads) -> tuple[type, type]:

@@ -1,14 +1,11 @@
 """A rank's weights: parameters of other stages are emptied, and filled again on demand.
 
-Names, order and optimizer ids stay those of the user's module on every rank; the memory is spent
-only where a stage needs it. A placeholder keeps its number of dimensions, so that code which groups
-parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are small,
-and the owner's values count.
+An emptied parameter is the same `nn.Parameter` object without data. Names, order and optimizer ids
+stay those of the user's module on every rank. It keeps its number of dimensions, so that code which
+groups parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are
+small, and the owner's values count.
 
-The weights of one module on the stages: emptied where other stages use them, whole on demand.
-
-The module is the pipelined one, or a copy of it in which a callback averages its weights: a copy is
-emptied and filled along with the original, so that tensor by tensor the two have the same shapes.
+A copy of the module, in which a callback averages weights, is emptied and filled with it.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class PipeCheckpoints(PipeProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         reads = self._engine.model.reads if self._engine else None
         if reads is not None:
-            reads.settle_states()
+            reads.forget_foreign_states()
         with reads.inside() if reads is not None else nullcontext():
             state = super().optimizer_state(optimizer)
         if not self._has_peers or self._is_interrupted:

@@ -205,7 +205,7 @@ class PipeLoops(PipeReplicas):
         engine.detach()
         self._hook_ends.detach()
         if engine.model.is_split and not self._is_interrupted:
-            engine.model.reads.share_states()
+            engine.model.reads.gather_states()
         while self._unserve:
             self._unserve.pop()()
         if not self._is_interrupted:

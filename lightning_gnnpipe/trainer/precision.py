@@ -1,9 +1,8 @@
 """Gradient clipping and loss scaling over all stages.
 
-Loss scaling over stages: gradients that overflow on one stage make all of them skip the step.
-
-A scaler looks at the gradients of its own process. Stages that decided by themselves would drift
-apart: some would take a step, with another scale for the next one.
+Clipping needs the norm over the gradients of all stages. A loss scaler looks at the gradients of
+its own process: where one stage overflows, all stages must skip the step, or their scales and
+weights drift apart.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Lets Lightning's callbacks that need all weights, such as SWA, run on a split model.
 
-Those that average weights (StochasticWeightAveraging, WeightAveraging) hold a copy of the module:
-it is emptied and filled along with the module, so that each rank averages what its stage owns, and
-whoever asks for the state dict of a copy is given the weights of all stages. Those that unfreeze
-layers (BaseFinetuning) compare parameters by value: they are shown all of them.
-
-The ends of the hooks that users write, where ranks answer those that read weights.
-
-Lightning profiles each hook that it calls; its name tells whose hook it is.
+It also finds the ends of users' hooks, where ranks answer those that read weights: Lightning
+profiles each hook that it calls, and the profile's name tells whose hook it is.
 """
 
 from __future__ import annotations
