@@ -112,7 +112,7 @@ def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
         checkpoint: dict[str, Any] = dict(meta["checkpoint"])
         state: dict[str, Any] = dict(meta["model"])
         optimizers = [dict(one) for one in meta["scalars"]]
-    except Exception as error:  # what damaged files raise is not told by torch
+    except Exception as error:  # torch does not say what damaged files raise
         raise CheckpointError(
             explain(
                 expected=f"a checkpoint in {path}",

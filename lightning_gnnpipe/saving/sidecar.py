@@ -121,7 +121,7 @@ def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
     for stage, path in enumerate(paths):
         try:
             stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        except Exception as error:  # what damaged files raise is not told by torch
+        except Exception as error:  # torch does not say what damaged files raise
             raise CheckpointError(
                 explain(
                     expected=f"the histories of stage {stage} of {num_stages} in {path}",

@@ -151,7 +151,7 @@ def is_one_graph(module: nn.Module, call: Call) -> bool:
     try:
         sample = draw_sample(module, single, classify(single))
         outputs = flatten(_run_on_sample(module, single, sample))
-    except Exception:  # it will fail again, where the error is told
+    except Exception:  # it fails again where the error is shown
         return False
     rows = [output.size(0) if output.dim() else -1 for output in outputs]
     return bool(rows) and set(rows) == {sample.num_nodes}

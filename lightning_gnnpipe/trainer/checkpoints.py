@@ -116,7 +116,7 @@ class PipeCheckpoints(PipeProcesses):
             found = _compat.read_checkpoint(self.checkpoint_io, path, weights_only)
         except FileNotFoundError:
             raise
-        except Exception as error:  # what damaged files raise is not told by torch
+        except Exception as error:  # torch does not say what damaged files raise
             raise CheckpointError(
                 explain(
                     expected=f"a checkpoint in {path}",

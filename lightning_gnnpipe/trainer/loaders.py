@@ -143,6 +143,6 @@ class _Source(Iterator[Any]):
         if not self._next:
             try:
                 self._next = [(next(self._source), None)]
-            except Exception as error:  # whatever it is, it is raised in its turn
+            except Exception as error:  # raised when its batch is asked for
                 self._next = [(None, error)]
         return self._next[0][0]
