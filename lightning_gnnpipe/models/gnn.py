@@ -8,9 +8,6 @@ from typing import Literal
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, LayerNorm, SAGEConv
 
-Conv = Literal["gcn", "sage", "gat"]
-Norm = Literal["batch", "layer"]
-
 
 class GNN(nn.Module):
     r"""A stack of GCN, GraphSAGE or GAT layers.
@@ -51,8 +48,8 @@ class GNN(nn.Module):
         num_layers: int,
         dropout: float = 0.5,
         *,
-        conv: Conv = "gcn",
-        norm: Norm | None = None,
+        conv: Literal["gcn", "sage", "gat"] = "gcn",
+        norm: Literal["batch", "layer"] | None = None,
         skip: bool = False,
         input_dropout: float = 0.0,
     ) -> None:
@@ -77,7 +74,7 @@ class GNN(nn.Module):
         return x if self.lin_out is None else self.lin_out(x)
 
 
-def _make_norm(norm: Norm | None, channels: int) -> nn.Module:
+def _make_norm(norm: Literal["batch", "layer"] | None, channels: int) -> nn.Module:
     if norm is None:
         return nn.Identity()
     return LayerNorm(channels, mode="node") if norm == "layer" else nn.BatchNorm1d(channels)
