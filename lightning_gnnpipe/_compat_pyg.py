@@ -1,7 +1,4 @@
-"""The private names of PyG that the package uses, and what older versions of PyG lack.
-
-`tests/test_compat.py` lists the names.
-"""
+"""Private names of PyG that the package uses; `tests/test_compat.py` lists them."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ _HOOKS = ("_propagate_", "_message_", "_aggregate_", "_edge_update_")
 
 
 def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
-    """Return how the attribute `name` of a batch of graphs was put together from theirs.
+    """Return how PyG collated the attribute `name` of a batch of graphs.
 
-    Returns:
-        `[num_graphs + 1]` where the rows of each graph begin, and `[num_graphs, *]` what was added
-        to its numbers, if anything was. None if the attribute is not of the graphs, or no tensor.
+    That is `[num_graphs + 1]` where the rows of each graph begin, and `[num_graphs, *]` increments
+    added
+    to its values, or None. Returns None if the attribute is not of the graphs, or no tensor.
     """
     slices = getattr(batch, "_slice_dict", {}).get(name)
     increments = getattr(batch, "_inc_dict", {}).get(name)
@@ -43,27 +40,27 @@ def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
 
 
 def arguments_of_propagate(conv: MessagePassing) -> tuple[str, ...]:
-    """Return the names, such as "x_j", that the parts of `propagate` read."""
+    """Return the names, like "x_j", that the steps of `propagate` read."""
     return tuple(conv._user_args)
 
 
 def arguments_of_edge_updater(conv: MessagePassing) -> tuple[str, ...]:
-    """Return the names, such as "x_j", that `edge_update` reads."""
+    """Return the names, like "x_j", that `edge_update` reads."""
     return tuple(conv._edge_user_args)
 
 
 def arguments_of_update(conv: MessagePassing) -> tuple[str, ...]:
-    """Return the names that `update` reads besides what was aggregated."""
+    """Return the names that `update` reads besides the aggregated messages."""
     return tuple(conv.inspector.get_param_names("update", exclude=conv.special_args))
 
 
 def source_rows(conv: gnn.HGTConv) -> Callable[..., Any]:
-    """Return the method of `SOURCE_ROWS`."""
+    """Return the method `SOURCE_ROWS`."""
     return getattr(conv, SOURCE_ROWS)
 
 
 def passing_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the hooks that look into `propagate`, if `module` passes messages."""
+    """Yield hooks on the steps of `propagate`, if `module` passes messages."""
     if isinstance(module, MessagePassing):
         for name, hooks in vars(module).items():
             if name.startswith(_HOOKS):
@@ -71,7 +68,7 @@ def passing_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def has_own_propagate(kind: type[MessagePassing]) -> bool:
-    """Whether `propagate` is the user's, not PyG's, which is written for each class by template."""
+    """Whether the user wrote `propagate`; PyG generates one for each class."""
     written = f"{kind.__module__}_{kind.__name__}_propagate"
     is_written = kind.propagate.__module__.startswith(written)
     return not is_written and kind.propagate is not MessagePassing.propagate

@@ -1,7 +1,4 @@
-"""The private names of torch that the package uses, and what older versions do differently.
-
-`tests/test_compat.py` lists the names.
-"""
+"""Private names of torch that the package uses; `tests/test_compat.py` lists them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.distributed_c10d import Store
 
 _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_LAST_TAG = 2**31 - 1  # of no message
+_LAST_TAG = 2**31 - 1  # no message uses it
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
@@ -33,7 +30,7 @@ INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
 CALL_OF_MODULE = nn.Module._call_impl.__code__
 """What runs hooks and the forward of a module."""
 
-# What the metadata of torch.distributed.checkpoint is pickled from: types that hold data alone.
+# Types in pickled metadata of torch.distributed.checkpoint; they only hold data.
 METADATA_TYPES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -54,10 +51,10 @@ METADATA_TYPES = {
 
 
 def member_of_metadata(kind: Any, name: str) -> Any:
-    """Return a member of an enum: what Python 3.11 pickles as a call of `getattr`.
+    """Return a member of an enum; Python 3.11 pickles it as a call of `getattr`.
 
     Raises:
-        TypeError: If something else is asked for.
+        TypeError: For any other enum.
     """
     if kind is not _MEM_FORMAT_ENCODING:
         raise TypeError(f"{kind!r}.{name} is no part of a checkpoint's metadata")
@@ -65,18 +62,18 @@ def member_of_metadata(kind: Any, name: str) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that changes when `tensor` is written to; -1 where torch does not count."""
+    """Return a number that each write to `tensor` changes; -1 if torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def registry_of(module: nn.Module, name: str) -> dict[str, Any] | None:
-    """Return what `module` keeps its parameter, buffer or submodule `name` in; None if none."""
+    """Return the dict of `module` with parameter, buffer or submodule `name`; None if none."""
     registries = (module._modules, module._parameters, module._buffers)
     return next((one for one in registries if name in one), None)
 
 
 def fills_grad_of(accumulator: Any) -> bool:
-    """Whether the backward that runs reaches a leaf's `grad`; `accumulator` is the leaf's node."""
+    """Whether the running backward fills a leaf's `grad`; `accumulator` is its node."""
     return bool(torch._C._will_engine_execute_node(accumulator))
 
 
@@ -97,24 +94,24 @@ _DROPPING = {
 
 
 def is_dropping_gradients(frame: FrameType | None) -> bool:
-    """Whether `frame`, or one that has called it, is torch's own function that drops gradients."""
+    """Whether `frame` runs within torch's `zero_grad`."""
     while frame is not None and frame.f_code not in _DROPPING:
         frame = frame.f_back
     return frame is not None
 
 
 def ignoring_classes() -> Any:
-    """Return a context in which torch treats tensors of all classes alike."""
+    """Return a context in which torch ignores subclasses of tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
-_SAVED = "_saved_"  # what the names of a function's tensors begin with
+_SAVED = "_saved_"  # prefix of a function's saved values
 _CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Mode", "Median", "Cum")
 """Functions that save which rows they have chosen, by the values of weights."""
 
 
 def saved_data(node: Any) -> list[Tensor]:
-    """Return the tensors without a gradient that a function of autograd was given, and saved."""
+    """Return the tensors that an autograd function received without gradient, and saved."""
     if hasattr(node, "saved_tensors"):  # written in Python
         values = list(node.saved_tensors)
     else:
@@ -126,7 +123,7 @@ def saved_data(node: Any) -> list[Tensor]:
 
 
 def saved_options(node: Any) -> dict[str, Any]:
-    """Return the numbers and flags that a function of autograd was given, by name."""
+    """Return the numbers and flags that an autograd function received, by name."""
     names = [name for name in dir(node) if name.startswith(_SAVED)]
     values = {name.removeprefix(_SAVED): getattr(node, name) for name in names}
     plain = (bool, int, float, str, type(None))
@@ -139,14 +136,14 @@ def saved_options(node: Any) -> dict[str, Any]:
 
 
 def shape_of_output(node: Any, index: int) -> tuple[int, ...]:
-    """Return the shape of what a function of autograd has computed, or of a leaf."""
+    """Return the shape of an output of an autograd function, or of a leaf."""
     if hasattr(node, "variable"):
         return tuple(node.variable.shape)
     return tuple(node._input_metadata[index].shape)
 
 
 def _is_given(kind: str, name: str) -> bool:
-    """Whether what a function keeps under `name` was given to it, rather than computed by it."""
+    """Whether the function received what it saved as `name`, rather than computed it."""
     if name.startswith("result"):
         return "Dropout" in kind  # its mask
     if name.startswith(("running", "logsumexp", "philox", "rng_state", "cum_seq", "output")):
@@ -157,7 +154,7 @@ def _is_given(kind: str, name: str) -> bool:
 def add_first_post_hook(
     optimizer: torch.optim.Optimizer, hook: Callable[..., None]
 ) -> Callable[[], None]:
-    """Have `hook` run after each step, before all other such hooks; return what removes it."""
+    """Run `hook` after each step, before all other hooks; return its remover."""
     handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
@@ -165,23 +162,23 @@ def add_first_post_hook(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` is what torch.compile has returned."""
+    """Whether torch.compile returned `module`."""
     return hasattr(module, "_orig_mod")
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
-    """Whether a weight of `module` is divided by an estimate that each forward pass improves."""
+    """Whether a weight of `module` is divided by an estimate that forward improves."""
     hooks = (type(hook).__name__ for hook in module._forward_pre_hooks.values())
     return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` runs more than its forward."""
+    """Whether calling `module` runs hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def hooks_of_module(module: nn.Module) -> Iterator[Any]:
-    """Yield all that calling `module`, and its backward, runs beside its forward."""
+    """Yield the hooks that run with the module's forward and backward."""
     for hooks in (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -192,20 +189,20 @@ def hooks_of_module(module: nn.Module) -> Iterator[Any]:
 
 
 def global_hooks() -> Iterator[Any]:
-    """Yield all that calling any module runs."""
+    """Yield the hooks that run with every module."""
     for name, hooks in vars(nn.modules.module).items():
         if name.startswith("_global_") and isinstance(hooks, dict) and "always" not in name:
             yield from (hook for hook in hooks.values() if callable(hook))
 
 
 def hooks_of_parameter(parameter: nn.Parameter) -> Iterator[Any]:
-    """Yield all that is run when `parameter` gets its gradient."""
+    """Yield the hooks that run when `parameter` gets its gradient."""
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         yield from (hooks or {}).values()
 
 
 def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:
-    """Have the tracer find its wrapped functions in the globals of `modules` as well."""
+    """Let the tracer find its wrapped functions in the globals of `modules` too."""
     tracer._autowrap_search.extend(modules)
 
 
@@ -214,10 +211,9 @@ def change_overflows(
     change: Callable[[Mapping[torch.device, Tensor]], dict[torch.device, Tensor]],
     inside: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Let `change` alter what `scaler` finds, `inside`, on each device; return what ends that.
+    """Let `change`, within `inside`, alter overflows that `scaler` finds; return an undo function.
 
-    All its ways lead through the method that is replaced on this one object: those of `unscale_`
-    and of the check for optimizers that unscale by themselves (fused ones).
+    `unscale_` and the check for fused optimizers both call the method that is replaced here.
     """
     find_local = scaler._unscale_grads_
 
@@ -230,13 +226,13 @@ def change_overflows(
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Let collective calls of `group`, or of all ranks, fail after `timeout`."""
+    """Set the timeout of collective calls in `group`, or in all ranks' group."""
     public = getattr(dist, "set_timeout", None)  # from torch 2.14, which deprecates the private one
     (public or dist.distributed_c10d._set_pg_timeout)(timeout, group or dist.group.WORLD)
 
 
 def default_store() -> Store:
-    """Return the store in which all ranks have found each other."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -246,7 +242,7 @@ def save_tensors(
     is_distributed: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write `tensors`, together with the other ranks of `group` if there are any."""
+    """Write `tensors`, together with the other ranks of `group` if distributed."""
     if "no_dist" in inspect.signature(save).parameters:  # torch 2.6
         options: dict[str, Any] = {"no_dist": not is_distributed, "process_group": group}
         save(dict(tensors), storage_writer=writer, **options)
@@ -257,12 +253,12 @@ def save_tensors(
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
-    """Overwrite `tensors` by those that `reader` finds; each process does so alone."""
+    """Read `tensors` in place by `reader`, in this process alone."""
     if "no_dist" in inspect.signature(load).parameters:  # torch 2.6
         load(dict(tensors), storage_reader=reader, no_dist=True)
         return
     before = os.environ.get(_SAFE)
-    os.environ[_SAFE] = "1"  # older versions would run whatever code the files hold
+    os.environ[_SAFE] = "1"  # older versions would run any code in the files
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
@@ -274,13 +270,13 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
 
 
 def clone_store() -> Any:
-    """Return the store by which the ranks have met, with a connection of its own if torch can."""
+    """Return the default store, with a connection of its own if torch can clone it."""
     store = dist.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 def break_groups() -> None:
-    """Have every wait of this process in a process group fail, in whatever thread; and the peers'.
+    """Make all waits in process groups fail, in all threads of this process and on its peers.
 
     Gloo closes the connections of a group in which a wait has timed out.
     """
@@ -296,7 +292,7 @@ def break_groups() -> None:
 
 
 def place_in_torch(thread: int) -> str | None:
-    """Return which call of torch.distributed `thread` is in, and from where; None if in none."""
+    """Return the torch.distributed call in which `thread` is, and its caller; or None."""
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
         return None
@@ -309,5 +305,5 @@ def place_in_torch(thread: int) -> str | None:
 
 
 def end_now(status: int) -> None:
-    """End this process, whatever its threads do."""
+    """End this process at once, whatever its threads do."""
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What callbacks ask of the next training step; the engine reads it when the step starts."""
+"""Requests of callbacks for the next training step; the engine reads them at its start."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ OnChunk = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Controls:
-    """Requests for the next training step.
+    """Requests for the next training step; each step switches them off again.
 
-    Every request is off after each step. Callbacks only switch requests on, in
-    `on_train_batch_start` or before, so that the order of callbacks does not matter.
+    Callbacks only switch requests on, in `on_train_batch_start` or before, so the order of
+    callbacks
+    does not matter.
 
     Attributes:
-        is_exact: Run the exact schedule: the whole graph as one chunk, no stale read. All histories
-            are written.
-        refreshes: Recompute all histories by an exact pass, dropout off, before the step, unless
+        is_exact: Run the whole graph as one chunk, without stale reads; writes all histories.
+        refreshes: Recompute all histories before the step, by an exact pass without dropout, unless
             validation has just written them.
-        takes_validation: Let a validation that runs before the step write the histories.
-        reads_snapshot: Take stale rows from the last snapshot, if there is one.
+        takes_validation: Let a validation before the step write the histories.
+        reads_snapshot: Read stale rows from the last snapshot, if there is one.
         takes_snapshot: Take a snapshot of all rows after the forward pass.
-        records_staleness: Record who reads whom stale, and how far rows drift.
-        is_synchronous: Shards of the graph wait for each other's rows, in a step that would use
-            those of the step before.
-        on_chunk: Called on this rank after each chunk of a training step, forward and backward,
-            with how many it has computed so far and how many it will: twice the chunks.
+        records_staleness: Record which chunks are read stale, and how far rows drift.
+        is_synchronous: Let shards wait for each other's rows, even with `async_halo`.
+        on_chunk: Called on this rank after each chunk, forward and backward, with the number of
+            chunks done and the total, twice the number of chunks.
     """
 
     is_exact: bool = False
@@ -40,6 +39,6 @@ class Controls:
     on_chunk: OnChunk | None = None
 
     def reset(self) -> None:
-        """Switch everything off."""
+        """Switch all requests off."""
         for field in fields(self):
             setattr(self, field.name, field.default)

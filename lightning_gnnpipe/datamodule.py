@@ -1,9 +1,6 @@
-"""FullGraphDataModule: one graph in, one batch an epoch out, checked before a process is started.
+"""FullGraphDataModule: one graph as the only batch of each epoch.
 
-Goes in: a PyG ``Data``, a data set of one graph, or an OGB node data set. Comes out: loaders for
-all four loops that yield the same ``Data`` object every time, with one boolean mask a split. It
-exists because node-level training on the whole graph has no mini-batches to load, and because a
-malformed graph should be named here and not deep inside a pipeline.
+It checks the graph before processes start, so a malformed one is not found deep inside a pipeline.
 """
 
 from __future__ import annotations
@@ -25,10 +22,13 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 class FullGraphDataModule(L.LightningDataModule):
     """Serve the whole graph as the only batch of fit, validate, test and predict.
 
-    Masks are taken from the graph (one column of ``[num_nodes, num_splits]`` masks), from an OGB
-    data set's own split, or drawn at random where there are none. A graph with a training mask may
-    lack others: no step may ask for them. The graph handed in is not
-    changed: ``datamodule.data`` is a shallow copy that shares its tensors.
+    Masks come from the graph (one column of ``[num_nodes, num_splits]`` masks) or from an OGB data
+    set's
+    split; without either they are drawn at random. A graph with a training mask may lack validation
+    or
+    test masks if no step uses them. The given graph is not changed: ``datamodule.data`` is a
+    shallow
+    copy that shares its tensors.
 
     Example::
 
@@ -37,12 +37,12 @@ class FullGraphDataModule(L.LightningDataModule):
     Args:
         data: A ``Data``, a PyG data set of one graph, or an OGB node data set.
         split: Column of masks that hold several splits.
-        split_fracs: Shares of train, validation and test nodes, where masks are drawn.
-        seed: Seed of that draw; the same seed draws the same masks on every rank.
+        split_fracs: Shares of train, validation and test nodes for drawn masks.
+        seed: Seed of drawn masks; equal seeds give equal masks on every rank.
 
     Raises:
         GraphError: The graph is heterogeneous, has no features or edges, or its parts disagree.
-        ConfigError: ``split`` or ``split_fracs`` cannot be met.
+        ConfigError: ``split`` or ``split_fracs`` is out of range.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FullGraphDataModule(L.LightningDataModule):
 
     @property
     def num_features(self) -> int:
-        """Features of a node."""
+        """Number of features of a node."""
         return int(self.data.x.size(1))
 
     @property
@@ -99,8 +99,7 @@ class FullGraphDataModule(L.LightningDataModule):
 class SingleGraphLoader:
     """Yield one graph, the same object in each epoch: nothing is copied, collated or sampled.
 
-    Not a ``torch.utils.data.DataLoader``, so Lightning gives it no distributed sampler, which
-    would have one graph to share out among all ranks.
+    It is no ``DataLoader``, since Lightning would split its one graph over ranks by a sampler.
     """
 
     def __init__(self, data: Data) -> None:
@@ -116,12 +115,12 @@ class SingleGraphLoader:
 def load_ogb_node_dataset(name: str, root: str) -> Dataset:
     """Return the OGB node data set ``name``, for ``FullGraphDataModule``.
 
-    OGB unpickles its processed file with ``torch.load``, which since torch 2.6 refuses classes
-    that it was not told of: PyG's are registered first.
+    OGB calls ``torch.load``, which since torch 2.6 refuses unregistered classes: this registers
+    PyG's.
 
     Args:
-        name: Such as ``"ogbn-arxiv"``.
-        root: Folder of OGB's data sets; downloaded into if the data set is not there.
+        name: For example ``"ogbn-arxiv"``.
+        root: Folder of OGB's data sets; a missing data set is downloaded into it.
 
     Raises:
         ConfigError: ``ogb`` is not installed.
@@ -144,7 +143,7 @@ def load_ogb_node_dataset(name: str, root: str) -> Dataset:
 
 
 def _single_graph(data: Data | Dataset) -> Data:
-    """Return the one graph of ``data``, or say why there is none."""
+    """Return the one graph of ``data``; raise GraphError if there is none."""
     if isinstance(data, Dataset):
         if len(data) != 1:
             raise GraphError(
@@ -167,7 +166,7 @@ def _single_graph(data: Data | Dataset) -> Data:
 
 
 def _check_features(graph: Data) -> None:
-    """Refuse a graph without node features, or with a row too many or too few."""
+    """Refuse a graph without node features, or with a wrong number of rows."""
     x = graph.x
     if not isinstance(x, Tensor) or x.dim() != 2:
         raise GraphError(
@@ -189,7 +188,7 @@ def _check_features(graph: Data) -> None:
 
 
 def _check_edges(edge_index: Tensor | None, num_nodes: int) -> None:
-    """Refuse edges of another shape or type, or that name nodes which are not there."""
+    """Refuse edges of a wrong shape or type, or between missing nodes."""
     if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise GraphError(
             explain(
@@ -219,7 +218,7 @@ def _check_edges(edge_index: Tensor | None, num_nodes: int) -> None:
 
 
 def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
-    """Refuse labels or a mask with another number of rows than the graph has nodes."""
+    """Refuse labels or masks whose number of rows is not the number of nodes."""
     rows = graph.get(name)
     if rows is None:
         return
@@ -282,7 +281,7 @@ def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
 
 
 def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
-    """Set disjoint random masks of the given shares; the same seed draws the same."""
+    """Set disjoint random masks of the given shares."""
     if len(split_fracs) != 3 or min(split_fracs) < 0 or sum(split_fracs) > 1 + 1e-9:
         raise ConfigError(
             explain(

@@ -1,10 +1,10 @@
-"""Errors a user can meet: each says what was found, what was expected and what to do about it."""
+"""Errors that users can meet; each text says what was expected, found, and what to do."""
 
 from __future__ import annotations
 
 
 class GNNPipeError(ValueError):
-    """Base of all errors of this package that a user can mend."""
+    """Base of all errors of this package that a user can fix."""
 
 
 class ConfigError(GNNPipeError):
@@ -12,7 +12,7 @@ class ConfigError(GNNPipeError):
 
 
 class GraphError(GNNPipeError):
-    """The graph or a tensor that belongs to it is malformed."""
+    """The graph, or a tensor that belongs to it, is malformed."""
 
 
 class UnsupportedError(GNNPipeError):
@@ -32,11 +32,11 @@ class PeerError(RuntimeError):
 
 
 def explain(*, expected: str, found: str, remedy: str) -> str:
-    """Return the text of an error: what was expected, what was found, the remedy.
+    """Return the text of an error.
 
     Args:
-        expected: A clause that follows "Expected", without a full stop.
-        found: A clause that follows "got", without brackets.
+        expected: A clause after "Expected", without a full stop.
+        found: A clause after "got", without brackets.
         remedy: One or two whole sentences.
     """
     return f"Expected {expected} (got {found}). {remedy}"

@@ -1,16 +1,14 @@
-"""Options without effect beside the other options: refused at construction.
+"""Refuses options that have no effect beside the other options, on any devices and any graph.
 
-An option is refused if, beside the other options, it changes nothing on any devices and any graph:
-whoever reads the script would think otherwise. Not refused is
+Not refused are options that
 
-- what does nothing on the present devices only, so that one script runs on one device and on
-  eight: `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
-- what does nothing with `num_chunks=1`, the exact baseline of a script that is run with several
-  numbers of chunks: one warning names it;
-- what asks for something that is so in any case: `guard=False`, `self_check=False`,
-  `balance="uniform"`, and the callback `StalenessWarmup` where every step is exact.
+- only have no effect on the present devices, so that a script runs on one device and on eight:
+  `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
+- have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
+- ask for what happens anyway: `guard=False`, `self_check=False`, `balance="uniform"`, and the
+  callback `StalenessWarmup` if every step is exact.
 
-An option that has its default value counts as not given.
+An option with its default value counts as not given.
 """
 
 from __future__ import annotations
@@ -37,14 +35,7 @@ _OF_ROWS = ("staleness", "history_dtype", "history_device")
 
 
 def check_idle(given: Any) -> None:
-    """Refuse options that change nothing.
-
-    Args:
-        given: The `StrategyOptions`, each checked by itself.
-
-    Raises:
-        ConfigError: With the option, and what leaves it nothing to do.
-    """
+    """Raise ConfigError if an option in `given`, the `StrategyOptions`, has no effect."""
     if for_graphs(given):
         why = "graphs of a batch are not cut into chunks, and none of their rows is stale"
         _refuse(given, (*_OF_CHUNKS, *_OF_ROWS), for_graphs(given), why, "drop the other")
@@ -62,7 +53,7 @@ def check_idle(given: Any) -> None:
 
 
 def idle_in_one_chunk(given: Any) -> list[str]:
-    """Return the names of the given options that change nothing since there is one chunk."""
+    """Return the names of given options without effect, if there is one chunk."""
     has_rows = given.async_halo or (given.recompute and given.graph_parallel > 1)
     names = _OF_CHUNKS if has_rows else (*_OF_CHUNKS, *_OF_ROWS)
     is_one = given.num_chunks == 1
@@ -70,7 +61,7 @@ def idle_in_one_chunk(given: Any) -> list[str]:
 
 
 def for_graphs(given: Any) -> str:
-    """Return the option that is for batches of graphs; "" if there is none."""
+    """Return the option that requires batches of graphs; "" if there is none."""
     if given.data_parallel > 1:
         return f"data_parallel={given.data_parallel}"
     return "" if given.schedule == "fill_drain" else f"schedule={given.schedule!r}"

@@ -1,4 +1,4 @@
-"""The options of the strategy, checked as soon as they are given."""
+"""Options of the strategy, checked at construction."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ BalanceOption = Literal["measured", "uniform"] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
-    """See `GNNPipeStrategy` for what each option means.
+    """See `GNNPipeStrategy` for the meaning of each option.
 
     Raises:
-        ConfigError: If an option cannot be right, whatever the graph and the devices are.
+        ConfigError: If an option is wrong on any graph and any devices.
     """
 
     num_stages: int | Literal["auto"]
@@ -120,13 +120,7 @@ class StrategyOptions:
         check_idle(self)
 
     def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
-        """Return what the engine is told of them.
-
-        Args:
-            seed: Of the run.
-            world_size: Processes.
-            is_fitting: Whether the run trains.
-        """
+        """Return the engine's options for a run on `world_size` processes."""
         num_stages, _ = self.resolve_layout(world_size)
         auto_chunks = CHUNKS_PER_STAGE * num_stages
         balance = self.balance
@@ -152,12 +146,12 @@ class StrategyOptions:
 
     @property
     def idle_in_one_chunk(self) -> list[str]:
-        """Names of what was given and changes nothing, since there is one chunk."""
+        """Names of given options without effect, if there is one chunk."""
         return idle_in_one_chunk(self)
 
     @property
     def for_graphs(self) -> str:
-        """The option that is for batches of graphs, none of whose rows is stale; "" if none is."""
+        """The option that requires batches of graphs; "" if there is none."""
         return for_graphs(self)
 
     @property
@@ -183,7 +177,7 @@ class StrategyOptions:
         """Return the numbers of stages and shards of a replica, S and G.
 
         Raises:
-            ConfigError: If there is no way to assign so many processes.
+            ConfigError: If the options do not fit the number of processes.
         """
         replicas, shards, stages = self.data_parallel, self.graph_parallel, self.num_stages
         world_size = self._replica_size(world_size)
@@ -216,11 +210,7 @@ class StrategyOptions:
         return world_size // self.data_parallel
 
     def expect_num_chunks(self, num_stages: int) -> int:
-        """Return K as far as it is known before the graph is.
-
-        Args:
-            num_stages: Stages, or devices where layouts of them are compared.
-        """
+        """Return K as far as it is known before the graph."""
         auto_chunks = CHUNKS_PER_STAGE * num_stages
         return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
 
@@ -256,17 +246,7 @@ def _refuse(expected: str, found: Any, remedy: str) -> None:
 def check_axes(
     data_parallel: object, graph_parallel: object, schedule: ScheduleName, num_virtual: object
 ) -> None:
-    """Refuse what cannot be right, whatever the graphs and the devices are.
-
-    Args:
-        data_parallel: Replicas.
-        graph_parallel: Shards of the graph; it has been checked by itself.
-        schedule: Of batches of graphs; likewise.
-        num_virtual: Stages of each rank.
-
-    Raises:
-        ConfigError: With the option.
-    """
+    """Raise ConfigError if these options are wrong on any graph and any devices."""
     if not is_count(data_parallel):
         found, remedy = data_parallel, "1 gives all processes the same batches."
         _refuse("'data_parallel' to be at least 1", found, remedy)

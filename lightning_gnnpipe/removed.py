@@ -1,4 +1,4 @@
-"""What to write instead of names that are gone, by name: values of options, and classes."""
+"""Advice for removed option values and classes, by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CLASSES: Mapping[str, str] = MappingProxyType(
 
 
 def advice_on(value: object) -> str | None:
-    """Return what to write instead of an option's value, or of a pair; None if it never was one."""
+    """Return advice for a removed option value, or a pair; None if it never existed."""
     names = value if isinstance(value, (tuple, list)) else [value]
     found = dict.fromkeys(
         VALUES[name] for name in names if isinstance(name, str) and name in VALUES

@@ -1,9 +1,8 @@
-"""The Lightning strategy: Lightning's hooks on one side, the engine on the other, no algorithm."""
+"""The Lightning strategy: its hooks, in the order in which Lightning calls them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -14,24 +13,25 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_gnnpipe.chunks import PipelineStats
+from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.options import BalanceOption, StrategyOptions
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.staleness import Staleness
-from lightning_gnnpipe.steps import batch_number, graph_of_node, num_nodes
 from lightning_gnnpipe.trainer import (
-    PipeLoops,
-    _compat,
-    check_optimizers,
-    check_scaling,
-    check_sync,
-    check_was_called,
-    loss_scale,
-    print_stages,
-    random_state,
-    shows_stages,
+    AtomicCheckpointIO,
+    Checkpoints,
+    EngineHost,
+    LightningStrategy,
+    PathLike,
+    Processes,
+    Replicas,
+    optimizers_to_device,
 )
 from lightning_gnnpipe.types import (
     ChangingInputs,
@@ -46,92 +46,80 @@ from lightning_gnnpipe.types import (
     StartMethod,
 )
 
-log = logging.getLogger(__name__)
 
+class GNNPipeStrategy(LightningStrategy):
+    """Trains a GNN on the whole graph, with its layers in stages on several devices.
 
-class GNNPipeStrategy(PipeLoops):
-    """Trains a GNN on the whole graph, its layers in stages on several devices.
-
-    Chunks of the graph are in flight between the stages; of a batch of many graphs, micro-batches.
-
+    Chunks of the graph flow through the stages, or micro-batches of a batch of many graphs.
     Source: GNNPipe (arXiv 2308.10087).
 
     Args:
-        num_stages: Stages, S; "auto" for as many as there are devices for.
-        data_parallel: Replicas, R: so many pipelines, each with other batches of graphs, whose
-            gradients are averaged, as in DDP. There are R x S processes.
-        graph_parallel: Shards of the graph, G: each stage has that many of the S x G processes,
-            which split every chunk and swap rows of neighbours; graph parallelism with one stage.
-            `gnnpipe plan` says what is best for a number of devices.
-        num_chunks: Chunks of the graph, K, at most the number of nodes; "auto" for 4 a stage. With
-            1 nothing overlaps, and no row is stale. Of a batch of many graphs: micro-batches, at
-            most as many as it has graphs with nodes.
-        partition: How nodes are assigned to chunks: "metis", "random", "contiguous", or an integer
-            tensor `[num_nodes]` with the chunk of each node.
-        cross_chunk_edges: "drop" trains on the graph without its edges between chunks, in warm-up
-            epochs as well, as a graph that was split by hand would be: nothing is stale, and no
-            histories are kept (but for norms over all nodes). Validation, test and predict read all
-            edges. "keep" is the method of the paper. Graphs of a batch have no such edges.
-        chunk_order: "shuffled" (drawn anew in each epoch, the paper's technique 1) or "fixed".
+        num_stages: Stages, S. "auto": one for each device that no other option uses.
+        graph_parallel: Shards of the graph, G. Each stage has G processes, which split every chunk
+            and exchange the rows of neighbours. With one stage this is plain graph parallelism.
+            `gnnpipe plan` says which S and G are best for a number of devices.
+        data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
+            batches and average their gradients, as in DDP. There are R x S x G processes.
+        num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 a stage. With 1
+            nothing overlaps and no row is stale. Of a batch of many graphs: micro-batches, at most
+            as many as it has graphs with nodes.
+        partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
+            `[num_nodes]` with the chunk of each node.
+        cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
+            between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
+            nodes keep histories. Validation, test and predict use all edges.
+        chunk_order: "shuffled" draws the order anew in each epoch (the paper's technique 1);
+            "fixed".
         staleness: How to handle rows of neighbours that have not run in this step. "drift": read
-            the last ones as constants, moved by the mean change of the rows that have run; those of
-            validation where that has just run on the same weights. In layers with attention or
-            other messages that are no weighted sum, and in all layers if more than 70 % of all
-            edges lie between chunks, gradients of fresh rows of other chunks count twice, since
-            stale rows get none. "constant": the last ones, as constants. "gnnpipe":
-            the paper's recipe, a snapshot renewed every 23 steps and all gradients of fresh rows of
-            other chunks twice.
-        guard: Make one step exact, and warn, after the training loss has jumped far above the last
-            50 after a pipelined step; at most one step in 20.
-        changing_inputs: What a training step does whose inputs no earlier step had: other features,
-            masks, options of the pipelined module, buffers in it. "exact": it runs exactly, since
-            rows of neighbours are read only from steps on the same input; an input that comes again
-            is pipelined from its third step on. "allow": it reads rows that were computed from
-            other inputs. That is for small augmentation only: with masks of known labels among the
-            inputs, stale rows leak the labels that a step hides.
-        pipelined_module: Name of the submodule to pipeline; None for the smallest that holds all
+            the last ones as constants, moved by the mean change of the rows that have run. After a
+            validation with the same weights, its rows are used. In layers with attention or other
+            messages that are not a weighted sum, and in all layers if more than 70 % of the edges
+            lie between chunks, gradients of fresh rows of other chunks count twice, because stale
+            rows get none. "constant": the last ones, as constants. "gnnpipe": the paper's recipe, a
+            snapshot renewed every 23 steps, with gradients of fresh rows of other chunks twice.
+        guard: Run one exact step, and warn, after a pipelined step whose training loss jumped far
+            above the last 50; at most once in 20 steps.
+        changing_inputs: What to do in a training step with inputs that no earlier step had:
+            features, masks, options or buffers of the pipelined module. "exact": run it exactly. An
+            input that comes again is pipelined from its third step on. "allow": read rows that were
+            computed from other inputs; only for small augmentation, since with masks of known
+            labels as inputs stale rows leak the labels that a step hides.
+        pipelined_module: Name of the submodule to pipeline. None: the smallest that holds all
             message passing.
-        balance: How layers are assigned to stages: "measured" (by a few timed passes), "uniform",
-            or the number of layers of each stage.
-        halo_codec: How rows, and their gradients, are sent between shards of the graph in steps
-            that need not be exact: "fp32" as they are, "bf16" rounded, "int8" or "int1" with so
-            many bits a value, rounded at random so that the mean is right. A pair is one for rows,
-            one for gradients.
+        balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
+            number of layers of each stage.
+        halo_codec: Encodes rows, and their gradients, that shards send each other in pipelined
+            steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits a value,
+            rounded at random without bias). A pair: rows, gradients.
         cut_codec: The same for what stages send each other.
-        async_halo: Use others' rows and gradients of an epoch ago, while the present ones travel
-            (PipeGCN, Sylvie-A).
-        repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, as
-            GCNII's X_0, rather than to receive it and send its gradient back; its weights'
-            gradients are summed over stages. True: wherever that is possible. "auto": where it
-            spares bytes and uses at most 128 weights for each byte of a row. Batches of many graphs
-            repeat nothing.
-        schedule: In which order batches of many graphs go forward and back. "fill_drain": all
-            micro-batches forward, then all back. "1f1b": a micro-batch goes back as soon as it has
-            come out, so that each rank keeps no more of them than there are stages; the last one
-            evaluates `training_step` for each. "interleaved": the same with several stages a rank,
-            which are idle for less time and send more.
-        num_virtual: Stages of each rank, V, if interleaved: stage `s` is on rank `s % R` of R.
-        recompute: Do not keep activations but compute them again in backward: less memory, more
-            time, the same numbers. Dropout repeats; histories are read as they were.
-        history_dtype: Keep histories, and the gradients that linear layers exchange, in this dtype,
-            such as `torch.bfloat16` or "bfloat16"; what is read of them is rounded. None: as
-            computed.
-        history_device: Keep histories there, such as on "cpu" when GPU memory is short; every read
-            is a transfer. None: where the layers compute.
-        self_check: Try the module out on a small graph before training, chunks against whole,
-            forward and backward, and refuse it where they differ.
+        async_halo: Use the rows and gradients of other shards of one epoch ago, while the present
+            ones travel (PipeGCN, Sylvie-A).
+        repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, such
+            as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto": where
+            it sends fewer bytes and uses at most 128 weights for each byte of a row. Not for
+            batches of many graphs.
+        schedule: Order of the micro-batches of a batch of graphs. "fill_drain": all forward, then
+            all backward. "1f1b": backward as soon as possible, so that a rank keeps activations of
+            at most S of them; the last rank evaluates `training_step` for each. "interleaved": the
+            same with several stages a rank, which idle less and send more.
+        num_virtual: Stages of each rank if interleaved, V: of R ranks, rank `s % R` has stage `s`.
+        recompute: Recompute activations in backward instead of keeping them: less memory, more
+            time, the same numbers, dropout included.
+        history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
+        history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
+            layers compute.
+        self_check: Compare the module in chunks with the whole module on a small graph before
+            training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
-        start_method: How processes are started: "popen" (runs the script again), "spawn", "fork",
-            "forkserver".
-        save_distributed_checkpoint: Write a checkpoint as a folder, each rank its own weights, by
-            torch.distributed.checkpoint, rather than one stock file by the first rank.
-        process_group_backend: Of torch.distributed; None for the device's own.
-        accelerator: What computes. This and all that follow are Lightning's; None leaves them to
-            the Trainer's arguments.
+        start_method: "popen" (starts the script again on each rank), "spawn", "fork", "forkserver".
+        save_distributed_checkpoint: Write a checkpoint as a folder to which each rank writes its
+            own weights, by torch.distributed.checkpoint, instead of one stock file.
+        process_group_backend: Backend of torch.distributed. None: the device's default.
+        accelerator: This and all that follow are Lightning's; the Trainer's arguments set them.
         parallel_devices: Devices of this machine, one for each of its processes.
-        cluster_environment: Who starts the processes, and how they find each other.
-        checkpoint_io: How checkpoints are written and read.
-        precision_plugin: In which dtypes is computed.
+        cluster_environment: Starts the processes, or knows how they find each other.
+        checkpoint_io: Writes and reads checkpoints.
+        precision_plugin: Dtypes of computation.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -172,147 +160,241 @@ class GNNPipeStrategy(PipeLoops):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        options = StrategyOptions(
-            num_stages,
-            num_chunks,
-            partition,
-            chunk_order,
-            staleness,
-            pipelined_module,
-            balance,
-            recompute,
-            history_dtype,
-            history_device,
-            self_check,
-            timeout,
-            start_method,
-            save_distributed_checkpoint,
-            graph_parallel,
-            data_parallel,
-            halo_codec,
-            cut_codec,
-            async_halo,
-            repeat_encoder,
-            cross_chunk_edges,
-            schedule,
-            num_virtual,
-            guard,
-            changing_inputs,
+        given = locals()
+        self.options = StrategyOptions(
+            **{one.name: given[one.name] for one in fields(StrategyOptions)}
         )
         super().__init__(
-            options,
-            process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._undo: list[Callable[[], None]] = []  # what a run has changed outside of the strategy
+        self._processes = Processes(self, self.options, process_group_backend)
+        self._replicas = Replicas(self, self._processes, data_parallel)
+        self._host = EngineHost(self, self.options, self._processes, self._replicas)
+        self._checkpoints = Checkpoints(
+            self, self._processes, self._host, is_sharded=save_distributed_checkpoint
+        )
 
-    def __repr__(self) -> str:
-        # What the Trainer of the other package quotes, which takes strategies of its own alone.
+    def __repr__(self) -> str:  # quoted by the Trainer of pytorch_lightning, which refuses it
         return "<GNNPipeStrategy, for the Trainer of lightning.pytorch, not of pytorch_lightning>"
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """The engine of the present run; a ConfigError outside of one."""
+        return self._host.engine
+
+    @property
+    def controls(self) -> Controls:
+        """Requests of callbacks for the next training step."""
+        return self._host.controls
 
     def collect_stats(self) -> PipelineStats:
         """Return bytes, bubble share and timeline of the last training step; call on every rank."""
         return self.engine.last_step.stats()
 
     def collect_staleness(self) -> dict[int, Staleness]:
-        """Return who read whom stale in the last training step, by layer; call on every rank."""
+        """Return the stale reads of the last training step, by layer; call on every rank."""
         return self.engine.last_step.staleness()
 
     def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
-        """Return how training would be cut and what a step would take; see `plan_pipeline`.
-
-        With `num_devices=8` it is cut for the best of all layouts of eight devices, and its `best`
-        says which one that is.
-        """
+        """Return the stages, and the time and memory of a step; see `plan_pipeline`."""
         return plan_pipeline(module, data, self.options, **options)
+
+    # Set-up.
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number of replicas, and the replica of this process."""
+        return self._replicas.sampler_kwargs
+
+    def make_launcher(self) -> Any:
+        return self._processes.make_launcher()
+
+    def make_checkpoint_io(self) -> CheckpointIO:
+        return AtomicCheckpointIO()
+
+    def set_world_ranks(self) -> None:
+        self._processes.set_ranks()
+
+    def setup_environment(self) -> None:
+        self._processes.begin()
+        super().setup_environment()
+        self._processes.connect()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
-        assert self.lightning_module is not None
-        check_sync(_compat.syncs_norms(self), self.options.data_parallel)
         self.accelerator.setup(trainer)
-        if self.options.data_parallel == 1:
-            self._undo += [_compat.keep_samplers(trainer), _compat.without_wrong_advice()]
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        idle = self.options.idle_in_one_chunk
-        if idle and is_fitting and self.is_global_zero:
-            names = ", ".join(idle)
-            log.warning("With num_chunks=1 nothing is cut or stale: %s change nothing.", names)
-        self._attach(self.lightning_module, is_fitting)
-        self._signals.attach(trainer, self.engine.progress)
-        self.engine.on_signals = self._signals.agree
-        if is_fitting and shows_stages(trainer):
-            self.engine.model.on_split = partial(print_stages, trainer, self.engine.model.module)
+        self._host.attach(trainer, self._checkpoints.take_resumed(), is_fitting=is_fitting)
         if is_fitting:
             self.reset_optimizers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
-            _compat.optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers, self._pipe.mesh.num_stages if self.is_global_zero else 1)
-        self._serve_optimizers()
+        self._host.attach_optimizers(self.optimizers)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        if self._has_peers:
-            assert self.lightning_module is not None
-            self._precision.attach(
-                self.precision_plugin, self.lightning_module, self.engine.model, self._pipe
-            )
-        check_scaling(self.precision_plugin, self.options.async_halo)
-        self.engine.progress.loss_scale = partial(loss_scale, self.precision_plugin)
+        self._host.attach_precision(self.precision_plugin)
 
-    def teardown(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self._detach()
-        super().teardown()
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._replicas.process_dataloader(dataloader)
+
+    # Training.
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._host.take_over()
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        self.engine.progress.batch_number = partial(batch_number, batch, self.engine.contents)
-        self.engine.progress.graph_of_node = graph_of_node(batch)
-        self.engine.progress.num_nodes = partial(num_nodes, batch)
+        self.engine.set_step(batch=batch)
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._signals.requeue()
+        self._processes.signals.requeue()
         self.engine.abandon()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.engine
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        engine.identity.begin_step(self.lightning_module, partial(random_state, self.root_device))
-        engine.progress.step_index = trainer.fit_loop.epoch_loop.total_batch_idx
-        engine.model.reads.settle()
-        self._share_buffers()
-        if _compat.skips_backward(trainer):  # histories are of the weights before averaging
-            self.controls.is_exact = True
-            engine.statistics.stale.clear()  # Lightning computes them anew
-        passes = engine.num_training_passes
-        if engine.batches.needs_loss:
-            self._prepare_replay(super().training_step, args)
-        output = super().training_step(*args, **kwargs)
-        engine.batches.early_loss.run = None
-        self.controls.reset()  # what callbacks ask for is for one step
-        was_called = engine.num_training_passes > passes
-        check_was_called(self._prefix, was_called)
-        engine.model.reads.forget_foreign_states()
-        loss = output.get("loss") if isinstance(output, dict) else output
-        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
-        if self._has_stages:
-            engine.model.reads.meet("end training_step")
-        return output
+        return self._host.training_step(partial(super().training_step, **kwargs), args)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the user's backward; gradients are averaged before `on_after_backward` is called."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        loss = plugin.pre_backward(closure_loss, module)
+        self._host.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def block_backward_sync(self) -> Any:
+        """Accumulate gradients in each replica within the block, as under DDP's `no_sync`."""
+        return self._replicas.accumulating(self.engine)
+
+    # Validation, test, prediction.
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._replicas.share_buffers(self.engine)
+        self.engine.abandon()
+        self.engine.set_step(is_validating=True)
+        self._host.begin_stream()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._host.begin_stream()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self.engine.set_step(is_uneven=self._replicas.are_several)
+        self._host.begin_stream()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.step_of_stream(args[0]):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.step_of_stream(args[0]):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._host.step_of_stream(args[0]):
+            return super().predict_step(*args, **kwargs)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._host.end_stream()
+        self.engine.set_step(is_validating=False)
+        self.engine.note_validation()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._host.end_stream()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._host.end_stream()
+
+    # Collectives.
+
+    def barrier(self, name: str | None = None) -> None:
+        self._processes.barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._processes.broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._processes.vote(decision, needs_all=all)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return self._replicas.reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        gather = super().all_gather
+        return self._replicas.all_gather(
+            tensor, group, lambda here, over: gather(here, over, sync_grads)
+        )
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(partial(super().optimizer_state, optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
+    ) -> None:
+        write = super().save_checkpoint
+        self._checkpoints.save(
+            checkpoint, filepath, lambda path: write(checkpoint, path, storage_options)
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return self._checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        self._checkpoints.begin_load_of_weights()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.remove(filepath)
+
+    # The end.
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save if all ranks stop together; publish the error otherwise."""
+        if isinstance(exception, SIGTERMException) and self._processes.signals.stops_together:
+            self._processes.signals.save()
+        super().on_exception(exception)
+        self._processes.fail(exception)
+
+    def teardown(self) -> None:
+        self._host.detach()
+        self._checkpoints.take_resumed()  # of a run that failed before it began
+        try:
+            super().teardown()
+        finally:
+            self._processes.end_run()

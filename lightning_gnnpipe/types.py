@@ -1,4 +1,4 @@
-"""Aliases and the legend of letters used in formulas throughout the package.
+"""Aliases, and the letters used in formulas throughout the package.
 
     N  nodes of the graph          n  a node
     E  edges of the graph
@@ -48,13 +48,13 @@ TrafficKind = Literal[
 
 
 def names_codecs(option: object) -> bool:
-    """Return whether it is a `CodecOption`: a codec's name, or one of rows and one of gradients."""
+    """Return whether `option` is a `CodecOption`."""
     names = option if isinstance(option, (tuple, list)) and len(option) == 2 else [option]
     return all(name in get_args(CodecName) for name in names)
 
 
 class PeerView(Protocol):
-    """What a chunk swaps with another shard; see `graph.Peer`."""
+    """Rows that a chunk exchanges with another shard; see `graph.Peer`."""
 
     @property
     def shard(self) -> int: ...

@@ -1,7 +1,7 @@
 """The user's own lines: where a value was made, where an error began.
 
 A traceback of a run has about 30 frames of Lightning, torch and this package between the user's
-call of `fit` and the user's line that fails. `shorten` leaves the user's lines.
+call of `fit` and the failing line. `shorten` keeps the user's lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _folders() -> tuple[str, ...]:
 _LIBRARY = _folders()
 _CALLS = inspect.getsourcefile(nn.Module)
 _HERE = os.path.dirname(__file__) + os.sep
-_MOST_BEHIND = 4  # frames of libraries behind the user's last
+_MOST_BEHIND = 4  # library frames kept after the user's last one
 _OWN = "is_users_own"
 _SILENT = "is_told_by_another_process"
 _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
@@ -51,7 +51,7 @@ def is_users(code: CodeType) -> bool:
 
 
 def line_here() -> str:
-    """Return the innermost line of the user's that is running; empty if there is none."""
+    """Return the innermost user line that is running; empty if there is none."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back
@@ -59,13 +59,13 @@ def line_here() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the user's on the way to `error`; empty if there is none."""
+    """Return the innermost user line on the way to `error`; empty if there is none."""
     lines = [(f.f_code.co_filename, n) for f, n in _walk(error) if is_users(f.f_code)]
     return _line(*lines[-1]) if lines else ""
 
 
 def at(line: str) -> str:
-    """Return a line of the user's as the end of a clause."""
+    """Return " at" and the line, as the end of a clause; empty if `line` is."""
     return f" at {line}" if line else ""
 
 
@@ -79,10 +79,10 @@ def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def shorten(error: BaseException) -> None:
-    """Leave of the traceback of `error`, and of its causes, the user's lines and where it failed.
+    """Reduce tracebacks of `error` and its causes to the user's lines and the place of failure.
 
-    An error of this package says its cause, and ends at the user's line. Of another error, what is
-    called from the last line of the user's stays. All of it is logged at the level DEBUG.
+    Errors of this package end at the user's line. Other errors keep the last frames that the user's
+    last line calls. The full traceback is logged at the level DEBUG.
     """
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", "".join(traceback.format_exception(None, error, error.__traceback__)))
@@ -105,12 +105,12 @@ def shorten(error: BaseException) -> None:
 
 
 def mark_own(error: BaseException) -> None:
-    """Let `error` be known as the user's own, though this package has made the call."""
+    """Mark `error` as the user's own, although this package made the call."""
     vars(error)[_OWN] = True
 
 
 def silence(error: BaseException) -> None:
-    """Print nothing when the program ends by `error`: another process prints the same."""
+    """Print nothing when `error` ends the program: another process prints it."""
     vars(error)[_SILENT] = True
     shown = sys.excepthook
 
@@ -133,9 +133,9 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
-    """Return the frames of the user's, and the last ones behind them.
+    """Return the user's frames, and the last frames behind them.
 
-    Those of this package tell something of errors alone that are neither its own nor the user's.
+    Frames of this package stay only for errors that are neither its own nor the user's.
     """
     last = max(i for i, one in enumerate(frames) if is_users(one.tb_frame.f_code))
     kept = [one for one in frames[: last + 1] if is_users(one.tb_frame.f_code)]
@@ -148,7 +148,7 @@ def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
 
 
 def _is_a_call(code: CodeType) -> bool:
-    """Whether `code` only hands on to the forward of a module."""
+    """Whether `code` is torch's call of a module's forward."""
     return code.co_filename == _CALLS
 
 

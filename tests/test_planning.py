@@ -126,6 +126,62 @@ def test_times_add_up() -> None:
     assert "forward" not in module.net.__dict__
 
 
+def saved_bytes(module: nn.Module, *args: Tensor) -> int:
+    """Return the floating-point bytes that a plain forward saves, weights and arguments aside."""
+    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args)}
+    saved: dict[int, int] = {}
+    kept = []  # so that no storage is freed and its address used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in known and tensor.is_floating_point():
+            saved[place] = tensor.nbytes
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(*args)
+    return sum(saved.values())
+
+
+def test_a_plain_trainers_step_is_forecast_from_a_part_of_the_graph() -> None:
+    num_nodes, num_edges = 9000, 40000
+    torch.manual_seed(0)
+    x, edges = torch.randn(num_nodes, NUM_FEATURES), torch.randint(num_nodes, (2, num_edges))
+    data = Data(x=x, edge_index=edges, y=torch.arange(num_nodes) % NUM_CLASSES)
+    data.train_mask = data.val_mask = data.test_mask = data.y > 0
+    net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.0)
+    plan = GNNPipeStrategy(num_chunks=4).plan(NodeClassifier(net, NUM_CLASSES), data)
+    assert plan.plain_s is not None and plan.plain_bytes is not None
+    assert plan.plain_s > plan.loss_s
+    weights = 4 * sum(p.nbytes for p in net.parameters())
+    outputs = 2 * num_nodes * NUM_CLASSES * 4
+    kept = plan.plain_bytes - weights - outputs - x.nbytes - edges.nbytes
+    assert kept == pytest.approx(saved_bytes(net, x, edges), rel=0.05)
+
+
+def test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_trainer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(9000, 1))
+            self.net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=2)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            out: Tensor = self.net(x + self.shift, edge_index)
+            return out
+
+    data = Data(x=torch.randn(9000, NUM_FEATURES), edge_index=torch.randint(9000, (2, 20000)))
+    data.y = torch.arange(9000) % NUM_CLASSES
+    data.train_mask = data.val_mask = data.test_mask = data.y > 0
+    module = NodeClassifier(Embedded(), NUM_CLASSES)
+    plan = GNNPipeStrategy(num_chunks=1, pipelined_module="net").plan(module, data, num_stages=1)
+    assert plan.plain_s is None and plan.plain_bytes is None
+    assert "The module does not run on a part of the graph" in caplog.text
+
+
 def test_stages_take_longer_that_compute_the_encoder_again() -> None:
     module, data = make()
     options: dict[str, Any] = {"num_chunks": 4, "balance": "uniform"}
@@ -330,7 +386,7 @@ def test_planning_checks_what_training_would() -> None:
     with pytest.raises(UnsupportedError, match="the same values"):
         GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=1)
     GNNPipeStrategy(num_chunks=4, self_check=False).plan(module, data, num_stages=1)
-    GNNPipeStrategy(num_chunks=1).plan(module, data, num_stages=1)
+    GNNPipeStrategy(num_chunks=1, pipelined_module="net").plan(module, data, num_stages=1)
 
 
 def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:

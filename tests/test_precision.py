@@ -68,7 +68,7 @@ class Disagrees(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy, scaler = pipe_strategy(self, trainer), trainer.precision_plugin.scaler
-        strategy._precision._undo.pop()()
+        strategy._host._precision._undo.pop()()
         change_overflows(scaler, dict, strategy.engine.model.reads.inside)
 
 

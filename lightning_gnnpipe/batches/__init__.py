@@ -1,4 +1,4 @@
-"""Mini-batches of graphs: micro-batches through the pipeline, by 1F1B and interleaved."""
+"""Mini-batches of small graphs: training by 1F1B or interleaved stages, and inference."""
 
 from __future__ import annotations
 

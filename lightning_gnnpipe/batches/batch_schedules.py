@@ -1,9 +1,4 @@
-"""Schedules of training on batches of graphs, and the pass that runs 1F1B.
-
-With 1F1B and interleaved stages all of the pass runs in the user's call of the module. Gradients of
-weights are kept apart. They are added to `grad` in the user's backward, which shows whether the
-gradients of the outputs were right, and by what the loss was multiplied.
-"""
+"""Schedules of micro-batches, and the training pass of 1F1B and interleaved stages."""
 
 from __future__ import annotations
 
@@ -30,11 +25,7 @@ from lightning_gnnpipe.types import ScheduleName
 
 
 class BatchSchedules:
-    """The schedules of a run, each made once.
-
-    Args:
-        name: Which.
-    """
+    """Schedules of micro-batches with transfers, cached by size."""
 
     def __init__(self, name: ScheduleName) -> None:
         self.name = name
@@ -42,17 +33,11 @@ class BatchSchedules:
 
     @property
     def alternates(self) -> bool:
-        """Whether micro-batches go back before all have come out."""
+        """Whether some micro-batches run backward before all have run forward."""
         return self.name != "fill_drain"
 
     def get(self, num_ranks: int, num_virtual: int, num_chunks: int) -> Schedule:
-        """Return the schedule, with transfers, of so many micro-batches.
-
-        Args:
-            num_ranks: Ranks along the pipe axis.
-            num_virtual: Stages of each.
-            num_chunks: Micro-batches.
-        """
+        """Return the schedule of `num_chunks` micro-batches, `num_virtual` stages on each rank."""
         key = num_ranks, num_virtual, num_chunks
         if key not in self._made:
             if self.alternates:  # with one stage a rank, interleaved is 1F1B
@@ -64,11 +49,7 @@ class BatchSchedules:
 
 
 def check_schedule(name: ScheduleName) -> None:
-    """Refuse to train on one graph by a schedule of micro-batches.
-
-    Raises:
-        UnsupportedError: If `name` is one.
-    """
+    """Raise `UnsupportedError` unless `name` is "fill_drain", the only schedule for one graph."""
     if name != "fill_drain":
         raise UnsupportedError(
             explain(
@@ -84,14 +65,10 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class AlternatingPass(TrainingPass):
-    """Forward and backward of one step on this rank, over micro-batches of graphs.
+    """Training pass of alternating forwards and backwards, run in the user's forward call.
 
-    Args:
-        parts: What the pass is made of.
-        model: The pipelined model.
-        schedule: What every rank does, with transfers.
-        early: Of the outputs of a micro-batch; asked on the rank of the last stage.
-        is_exact: Whether nothing is rounded.
+    It adds weight gradients to `grad` in the user's backward. Only the output gradients that arrive
+    there show whether the early ones were right, and by what factor the loss was scaled.
     """
 
     def __init__(
@@ -108,7 +85,7 @@ class AlternatingPass(TrainingPass):
         self._grads: Gradients = {}
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
-        """Run both phases and return the outputs, detached; see `TrainingPass`."""
+        """Run both phases and return the detached outputs; see `TrainingPass`."""
         parts = self._parts
         self._watch(controls.on_chunk)
         parts.transport.meter.reset()
@@ -123,11 +100,7 @@ class AlternatingPass(TrainingPass):
             return self._step.alternate(actions, arrived, self._early.of)
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
-        """Give weights their gradients; return those of the batch's tensors number `slots`.
-
-        Raises:
-            UnsupportedError: If the gradients of the outputs are not those that were used.
-        """
+        """Add gradients to the weights' `grad`; return the gradients of the leaves `slots`."""
         self._begin_backward()
         factor = self._agree_on_factor(grads)
         sums = self._model.begin_backward()
@@ -143,7 +116,7 @@ class AlternatingPass(TrainingPass):
         return self._leaf_grads(slots, factor)
 
     def _agree_on_factor(self, grads: Sequence[Tensor]) -> float:
-        """Return what gradients are to be multiplied by: the last stage's rank knows."""
+        """Broadcast the factor for all gradients from the last stage's rank; raise if it is NaN."""
         transport, mesh = self._parts.transport, self._parts.transport.mesh
         device = transport.world.device
         factor = self._early.factor(grads) if mesh.is_last else 1.0
@@ -165,7 +138,7 @@ class AlternatingPass(TrainingPass):
 
 @contextmanager
 def _apart(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
-    """Have parameters without gradients within the block; yield those that they get in it."""
+    """Yield a dict that holds the gradients computed in the block, once it ends; restore `grad`."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     found: Gradients = {}
     for parameter, _ in before:

@@ -2,7 +2,7 @@
 
     the user's batch -> graphs, by work -> micro-batches -> the schedule of a pass -> rows put back
 
-Every batch is another one, so nothing of it is kept, and nothing is looked up by its content.
+No plan is cached: batches differ from step to step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def check_replicas(num_replicas: int) -> None:
-    """Refuse to train several replicas on one graph.
-
-    Raises:
-        UnsupportedError: If there are several.
-    """
+    """Raise `UnsupportedError` for several replicas: on one graph all would train alike."""
     if num_replicas > 1:
         raise UnsupportedError(
             explain(
@@ -50,14 +46,7 @@ def check_replicas(num_replicas: int) -> None:
 
 
 class BatchPasses:
-    """Prepares passes over batches of graphs.
-
-    Args:
-        model: The pipelined model.
-        transport: The ranks.
-        options: See `EngineOptions`.
-        seeds: Of the passes.
-    """
+    """Prepares passes over mini-batches of graphs."""
 
     def __init__(
         self,
@@ -73,23 +62,18 @@ class BatchPasses:
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     def identify(self, inputs: Inputs) -> int:
-        """Return a number that is the same on ranks with the same sizes of graphs."""
+        """Return a hash of the batch's sizes, for ranks to compare."""
         assert inputs.graphs is not None
         sizes = (inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes)
         return hash(sizes) & ((1 << 62) - 1)
 
     @property
     def needs_loss(self) -> bool:
-        """Whether this rank needs the loss before all outputs are there."""
+        """Whether this rank needs the loss before all outputs are computed."""
         return self._schedules.alternates and self._transport.mesh.is_last
 
     def check(self) -> None:
-        """Refuse what cannot be done with batches of graphs.
-
-        Raises:
-            UnsupportedError: If the graph is to be split over shards.
-            ConfigError: If the chunk of each node is given.
-        """
+        """Raise if the graphs were to be split over shards, or `partition` is a chunk per node."""
         check_graph_batches(self._transport.mesh.num_shards)
         if not isinstance(self._options.chunks.partition, str):
             raise ConfigError(
@@ -101,11 +85,7 @@ class BatchPasses:
             )
 
     def check_layers(self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool) -> None:
-        """Refuse a module that is not right in micro-batches.
-
-        Raises:
-            UnsupportedError: With what is wrong and a remedy.
-        """
+        """Raise `UnsupportedError` if micro-batches would change the results of the module."""
         module, options = self._model.module, self._options
         in_parts = options.chunks.expected > 1
         if in_parts:
@@ -127,7 +107,7 @@ class BatchPasses:
             )
 
     def plan(self, inputs: Inputs) -> BatchPlan:
-        """Return the micro-batches, as many as are asked for, or as there are graphs."""
+        """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
         assert inputs.graphs is not None
         num_chunks = self._options.chunks.expected
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
@@ -150,7 +130,7 @@ class BatchPasses:
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
-        """Return the training pass over the batch; for the arguments see `parts`."""
+        """Return the training pass over the batch."""
         parts = self.parts(mode, call, inputs, is_training=True, codecs=codecs)
         num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
         schedule = self._schedules.get(num_ranks, num_virtual, parts.plan.num_chunks)
@@ -172,7 +152,7 @@ class BatchPasses:
         is_training: bool,
         codecs: Codecs,
     ) -> PassSpec:
-        """Return what a pass over the batch is made of."""
+        """Return the specification of a pass over the batch."""
         plan = self.plan(inputs)
         return PassSpec(
             stages=mode.on_rank(self._transport.mesh),

@@ -1,13 +1,12 @@
-"""The user's loss on a micro-batch, evaluated while the step still waits for its outputs.
+"""Gradients of a micro-batch's outputs, before all micro-batches have run forward.
 
     outputs, in the user's order     o0 o0 .. o1 o1 .. ..        two micro-batches have run
-    what the loss is evaluated on    o0 o0 o0 o1 o1 o0 o1        copies fill the gaps
+    rows that the loss reads         o0 o0 o0 o1 o1 o0 o1        copies fill the gaps
     gradients that are used          -- -- -- g1 g1 -- --        of the micro-batch that ran last
 
-This is right if the loss is a sum over graphs, or nodes, of terms that each depend on their own
-graph: means, masks, weights of classes and heads with dropout are fine. Otherwise the gradients of
-the user's own backward differ from those that were used, and the step is refused before any weight
-has changed.
+Exact if the loss is a sum of terms that each depend on one graph: means, masks, class weights and
+heads with dropout are fine. Otherwise the gradients in the user's backward differ from the ones
+used, and the step is refused before any weight changes.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 
 
 class EarlyLoss:
-    """Runs the user's step again, the pipelined module's call answered.
-
-    Attributes:
-        run: Runs it from its beginning and returns the loss; set by whoever drives the engine
-            before each step.
-    """
+    """Runs `training_step` again on given outputs; the engine host sets `run` before each step."""
 
     def __init__(self) -> None:
         self.run: Callable[[], Tensor] | None = None
@@ -38,12 +32,7 @@ class EarlyLoss:
     def differentiate(
         self, outputs: Sequence[Tensor], rebuild: Callable[[Sequence[Tensor]], Any]
     ) -> list[Tensor]:
-        """Return the gradients of the loss with regard to `outputs`.
-
-        Args:
-            outputs: The model's, detached.
-            rebuild: Puts them into the structure that the model returns.
-        """
+        """Return the gradients of the loss with respect to `outputs`, zeros where it has none."""
         assert self.run is not None
         wanted = [t.requires_grad_() for t in outputs if t.is_floating_point() or t.is_complex()]
         self._answers, self.is_running = [rebuild(outputs)], True
@@ -60,11 +49,7 @@ class EarlyLoss:
         return [torch.zeros_like(output) if grad is None else grad for output, grad in known]
 
     def answer(self) -> Any:
-        """Return what the running step's call of the pipelined module is answered with.
-
-        Raises:
-            UnsupportedError: If it has been called already, or is called without gradients.
-        """
+        """Return the outputs to the step's call; raise if it calls twice or without gradients."""
         if self._answers and torch.is_grad_enabled():
             return self._answers.pop()
         raise UnsupportedError(
@@ -85,12 +70,7 @@ _ROUGH = 2e-2  # half precision
 
 
 class EarlyGrads:
-    """The gradients of one step's outputs, on the rank of the last stage.
-
-    Args:
-        parts: What the pass is made of.
-        differentiate: Evaluates the loss.
-    """
+    """Gradients of the outputs of one step, used on the rank of the last stage."""
 
     def __init__(self, parts: PassSpec, differentiate: Differentiate) -> None:
         self._inputs, self._values = parts.inputs, parts.outputs
@@ -99,12 +79,9 @@ class EarlyGrads:
         self._used: list[Tensor] = []
 
     def of(self, chunk: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the rows of `chunk`, which have just come out.
+        """Return the output gradients for the rows of `chunk`, which has just run forward.
 
-        Args:
-            chunk: The micro-batch.
-            outputs: Each `[num_rows, *]`, in the user's order; rows that have not come out yet hold
-                anything.
+        `outputs`: each `[num_rows, *]`, in the user's order. Rows not computed yet are ignored.
         """
         places = [self._inputs.places(chunk, value) for value in self._values]
         for known, new in zip(self._known, places, strict=True):
@@ -118,10 +95,7 @@ class EarlyGrads:
         return rows
 
     def factor(self, grads: Sequence[Tensor]) -> float:
-        """Return what all gradients used must be multiplied by to be `grads`; NaN if nothing is.
-
-        It is 1 but for rounding, unless the loss was scaled on its way to backward.
-        """
+        """Return the loss scaling: `grads` over the gradients used; NaN if not proportional."""
         pairs = [
             (_real(used).double(), _real(grad).double())
             for used, grad in zip(self._used, grads, strict=True)
@@ -145,7 +119,7 @@ class EarlyGrads:
 
 
 def _fill(output: Tensor, known: Tensor) -> Tensor:
-    """Return a copy of `output` in which rows `known`, in turn, stand for all others."""
+    """Return a copy of `output` whose rows outside of `known` repeat the rows `known` in turn."""
     filled = torch.zeros_like(output)
     if known.numel():
         is_missing = torch.ones(output.size(0), dtype=torch.bool, device=output.device)

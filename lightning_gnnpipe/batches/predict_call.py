@@ -1,9 +1,9 @@
-"""The arguments of the next call, told from the next batch by how the last ones came from theirs.
+"""Predict the arguments of the next call from the next batch and the last call.
 
     predict_step(batch): net(batch.x, batch.edge_index)  ->  following.x, following.edge_index
 
-Only what is in a batch as it is can be told so. Nothing of the user's code runs ahead of its time,
-and whether a call has come as foreseen is looked at when it has.
+Works for tensors and graphs that the step takes from the batch unchanged. No user code runs ahead
+of time. `PredictedCall.matches` checks the prediction when the call comes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stands for what is at this place in a batch."""
+    """Placeholder for the object at `path` in a batch."""
 
     path: tuple[Any, ...]
 
 
 def predict_call(batch: Any, arguments: Arguments, following: Any) -> Arguments | None:
-    """Return what `arguments` will be when `following` comes as `batch` has; None if unknown.
-
-    Args:
-        batch: What the user's step got.
-        arguments: What it called the module with.
-        following: The batch after it.
-    """
+    """Return `arguments` with objects of `batch` replaced from `following`; None if unknown."""
     places = {id(part): path for path, part in _parts(batch)}
     try:
         return _fill(_find(arguments, places, batch), following)
@@ -45,23 +39,14 @@ def predict_call(batch: Any, arguments: Arguments, following: Any) -> Arguments 
 
 
 class PredictedCall:
-    """A call that has not been made yet.
-
-    Args:
-        call: The call.
-        inputs: What its leaves are.
-
-    Attributes:
-        call: The same.
-        inputs: The same.
-    """
+    """A call expected next, with the present state of its tensors."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self.call, self.inputs = call, inputs
         self._marks = [_Mark(leaf) for leaf in call.leaves]
 
     def matches(self, call: Call) -> bool:
-        """Whether `call` is this one: the same tensors, with the same content."""
+        """Whether `call` has the same tensors, unchanged."""
         ours, theirs = self.call, call
         return (
             (ours.signature, ours.counts) == (theirs.signature, theirs.counts)
@@ -71,21 +56,21 @@ class PredictedCall:
 
 
 class _Mark:
-    """A tensor and what was in it; a copy, where torch does not count what is written to it."""
+    """A tensor and its version, or a copy of it where torch counts no writes (inference mode)."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, version_of(tensor)
         self._content = tensor.clone() if self._version < 0 else None
 
     def is_at(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the same, and has not been written to."""
+        """Whether `tensor` is the same object and has not been written to."""
         if tensor is not self._tensor or version_of(tensor) != self._version:
             return False
         return self._content is None or torch.equal(self._content, tensor)
 
 
 def _parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield graphs and tensors in a batch, and where each is."""
+    """Yield the graphs and tensors in a batch, each with its path."""
     if isinstance(value, Data | Tensor):
         yield path, value
     items: Any = ()
@@ -98,11 +83,7 @@ def _parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _find(value: Any, places: Mapping[int, tuple[Any, ...]], batch: Any) -> Any:
-    """Return `value` with `_Part` for whatever is in the batch.
-
-    Raises:
-        LookupError: If a tensor or graph is not.
-    """
+    """Replace the objects of the batch in `value` by `_Part`; KeyError for any other tensor."""
     if isinstance(value, Data | Tensor):
         return _Part(places[id(value)])
     if isinstance(value, Mapping):
@@ -114,7 +95,7 @@ def _find(value: Any, places: Mapping[int, tuple[Any, ...]], batch: Any) -> Any:
 
 
 def _fill(value: Any, batch: Any) -> Any:
-    """Return `value` with what is in `batch` for each `_Part`."""
+    """Replace each `_Part` in `value` by the object at its path in `batch`."""
     if isinstance(value, _Part):
         for key in value.path:
             batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)

@@ -1,14 +1,14 @@
-"""Passes without gradients over one mini-batch of graphs after another; the pipeline stays full.
+"""Inference on one mini-batch of graphs after another; the pipeline stays full.
 
-The call for a batch returns when its outputs are there. Meanwhile stages that are done with the
-batch go on with the next one, whose arguments are foreseen:
+The call for a batch returns when its outputs are complete. Stages that have finished the batch
+start on the next one, whose arguments are predicted:
 
     call       0     0     1     1     2
     stage 0   b0    b1    b2     ...
     stage 1   .     b0    b1    b2     ...
 
-If the next call is another one than was foreseen, what was begun is brought to its end and dropped,
-and nothing is foreseen until the loop ends.
+If the next call differs from the prediction, the pass is completed and its outputs are dropped.
+Prediction then stops until the loop ends.
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ from lightning_gnnpipe.steps import Mode, PipelinedModel, graph_of_node
 
 
 class BatchStream:
-    """Runs calls without gradients, each on a mini-batch of graphs.
-
-    Args:
-        model: The pipelined model.
-        transport: The ranks.
-        passes: What passes are made of.
-        known_kinds: What earlier batches have told of tensors.
-    """
+    """Runs calls without gradients, each on a mini-batch of graphs."""
 
     def __init__(
         self,
@@ -54,28 +47,19 @@ class BatchStream:
         self._peek: Callable[[], Any] = _see_nothing
         self._next: PredictedCall | None = None
         self._begun: tuple[PredictedCall, _Pass] | None = None
-        self._state: Hashable = None  # of the module, when that pass was begun
+        self._state: Hashable = None  # of the module, when `_begun` was started
         self._has_come = True
 
     def enter_step(self, batch: Any, peek: Callable[[], Any]) -> None:
-        """Say that the user's step gets `batch`, and the next one what `peek` returns, if known."""
+        """Set the batch of the user's step; `peek` returns the next batch, or None if unknown."""
         self._batch, self._peek = batch, peek
 
     def leave_step(self) -> None:
-        """Forget them."""
+        """Forget the batch and `peek`."""
         self._batch, self._peek = None, _see_nothing
 
     def look(self, call: Call, inputs: Inputs, arguments: Arguments) -> int:
-        """Find out whether `call` was foreseen, and what the next one will be.
-
-        Args:
-            call: The call.
-            inputs: What its leaves are.
-            arguments: What the module was called with.
-
-        Returns:
-            A number that is the same on ranks which have found the same.
-        """
+        """Check the prediction, predict the next call; return a number for ranks to compare."""
         if self._begun is not None:
             is_same = self._model.state_of(call, inputs) == self._state
             self._has_come = is_same and self._begun[0].matches(call)
@@ -92,7 +76,7 @@ class BatchStream:
         try:
             call = flatten_call(self._model.module, *found)
             call, inputs = find_graphs(call, graph_of_node(following), self._known_kinds)
-        except GNNPipeError:  # which its own call will raise
+        except GNNPipeError:  # the call itself will raise it
             return None
         return None if inputs.graphs is None else PredictedCall(call, inputs)
 
@@ -114,7 +98,7 @@ class BatchStream:
             return current.mode, current.collect(num_sends)
 
     def end(self) -> None:
-        """Bring to its end what nobody has asked for; a collective call."""
+        """Complete a pass that was started for a predicted call; a collective call."""
         begun, self._begun = self._begun, None
         if begun is not None:
             with self._transport.meter.paused():
@@ -128,13 +112,7 @@ class BatchStream:
 
 
 class _Pass:
-    """One pass over a batch, in pieces.
-
-    Args:
-        mode: The stages.
-        step: Runs its actions.
-        model: The pipelined model.
-    """
+    """One pass over a batch, run in pieces."""
 
     def __init__(self, mode: Mode, step: Step, model: PipelinedModel) -> None:
         self.mode, self._step, self._model = mode, step, model
@@ -148,29 +126,29 @@ class _Pass:
         num_ahead = -(-num_chunks * (last - mesh.stage) // max(last, 1))
         computes = [i for i, action in enumerate(self._actions) if action.op is Op.F]
         later = (n for n, i in enumerate(computes) if self._actions[i].stage != mesh.stage)
-        num_ahead = min(num_ahead, next(later, num_chunks))  # what comes back waits for the others
+        num_ahead = min(num_ahead, next(later, num_chunks))  # later stages wait for other ranks
         self._ahead = len(self._actions)
         if num_ahead < len(computes):
             self._ahead = computes[num_ahead] if num_ahead else 0
         self._num_done = 0
 
     def run_ahead(self) -> None:
-        """Run what does not have to wait for the stages behind."""
+        """Run the first micro-batches: fewer on later ranks, none on the last."""
         self._run(self._ahead)
 
     def finish(self) -> None:
-        """Run the rest; what is sent need not have left."""
+        """Run the remaining actions; their sends may still be in flight."""
         self._run(len(self._actions))
 
     def collect(self, num_sends: int) -> list[Tensor]:
-        """Return the outputs on every rank, when the oldest `num_sends` messages have left."""
+        """Return the outputs on every rank, after the oldest `num_sends` messages have left."""
         outputs = self._step.collect()
         self._transport.flush(num_sends)
         self._step.parts.inputs.release()
         return outputs
 
     def drop(self) -> None:
-        """Run the rest for nothing."""
+        """Run the remaining actions without collecting the outputs."""
         self.finish()
         self._transport.flush()
 

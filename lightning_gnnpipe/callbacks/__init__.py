@@ -1,4 +1,4 @@
-"""Callbacks: what is done about staleness, and what is seen of it and of the pipeline."""
+"""Callbacks that control staleness, and that log staleness, progress and pipeline figures."""
 
 from __future__ import annotations
 

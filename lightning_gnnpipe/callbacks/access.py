@@ -1,4 +1,4 @@
-"""How a callback reaches the strategy's switches."""
+"""Access of callbacks to the strategy, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from lightning_gnnpipe.strategy import GNNPipeStrategy
 
 
 def pipe_strategy(callback: Callback, trainer: pl.Trainer) -> GNNPipeStrategy:
-    """Return the Trainer's strategy.
-
-    Raises:
-        ConfigError: If it is another one.
-    """
+    """Return the Trainer's strategy; raise `ConfigError` unless it is `GNNPipeStrategy`."""
     if not isinstance(trainer.strategy, GNNPipeStrategy):
         raise ConfigError(
             explain(
@@ -27,16 +23,12 @@ def pipe_strategy(callback: Callback, trainer: pl.Trainer) -> GNNPipeStrategy:
 
 
 def has_trained(callback: Callback, trainer: pl.Trainer) -> bool:
-    """Whether a training step has run: none has where a run goes on at the end of an epoch."""
+    """Whether a training step has run: not if a run resumes at the end of an epoch."""
     return pipe_strategy(callback, trainer).engine.last_step.record is not None
 
 
 def check_count(name: str, value: object, least: int) -> None:
-    """Refuse a count that is not an integer of at least `least`.
-
-    Raises:
-        ConfigError: With the value.
-    """
+    """Raise `ConfigError` unless `value` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
             explain(

@@ -1,4 +1,4 @@
-"""When shards of the graph wait for each other."""
+"""Synchronous epochs between asynchronous halo exchanges."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from lightning_gnnpipe.errors import ConfigError, explain
 
 
 class BoundedStaleness(Callback):
-    """Makes every n-th epoch of asynchronous exchange a synchronous one.
+    """Makes every n-th epoch of asynchronous halo exchange synchronous.
 
-    With `GNNPipeStrategy(async_halo=True)`. Rows of other shards are then at most n epochs away
-    from an epoch in which all were fresh.
+    Needs `GNNPipeStrategy(async_halo=True)`. All halo rows are then fresh once in n epochs.
 
     Source: Sylvie (arXiv 2303.01277), Bounded Staleness Adaptor.
 

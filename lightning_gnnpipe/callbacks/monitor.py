@@ -1,4 +1,4 @@
-"""What a training step of the pipeline took, in numbers, for whatever logger is set."""
+"""Figures of a training step of the pipeline, for any logger."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ _MIB = 2**20
 
 
 class PipelineMonitor(Callback):
-    """Logs time, waits, bytes and memory of the pipeline, and how stale its reads were.
+    """Logs time, waits, bytes and memory of the pipeline, and the staleness of its reads.
 
-    All figures are those of the epoch's last training step, and equal on all ranks. Keys:
+    All figures are from the epoch's last training step, and equal on all ranks. Keys:
 
-    - `pipe/step_s`: seconds from the start of the step to its end, optimizer included, on the first
-      rank, which is the last to finish its backward phase.
+    - `pipe/step_s`: seconds of the step, optimizer included, on the first rank, which finishes its
+      backward phase last.
     - `pipe/bubble_frac`: share of the stages' time, forward and backward phase, in which they did
-      not compute. A phase lasts from the start of its first chunk on any stage to the end of its
-      last.
-    - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it waited
-      for other stages or shards, sent, or was done. Their mean, over the length of the phases, is
-      the bubble share.
-    - `pipe/bytes/<kind>`: payload bytes that all ranks together received: `forward` and `backward`
-      between stages, `halo` and `halo_grad` between shards of the graph, `output`, `input_grad`,
-      `tied_grad`, `weight_grad` (over shards), `data_grad` (over replicas), and `control`, which is
-      what is no payload of the step.
-    - `pipe/peak_memory_mib/stage_<s>`: the most memory so far: what torch allocated on a GPU, else
-      what the process held resident, with Python and the data set.
-    - In place of `stage_<s>`, where the graph is split over shards: `stage_<s>_shard_<g>`; where
-      there are replicas: `replica_<r>_stage_<s>`.
-    - Those of `StalenessMonitor`, unless one is among the Trainer's callbacks.
+      not compute. A phase lasts from the start of its first chunk to the end of its last, on any
+      stage.
+    - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it
+      waited, sent, or was done. Their mean over the length of the phases is the bubble share.
+    - `pipe/bytes/<kind>`: payload bytes that all ranks received: `forward` and `backward` between
+      stages, `halo` and `halo_grad` between shards, `output`, `input_grad`, `tied_grad`,
+      `weight_grad` (over shards), `data_grad` (over replicas), and `control`, which is no payload
+      of the step.
+    - `pipe/peak_memory_mib/stage_<s>`: peak memory so far: allocated by torch on a GPU, else
+      resident memory of the process, with Python and the data set.
+    - With shards, `stage_<s>` becomes `stage_<s>_shard_<g>`; with replicas,
+      `replica_<r>_stage_<s>`.
+    - The keys of `StalenessMonitor`, unless one is among the Trainer's callbacks.
 
-    The events of a step are recorded in any case; only an epoch that is logged exchanges them. On a
-    GPU such an epoch's step is waited for, and chunks count as computed once they were launched.
+    Every step records its events. Only a logged epoch exchanges them. On a GPU it also synchronizes
+    its steps, and chunks count as computed once they are launched.
 
     Args:
         every_n_epochs: Log the last of every n epochs.
-        logs_staleness: Whether to log the keys of `StalenessMonitor` as well, at the price of one
-            more read of every history.
+        logs_staleness: Whether to log the keys of `StalenessMonitor`, which costs one more read of
+            every history.
 
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer.
@@ -91,14 +90,14 @@ class PipelineMonitor(Callback):
         if (trainer.current_epoch + 1) % self.every_n_epochs or not has_trained(self, trainer):
             return
         values = self._collect(trainer)
-        # In single precision a count of bytes is exact up to 16 MiB only.
+        # Single precision holds byte counts exactly up to 16 MiB only.
         exact = {name: torch.tensor(one, dtype=torch.float64) for name, one in values.items()}
         pl_module.log_dict(exact, batch_size=1)
         if self._staleness is not None:
             self._staleness.on_train_epoch_end(trainer, pl_module)
 
     def _collect(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return all figures but those of staleness, equal on all ranks; a collective call."""
+        """Return all figures except staleness, equal on all ranks; a collective call."""
         strategy = pipe_strategy(self, trainer)
         stats = strategy.collect_stats()
         values = {

@@ -1,4 +1,4 @@
-"""Progress within a step: an epoch over the whole graph is one batch, which may take long."""
+"""Progress within a step: an epoch over the whole graph is one long batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _INTERVAL_S = 0.1
 class ChunkProgress(Callback):
     """Shows on the progress bar how many chunks of the step the first rank has computed.
 
-    The bar then reads `Epoch 3 forward 5/16`, later `Epoch 3 backward 12/16`. It is renewed at most
-    ten times a second, by Lightning's own bars, TQDM and Rich; others stay as they are.
+    The bar reads `Epoch 3 forward 5/16`, then `Epoch 3 backward 12/16`, updated at most ten times a
+    second. Works with Lightning's TQDM and Rich bars; any other bar stays unchanged.
 
     Example:
         >>> from lightning_gnnpipe import ChunkProgress
@@ -72,7 +72,7 @@ class ChunkProgress(Callback):
 
 
 def _description(bar: ProgressBar) -> str:
-    """Return what stands in front of the training bar."""
+    """Return the text in front of the training bar."""
     if isinstance(bar, TQDMProgressBar):
         return bar.train_progress_bar.desc.removesuffix(": ")
     if isinstance(bar, RichProgressBar) and bar.train_progress_bar_id is not None:
@@ -81,7 +81,7 @@ def _description(bar: ProgressBar) -> str:
 
 
 def _describe(bar: ProgressBar, text: str) -> None:
-    """Put `text` in front of the training bar."""
+    """Set the text in front of the training bar."""
     if isinstance(bar, TQDMProgressBar):
         bar.train_progress_bar.set_description(text)
     elif isinstance(bar, RichProgressBar):

@@ -1,4 +1,4 @@
-"""Renewing the rows that stale reads return, every few epochs."""
+"""Refresh of the rows that stale reads return, every few epochs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RefreshHow = Literal["exact", "snapshot"]
 class EmbeddingRefresh(Callback):
     """Renews the embeddings that stale reads return, every n epochs.
 
-    With `how="exact"`, all histories are computed again before every n-th epoch, with the present
-    weights and without dropout. Where validation has just run on the same weights and inputs its
-    rows are taken, at no cost; otherwise it costs a forward pass without overlap.
+    With `how="exact"`, a forward pass without overlap recomputes all histories before every n-th
+    epoch, with the present weights and without dropout. It costs nothing if validation has just run
+    on the same weights and inputs: its rows are used.
 
-    With `how="snapshot"`, stale reads come from a copy of all rows, which is taken after every n-th
-    epoch and every exact one. It takes one more table of the size of the histories.
+    With `how="snapshot"`, stale reads return a copy of all rows, taken after every n-th epoch and
+    every exact one. The copy takes as much memory as the histories.
 
     Source: GNNPipe (arXiv 2308.10087), technique 2, for "snapshot"; the paper's n is 23.
 
@@ -30,8 +30,8 @@ class EmbeddingRefresh(Callback):
         how: "exact" or "snapshot".
 
     Raises:
-        ConfigError: If `every_n_epochs` is not a positive integer, or `how` is something else; once
-            it is used, if the strategy has no stale rows.
+        ConfigError: If `every_n_epochs` is not a positive integer, or `how` is invalid; once it is
+            used, if the strategy has no stale rows.
 
     Example:
         >>> from lightning_gnnpipe import EmbeddingRefresh

@@ -1,4 +1,4 @@
-"""Staleness in numbers, once an epoch."""
+"""Staleness figures, once an epoch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_st
 class StalenessMonitor(Callback):
     """Logs how stale the reads of an epoch were.
 
-    Keys: `history/stale_frac` (share of halo rows that an earlier epoch had written),
-    `history/age_epochs` (their mean age), `history/drift` and `history/drift/layer_<i>`
-    (|H_stale - H_fresh| / |H_fresh| over the rows that the epoch rewrote, dropout included).
-    Measuring the drift costs one more read of every history.
+    Keys: `history/stale_frac` (share of halo rows from an earlier epoch), `history/age_epochs`
+    (their mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale - H_fresh| /
+    |H_fresh| over the rows that the epoch rewrote, dropout included). The drift costs one more read
+    of every history.
 
     Args:
-        every_n_epochs: Log the last of every n epochs; only it is measured.
+        every_n_epochs: Measure and log the last of every n epochs.
 
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer.

@@ -24,19 +24,19 @@ _KEY = "pipe/timeline"
 
 
 class TimelineCallback(Callback):
-    """Draws the last training step of an epoch: who computed which chunk when, and who waited.
+    """Draws the last training step of an epoch: the chunks and the waits of each rank over time.
 
     Writes `timeline_epoch_<e>.png`, one row a rank, and `timeline_epoch_<e>.json`, a trace for
-    https://ui.perfetto.dev or chrome://tracing. TensorBoard and Weights & Biases are sent the
-    picture as well, as `pipe/timeline`.
+    https://ui.perfetto.dev or chrome://tracing. TensorBoard and Weights & Biases get the picture as
+    `pipe/timeline`.
 
     Args:
         epoch: The epoch, from 0; None for the last one of the run.
-        dirpath: Folder of the files; None for that of the logger, or the Trainer's.
+        dirpath: Folder of the files; None for the folder of the logger, or the Trainer's.
 
     Attributes:
-        png_path: The picture, once it is written; on the first rank.
-        trace_path: The trace, likewise.
+        png_path: Path of the picture, once written; on the first rank.
+        trace_path: Path of the trace, likewise.
 
     Raises:
         ConfigError: If `epoch` is neither None nor an integer of at least 0.
@@ -76,7 +76,7 @@ class TimelineCallback(Callback):
             log.warning("No timeline was drawn: training ended before epoch %d.", self.epoch)
 
     def _write(self, trainer: pl.Trainer, epoch: int) -> None:
-        """Write both files and tell the loggers; a collective call."""
+        """Write both files and send the picture to the loggers; a collective call."""
         stats = pipe_strategy(self, trainer).collect_stats()
         folder = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir)
         if not trainer.is_global_zero:
@@ -92,7 +92,7 @@ class TimelineCallback(Callback):
 
 
 def _send(loggers: Iterable[Logger], figure: Figure, path: Path, step: int) -> None:
-    """Give the picture to the loggers that take any."""
+    """Send the picture to the loggers that take pictures."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             writer: Any = logger.experiment

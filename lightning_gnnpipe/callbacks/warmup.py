@@ -13,8 +13,7 @@ from lightning_gnnpipe.callbacks.access import check_count, pipe_strategy
 class StalenessWarmup(Callback):
     """Trains the first epochs by the exact schedule, which also fills the histories.
 
-    While weights still change fast, stale rows are far from fresh ones; exact epochs carry training
-    over that time. The first epoch is exact in any case.
+    While weights change fast, stale rows are far from fresh ones. The first epoch is always exact.
 
     Args:
         num_epochs: Exact epochs, counted from epoch 0.

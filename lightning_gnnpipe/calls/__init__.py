@@ -1,4 +1,4 @@
-"""A call of the module: which of its tensors are nodes, edges, graphs."""
+"""Arguments of a forward call: which tensors hold rows of nodes, edges or graphs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The arguments of one call of the pipelined module, taken apart and put together again.
+"""Flatten the arguments of a call of the pipelined module, and rebuild them.
 
     forward(x, edge_index, edge_attr=None)   ->  leaves x, edge_index            and a template
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
 
-Whatever is not a tensor stays in the template as it is, so that tracing sees real values for
-options. The number of graphs is no option: it is another in each micro-batch of whole graphs.
+Values that are not tensors stay in the template, so that tracing sees the real options. Only the
+number of graphs gets a placeholder, because it changes with each micro-batch of whole graphs.
 """
 
 from __future__ import annotations
@@ -25,38 +25,32 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Stands for the tensor leaf with this number."""
+    """Placeholder of tensor leaf `index`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Stands for a PyG `Data`: its attributes, by name."""
+    """Placeholder of a PyG `Data`."""
 
     attributes: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Stands for a number that may be the number of graphs."""
+    """Placeholder of an integer that may be the number of graphs; `repr` omits its value."""
 
     value: int = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slices:
-    """How a tensor of a PyG `Batch` was put together from those of its graphs.
+    """How a PyG `Batch` concatenated a tensor from its graphs."""
 
-    Attributes:
-        starts: `[num_graphs + 1]` where the rows of each graph begin.
-        dim: The dimension that they are rows in.
-        raised: `[num_graphs]` what was added to each graph's numbers; None for nothing.
-    """
-
-    starts: Tensor
-    dim: int
-    raised: Tensor | None
+    starts: Tensor  # [num_graphs + 1] first row of each graph
+    dim: int  # of the rows
+    raised: Tensor | None  # [num_graphs, *] increment added to each graph's values
 
 
 CountNodes = Callable[[], int | None]
@@ -66,15 +60,12 @@ COUNTS = ("num_graphs", "batch_size", "size")
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
-# What PyG's `Data` gives as None where it is not set.
+# Attributes that PyG's `Data` returns as None if they are not set.
 _OPTIONAL = ("x", "edge_index", "edge_weight", "edge_attr", "y", "pos", "batch", "time", "ptr")
 
 
 class DataView:
-    """Stands for a PyG `Data` while a module is traced or run on a chunk.
-
-    It has the attributes, and `num_nodes`.
-    """
+    """Replaces a PyG `Data` while a module is traced or run on a chunk."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self.__dict__.update(attributes)
@@ -100,15 +91,15 @@ class DataView:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: its tensors, their names, and a template for everything else.
+    """One call: its tensors, their names, and a template for all other arguments.
 
     Attributes:
-        num_nodes: As a PyG `Data` among the arguments says.
-        counts: By name, what is the number of graphs where there is a batch vector.
-        slices: By leaf, how it was put together from the graphs of a PyG `Batch`.
-        arguments: As they came: `(args, kwargs)`.
-        is_one_graph: Whether there is one graph, whatever batch vector comes with it.
-        batch_nodes: Returns the nodes of the user's batch, for a call without a tensor of nodes.
+        num_nodes: Of a PyG `Data` among the arguments, else None.
+        counts: Names and values that are the number of graphs if there is a batch vector.
+        slices: By leaf index, for tensors of a PyG `Batch`.
+        arguments: The original `(args, kwargs)`.
+        is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
+        batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
     """
 
     leaves: tuple[Tensor, ...]
@@ -123,7 +114,7 @@ class Call:
 
     @property
     def batch_vector(self) -> Tensor | None:
-        """The graph of each node, if that is among the arguments."""
+        """The graph of each node, if it is among the arguments."""
         for name, leaf in zip(self.names, self.leaves, strict=True):
             if is_batch_name(name) and leaf.dim() == 1 and not leaf.is_floating_point():
                 return leaf
@@ -131,26 +122,26 @@ class Call:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there is a batch of graphs, with a batch vector."""
+        """Whether the call has a batch of graphs, with a batch vector."""
         return not self.is_one_graph and self.batch_vector is not None
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must be equal for a traced graph to be used again: names and values of options."""
+        """Cache key of the traced graph: names of tensors and values of options."""
         return self.names, repr(self.template), () if self.has_graphs else self.counts
 
     def rebuild(
         self, leaves: Sequence[Any], num_graphs: Any = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return `(args, kwargs)` with `leaves` in the tensors' places, `num_graphs` in theirs."""
+        """Return `(args, kwargs)` with these tensors and, unless None, this number of graphs."""
         args, kwargs = _fill(self.template, leaves, num_graphs)
         return list(args), kwargs
 
 
 def with_batch_vector(call: Call, graph_of_node: Tensor) -> Call:
-    """Return the call as if `graph_of_node`, `[num_nodes]`, were an argument that forward ignores.
+    """Return the call with `graph_of_node`, `[num_nodes]`, as an additional batch vector.
 
-    Forward need not know of graphs to be run on one after the other.
+    Forward does not receive it; it only defines the graphs that micro-batches consist of.
     """
     names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
     return replace(call, names=names, leaves=leaves)
@@ -167,17 +158,7 @@ def flatten_call(
     kwargs: Mapping[str, Any],
     batch_nodes: CountNodes | None = None,
 ) -> Call:
-    """Take the arguments of `module.forward(*args, **kwargs)` apart.
-
-    Args:
-        module: The pipelined module.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        batch_nodes: Returns the nodes of the user's batch, if that is known.
-
-    Raises:
-        UnsupportedError: If an argument is a heterogeneous graph or a sparse adjacency matrix.
-    """
+    """Flatten the arguments of `module.forward`; refuse heterogeneous and sparse graphs."""
     collector = _Collector()
     names = _parameter_names(type(module).forward, len(args))
     filled_args = tuple(collector.visit(name, arg) for name, arg in zip(names, args, strict=True))
@@ -203,7 +184,7 @@ class _Collector:
         self.slices: dict[int, Slices] = {}
 
     def visit(self, name: str, value: Any) -> Any:
-        """Return `value` with slots for its tensors."""
+        """Return `value` with its tensors replaced by slots."""
         if isinstance(value, EdgeIndex):
             value = value.as_tensor()
         if isinstance(value, Tensor):
@@ -233,10 +214,7 @@ class _Collector:
         return value
 
     def _visit_batch(self, name: str, batch: Any) -> _Record:
-        """Return the record of several graphs; what is kept in lists, such as names, is left out.
-
-        So are the batch vectors of single attributes (`follow_batch`).
-        """
+        """Return the record of a `Batch`, without list attributes and `follow_batch` vectors."""
         self.num_nodes = batch.num_nodes
         attributes: dict[str, Any] = {}
         for key, item in batch:
@@ -254,7 +232,7 @@ class _Collector:
 
 
 def _offsets(increments: Tensor | None) -> Tensor | None:
-    """Return what was added to the numbers of each graph; None if nothing was."""
+    """Return the increments of the graphs' values; None if all are 0."""
     if increments is None or not increments.any():
         return None
     return increments
@@ -265,7 +243,7 @@ def _last(name: str) -> str:
 
 
 def _is_usable(value: Any) -> bool:
-    """Whether an attribute of a graph can take part; the others are as if they were not there."""
+    """Whether forward can use an attribute of a graph; unusable ones are dropped."""
     if isinstance(value, list | tuple):
         return all(_is_usable(item) for item in value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""A batch of graphs: which graph each row of its tensors belongs to.
+"""A batch of graphs: the graph of each row of its tensors.
 
-`GraphRows` takes some of the graphs, in any order:
+`GraphRows` takes some of the graphs, in any order, in groups:
 
     graphs taken    2 0 | 1          two groups, of two graphs and of one
     rows of nodes   5 6 0 1 2 | 3 4  of graphs with nodes 0 1 2, 3 4 and 5 6
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Kind(Enum):
-    """What the rows of a tensor are: those of a dimension, usually the first."""
+    """What the rows of a tensor are, usually along its first dimension."""
 
     NODE = "node"
     EDGE = "edge"
@@ -32,15 +32,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafRows:
-    """How a tensor of a batch is cut by graph.
+    """How a tensor of a batch is split by graph.
 
     Attributes:
-        kind: What its rows are.
-        number: Of which row set, where `kind` is EDGE.
-        dim: The dimension that they are rows in.
-        raised: `[num_graphs]` what was added to the numbers in it, for each graph; None for
-            nothing. Node numbers, as in `edge_index`, count the nodes of all graphs before.
-        counts: `[num_graphs]` by how much each graph raises the numbers of those behind it.
+        number: Index in `GraphBatch.row_sets`, if `kind` is EDGE.
+        dim: The dimension of the rows.
+        raised: `[num_graphs]` increment that was added to each graph's values; None for 0.
+        counts: `[num_graphs]` how much `raised` grows from each graph to the next.
     """
 
     kind: Kind
@@ -55,13 +53,12 @@ class GraphBatch:
     """A mini-batch of graphs.
 
     Attributes:
-        num_graphs: Graphs, B, with those that have no node.
+        num_graphs: Graphs, B, with empty ones.
         num_filled: Graphs up to the last one with a node.
-        sizes: For each graph its number of nodes.
+        sizes: Number of nodes of each graph.
         graph_of_node: `[num_nodes]` ascending.
-        row_sets: For each set of rows that are no nodes `[num_rows]` the graph of each: edges, and
-            what else there are several of in a graph.
-        leaves: For each tensor of the call how it is cut.
+        row_sets: `[num_rows]` the graph of each row, for edges and each other set of non-node rows.
+        leaves: How each tensor of the call is split.
     """
 
     num_graphs: int
@@ -73,21 +70,17 @@ class GraphBatch:
 
     @property
     def num_with_nodes(self) -> int:
-        """Graphs that have a node."""
         return sum(size > 0 for size in self.sizes)
 
     @property
     def form(self) -> tuple[bool, bool]:
-        """Whether each graph, but for empty ones at the end, has one node; whether there are such.
-
-        Rows of nodes are then rows of graphs, and those of graphs with nodes are fewer.
-        """
+        """Whether each graph up to `num_filled` has one node, and whether empty graphs follow."""
         is_single = all(size == 1 for size in self.sizes[: self.num_filled])
         return is_single, self.num_filled < self.num_graphs
 
     @property
     def row_counts(self) -> list[tuple[int, Kind]]:
-        """How many rows of graphs there are, of which kind, but for those that nodes have too."""
+        """(size, kind) of rows of graphs, without sizes that rows of nodes have too."""
         is_single, has_end = self.form
         counts = [(self.num_graphs, Kind.GRAPH)] if has_end or not is_single else []
         if has_end and not is_single:
@@ -95,7 +88,7 @@ class GraphBatch:
         return counts
 
     def work(self) -> list[int]:
-        """Return for each graph what its time is taken to be proportional to: all its rows."""
+        """Return the estimated cost of each graph: its number of rows of any kind."""
         total = torch.tensor(self.sizes)
         for graphs in self.row_sets:
             total = total + torch.bincount(graphs, minlength=self.num_graphs).cpu()
@@ -103,7 +96,7 @@ class GraphBatch:
 
 
 def starts_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return where the rows of each graph begin, `[num_graphs + 1]`."""
+    """Return `[num_graphs + 1]` the first row of each graph."""
     total = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor(sizes, dtype=torch.int64), 0, out=total[1:])
     return total.to(device)
@@ -113,12 +106,7 @@ Span = tuple[int, int]
 
 
 class GraphRows:
-    """The rows of graphs that are taken from a batch.
-
-    Args:
-        graphs: The batch.
-        taken: The graphs, in order; one may be taken several times.
-    """
+    """Rows of the graphs `taken` from a batch, in order; a graph may be taken several times."""
 
     def __init__(self, graphs: GraphBatch, taken: Sequence[int]) -> None:
         self._graphs, self._device = graphs, graphs.graph_of_node.device
@@ -129,27 +117,20 @@ class GraphRows:
         self._places: dict[tuple[Kind, int], Tensor] = {}
 
     def counts(self, kind: Kind, number: int = 0) -> Tensor:
-        """Return the rows of each graph that is taken, `[num_taken]`, on the CPU."""
+        """Return `[num_taken]` the rows of each taken graph, on the CPU."""
         if (kind, number) not in self._counts:
             self._counts[kind, number] = self._per_graph(kind, number)[self._taken]
         return self._counts[kind, number]
 
     def span(self, kind: Kind, number: int, group: Span) -> Span:
-        """Return the first place, and that behind the last, of a group's rows.
-
-        Args:
-            kind: What the rows are.
-            number: Of which row set.
-            group: First graph of the group, in the order that they are taken in, and the one behind
-                the last.
-        """
+        """Return start and end of a group's rows; `group` is its range of taken graphs."""
         key = kind, number
         if key not in self._ends:
             self._ends[key] = [0, *self.counts(kind, number).cumsum(0).tolist()]
         return self._ends[key][group[0]], self._ends[key][group[1]]
 
     def places(self, kind: Kind, number: int) -> Tensor:
-        """Return `[num_rows]` the row of the batch at each place."""
+        """Return `[num_rows]` the batch's row at each place."""
         key = kind, number
         if key not in self._places:
             per_graph = self._per_graph(kind, number)
@@ -164,7 +145,7 @@ class GraphRows:
         return self._places[key]
 
     def take(self, leaf: Tensor, how: LeafRows, group: Span) -> Tensor:
-        """Return a group's part of `leaf`, with numbers of its own."""
+        """Return a group's part of `leaf`; node and graph numbers start at 0."""
         if how.kind is Kind.WHOLE:
             return leaf
         if how.kind is Kind.PTR:
@@ -188,7 +169,7 @@ class GraphRows:
         return part + shift.repeat_interleave(rows).view(shape).to(part.dtype)
 
     def _per_graph(self, kind: Kind, number: int) -> Tensor:
-        """Return the rows of each graph of the batch, `[num_graphs]`."""
+        """Return `[num_graphs]` the rows of each graph of the batch."""
         graphs = self._graphs
         if kind is Kind.NODE:
             return torch.tensor(graphs.sizes, dtype=torch.int64)
@@ -201,7 +182,7 @@ class GraphRows:
 
 
 def _order(graphs: Tensor) -> Tensor | None:
-    """Return the order in which rows are sorted by graph; None if they are."""
+    """Return the order that sorts rows by graph; None if they are sorted."""
     if bool((graphs[1:] >= graphs[:-1]).all()):
         return None
     return graphs.argsort(stable=True)

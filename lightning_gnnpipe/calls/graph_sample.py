@@ -1,7 +1,7 @@
-"""A few whole graphs of a batch, to learn from what each value of a traced graph is.
+"""Sample a few graphs of a batch, to find out what the dimensions of traced values count.
 
-Graphs keep all of their nodes, since models with a fixed number of nodes a graph reshape
-`[num_graphs * num_nodes, channels]`; the same graph may be taken several times.
+Graphs keep all their nodes, since models with a fixed number of nodes per graph reshape
+`[num_graphs * num_nodes, channels]`. The same graph may be taken several times.
 """
 
 from __future__ import annotations
@@ -23,14 +23,10 @@ Drawn = tuple[tuple[Tensor, ...], GraphBatch]
 
 
 def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:
-    """Return the leaves of some graphs, the largest and middle-sized ones, and what they are.
+    """Return the leaves and the batch of a few graphs, the largest and middle-sized ones.
 
-    There are so many that the numbers of nodes, of edges and of graphs differ from each other and
-    from the widths of `module`'s parameters. Where graphs have as many edges as nodes, the last
-    edges are left out.
-
-    Raises:
-        GraphError: If no graph of the batch has a node.
+    If possible, the numbers of nodes, edges and graphs differ from each other and from the widths
+    of `module`'s parameters. Where graphs have as many edges as nodes, the last edges are dropped.
     """
     graphs = inputs.graphs
     assert graphs is not None
@@ -58,13 +54,13 @@ def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:
 
 
 def _draw(call: Call, graphs: GraphBatch, count: int, num_dropped: int) -> Drawn:
-    """Return `count` graphs with nodes, and empty ones with them if the batch has such."""
+    """Return `count` graphs with nodes, plus empty ones if the batch has any."""
     work = graphs.work()
     filled = [graph for graph, size in enumerate(graphs.sizes) if size]
     filled.sort(key=lambda graph: (work[graph], graph))
     taken = [filled[-1]] + [filled[(len(filled) // 2 + i) % len(filled)] for i in range(count - 1)]
     inner = [graph for graph in range(graphs.num_filled) if not graphs.sizes[graph]]
-    if inner and max(graphs.sizes) == 1:  # nothing else tells nodes from graphs
+    if inner and max(graphs.sizes) == 1:  # else there are as many nodes as graphs
         taken[1:1] = inner[:1] * (1 + count % 3)
     num_filled = len(taken)
     num_empty = (1 + count % 3) if graphs.num_filled < graphs.num_graphs else 0
@@ -93,7 +89,7 @@ def _draw(call: Call, graphs: GraphBatch, count: int, num_dropped: int) -> Drawn
 
 
 def _moved(how: LeafRows, taken: Sequence[int]) -> LeafRows:
-    """Return how the part of a leaf is cut that holds the graphs `taken`."""
+    """Return how a leaf is split after only the graphs `taken` are kept."""
     if how.counts is None:
         return how
     counts = how.counts[torch.tensor(taken, device=how.counts.device)]
@@ -101,7 +97,7 @@ def _moved(how: LeafRows, taken: Sequence[int]) -> LeafRows:
 
 
 def _is_told(sample: GraphBatch, widths: Collection[int]) -> bool:
-    """Whether the sizes of `sample` tell what a dimension counts."""
+    """Whether the sizes of `sample` identify what a dimension counts."""
     sizes = [len(sample.graph_of_node), *map(len, sample.row_sets)]
     sizes += [size for size, _ in sample.row_counts]
-    return len(set(sizes)) == len(sizes) and not set(sizes) & {2, *widths}  # edges have two ends
+    return len(set(sizes)) == len(sizes) and not set(sizes) & {2, *widths}  # 2: rows of edge_index

@@ -1,8 +1,8 @@
-"""Finding the graphs of a batch in the arguments of a call, and whose each row of a tensor is.
+"""Classify the arguments of a call with a batch of graphs, and find the graph of each row.
 
-There is a batch vector (`batch`: the graph of each node), or the argument is a PyG `Batch`. The
-latter says of each attribute how it was put together; bare tensors go by name and number of rows,
-and what that leaves open is refused rather than guessed, unless an earlier batch has told.
+The batch is a batch vector (`batch`: the graph of each node) or a PyG `Batch`. A `Batch` records
+how it concatenated each attribute. Other tensors are classified by name and number of rows;
+ambiguous ones raise an error, unless an earlier batch was unambiguous.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ _OF_GRAPHS = ("y", "u")
 
 
 def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
-    """Say of each tensor of `call` what its rows are, in one graph or in a batch of graphs.
+    """Find out for each tensor of `call` what its rows are, in one graph or a batch of graphs.
 
-    Args:
-        call: The call.
-        known: What earlier batches have told; is added to.
-
-    Raises:
-        GraphError: If graph or batch are malformed, or rows could be of several kinds.
-        UnsupportedError: If it cannot be told which edges there are, or which a tensor belongs to.
+    `known`: kinds found in earlier batches, by name; updated in place. Raises GraphError and
+    UnsupportedError for malformed or ambiguous arguments.
     """
     if not call.has_graphs:
         return classify_graph(call)
@@ -58,17 +53,10 @@ def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
 
 
 def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> tuple[Call, Inputs]:
-    """Return the call, with a batch vector if there is one for its nodes, and what its leaves are.
+    """Classify `call`, with `graph_of_node` as its batch vector if it fits; return both.
 
-    Args:
-        call: The call.
-        graph_of_node: `[num_nodes]` the batch vector of the user's batch. Where the call has none,
-            it is used if it is of as many nodes, and no edge leads from one graph to another.
-        known: What earlier batches have told; is added to.
-
-    Raises:
-        GraphError: See `classify`.
-        UnsupportedError: See `classify`.
+    `graph_of_node`: `[num_nodes]` the batch vector of the user's batch. It is used if the call has
+    none, the numbers of nodes are equal, and no edge joins two graphs.
     """
     if call.has_graphs or graph_of_node is None:
         return call, classify(call, known)
@@ -77,19 +65,13 @@ def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> 
         with_graphs = with_batch_vector(call, graph_of_node)
         try:
             return with_graphs, classify(with_graphs, known)
-        except GraphError:  # edges were added between graphs
+        except GraphError:  # edges join graphs: treat them as one graph
             return call, inputs
     return call, inputs
 
 
 class _Finder:
-    """Finds the graph of each row.
-
-    Args:
-        call: A call with a batch vector.
-        edges: Its edge sets.
-        known: What earlier batches have told.
-    """
+    """Finds the graph of each row of a call with a batch vector; updates `known`."""
 
     def __init__(self, call: Call, edges: EdgeSets, known: KnownKinds) -> None:
         self._call, self._edges, self._known = call, edges, known
@@ -104,7 +86,7 @@ class _Finder:
         self._set_starts: list[Tensor] = [self._ends_of(graphs) for graphs in self.row_sets]
 
     def find(self, slot: int) -> LeafRows:
-        """Return how the leaf number `slot` is cut."""
+        """Return how leaf `slot` is split."""
         name, leaf = self._last_names[slot], self._call.leaves[slot]
         rows = leaf.size(0) if leaf.dim() else -1
         if slot in self._edges.slots:
@@ -170,7 +152,7 @@ class _Finder:
         return next(iter(found.values()), self.num_filled)
 
     def _graphs_of_edges(self, slot: int) -> Tensor:
-        """Return the graph of each edge, `[num_edges]`."""
+        """Return `[num_edges]` the graph of each edge."""
         name, edge_index = self._call.names[slot], self._call.leaves[slot]
         num_nodes = self.graph_of_node.numel()
         if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.is_floating_point():
@@ -210,7 +192,7 @@ class _Finder:
         return LeafRows(Kind.PTR)
 
     def _from_slices(self, slot: int, starts: Tensor, dim: int) -> LeafRows:
-        """Return how a leaf is cut that PyG has put together."""
+        """Return how a leaf that PyG concatenated is split."""
         name, raised = self._call.names[slot], self._call.slices[slot].raised
         counts = None
         if raised is not None:
@@ -236,17 +218,16 @@ class _Finder:
         return LeafRows(Kind.EDGE, matches[0], dim, raised, counts)
 
     def _counts_of(self, raised: Tensor, leaf: Tensor) -> Tensor:
-        """Return by how much each graph raises the numbers of the next ones; PyG keeps sums."""
+        """Return each graph's own increment; PyG stores their running sums, `raised`."""
         if torch.equal(raised, self._starts[:-1]):
             return self._starts.diff()
-        behind = (
-            leaf.max() + 1 if leaf.numel() else raised[-1]
-        )  # of the last graph: nobody reads it
+        # PyG stores no end of the last graph.
+        behind = leaf.max() + 1 if leaf.numel() else raised[-1]
         ends = torch.cat([raised[1:], torch.maximum(behind, raised[-1]).view(1)])
         return ends - raised
 
     def _by_size(self, name: str, rows: int) -> tuple[Kind, int]:
-        """Return what the rows of a bare tensor are, and of which edge set."""
+        """Return what the rows of a bare tensor are, and their edge set."""
         num_nodes, last = self.graph_of_node.numel(), name.rsplit(".", 1)[-1]
         if self._edges.slots and self._edges.is_edge_name(name):
             if rows not in self._edges.sizes:
@@ -272,7 +253,7 @@ class _Finder:
         if len(kinds) < 2:
             kind = kinds[0] if kinds else Kind.WHOLE
             number = self._edges.owner(name, rows) if kind is Kind.EDGE else 0
-            if set(self.sizes) != {1}:  # where nodes and graphs are the same
+            if set(self.sizes) != {1}:  # else node rows and graph rows look the same
                 self._known[name] = kind, number if kinds else rows
             return kind, number
         if told is not None and told[0] in kinds:

@@ -1,4 +1,4 @@
-"""Which arguments of a call are rows of nodes, of edges, of graphs.
+"""Classify the arguments of a call as rows of nodes or edges, or as whole tensors.
 
 Rows of nodes and edges are cut by chunk. Other arguments are passed whole.
 """
@@ -20,17 +20,11 @@ _NAME = re.compile("(?<![a-z])edge_index")
 
 @dataclass(frozen=True, slots=True)
 class EdgeSets:
-    """The leaves of a call that hold edges.
-
-    Attributes:
-        slots: Their places among the leaves.
-        names: Their names.
-        sizes: The number of edges in each; -1 if it has not the shape of edges.
-    """
+    """The leaves of a call that hold edges, by leaf index in `slots`."""
 
     slots: tuple[int, ...]
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # edges; -1 for a leaf that is not 2-dimensional
 
     def is_edge_name(self, name: str) -> bool:
         """Whether a tensor of this name must belong to edges."""
@@ -39,11 +33,7 @@ class EdgeSets:
         return any(re.match("(.*_)?edge_", word) for word in name.split("."))
 
     def owner(self, name: str, rows: int) -> int:
-        """Return the number of the edge set that a tensor with so many rows belongs to.
-
-        Raises:
-            UnsupportedError: If it could be several, and its name does not tell which.
-        """
+        """Return the edge set of a tensor with `rows` rows; for equal sizes its name decides."""
         found = [i for i, size in enumerate(self.sizes) if size == rows]
         if len(found) > 1:
             found = [i for i in found if _stem(self.names[i]) == _stem(name)]
@@ -60,26 +50,19 @@ class EdgeSets:
         return found[0]
 
     def join(self, call: Call) -> Tensor:
-        """Return the edges of all sets, one set after the other, `[2, num_edges]`."""
+        """Return the edges of all sets, concatenated, `[2, num_edges]`."""
         edges = [call.leaves[slot] for slot in self.slots]
         if len(edges) == 1:
             return edges[0]
-        with torch.inference_mode(False):  # so that a change of it is noticed
+        with torch.inference_mode(False):  # inference tensors do not count writes
             return torch.cat(edges, dim=1)
 
 
 def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
-    """Return the edge sets among the leaves of `call`.
+    """Return the leaves with "edge_index" in their names, else the only leaf of edge shape.
 
-    They are those with "edge_index" in their names; without any, the one with the shape of edges.
-
-    Args:
-        call: The call.
-        needs_edges: Whether there must be any.
-
-    Raises:
-        GraphError: If there are no edges, or one of several edge sets is malformed.
-        UnsupportedError: If several tensors could be edges, and their names do not tell.
+    Raises GraphError for missing or malformed edges, UnsupportedError if several leaves have edge
+    shape and no name decides.
     """
     named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
     shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
@@ -122,12 +105,12 @@ def _is_edges(leaf: Tensor) -> bool:
 
 
 def is_label_name(name: str) -> bool:
-    """Whether a tensor of this name is of pairs of nodes to be scored, which are no edges."""
+    """Whether the name is for pairs of nodes to score, which are not edges."""
     return name.rsplit(".", 1)[-1].startswith("edge_label")
 
 
 def _stem(name: str) -> str:
-    """Return what a name has in common with those of other tensors of the same edges."""
+    """Return the part of a name that all tensors of the same edge set share."""
     return re.sub("edge_[a-z]+", "edge", name)
 
 
@@ -136,12 +119,10 @@ class Inputs:
     """The kinds of a call's leaves and the size of its graph.
 
     Attributes:
-        kinds: For each leaf what its first dimension counts.
-        num_nodes: Nodes, N.
-        edge_index: `[2, num_edges]` the edges; of several edge sets one after the other.
-        edge_sizes: `[num_edge_sets]` edges in each edge set.
-        edge_sets: For each leaf the edge set that it holds or belongs to; 0 for other leaves.
-        graphs: The graphs, if it is a batch of them; the other attributes then tell no more.
+        kinds: For each leaf, what its first dimension counts.
+        edge_index: `[2, num_edges]` all edge sets, concatenated.
+        edge_sets: For each leaf the edge set that it holds or belongs to; 0 for non-edge leaves.
+        graphs: Set if the call has a batch of graphs; `edge_index` is then empty.
     """
 
     kinds: tuple[Kind, ...]
@@ -152,17 +133,12 @@ class Inputs:
     graphs: GraphBatch | None = None
 
     def num_rows(self, kind: Kind, edge_set: int) -> int:
-        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        """Return the rows of a tensor of nodes, or of edges of one set."""
         return self.num_nodes if kind is Kind.NODE else self.edge_sizes[edge_set]
 
 
 def classify_graph(call: Call) -> Inputs:
-    """Say of each tensor of `call`, which holds one graph, what its first dimension counts.
-
-    Raises:
-        GraphError: If there is no `edge_index`, or no tensor with one row a node.
-        UnsupportedError: If it cannot be told which edges there are, or which a tensor belongs to.
-    """
+    """Find out what the first dimension of each tensor counts, in a call with one graph."""
     edges = find_edge_sets(call)
     num_nodes = _count_nodes(call, edges)
     kinds, numbers = [], []

@@ -1,4 +1,4 @@
-"""One rank's part of a step: layers on chunks, by the actions of a schedule; and its costs."""
+"""One rank's part of a step: run the schedule's actions on chunks, and measure layer costs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_gnnpipe.chunks.chunk_run import (
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
+    counting_saved_bytes,
     measure_batch,
     measure_copies,
     measure_layers,
@@ -44,6 +45,7 @@ __all__ = [
     "Step",
     "StepCosts",
     "TraceEvent",
+    "counting_saved_bytes",
     "make_seeds",
     "measure_batch",
     "measure_copies",

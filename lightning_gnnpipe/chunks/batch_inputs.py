@@ -1,4 +1,4 @@
-"""A mini-batch of graphs by micro-batch: the rows of its graphs, with numbers of their own."""
+"""A batch of graphs, sliced into micro-batches whose nodes and graphs are numbered from 0."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from lightning_gnnpipe.stages import NUM_GRAPHS, Value
 
 
 class BatchInputs:
-    """The leaves of a call, by micro-batch.
-
-    Args:
-        call: The call.
-        inputs: What its leaves are; a batch of graphs.
-        plan: Its micro-batches.
-    """
+    """The leaves of a call on a batch of graphs, by micro-batch; see `PassInputs`."""
 
     def __init__(self, call: Call, inputs: Inputs, plan: BatchPlan) -> None:
         assert inputs.graphs is not None
@@ -29,33 +23,29 @@ class BatchInputs:
         self._grads: dict[int, Tensor] = {}
 
     def release(self) -> None:
-        """Forget the gradients; the call goes with the pass."""
+        """Drop the gradients."""
         self._grads.clear()
 
     def slice(self, chunk: MicroBatch, names: Iterable[str]) -> dict[str, Any]:
-        """Return the micro-batch's part of each leaf in `names`, and its number of graphs."""
+        """Return the micro-batch's part of each leaf; for `NUM_GRAPHS`, its number of graphs."""
         return {name: self._slice(chunk, name) for name in names}
 
     def num_rows(self, chunk: MicroBatch, value: Value) -> int:
-        """Return the rows that a tensor like `value` has in `chunk`."""
         first, end = self._rows.span(value.kind, value.edge_set, chunk.span)
         return end - first
 
     def num_places(self, value: Value) -> int:
-        """Return the rows that a tensor like `value` has in all."""
         first, end = self._rows.span(value.kind, value.edge_set, (0, len(self._plan.order)))
         return end - first
 
     def places(self, chunk: MicroBatch, value: Value) -> Tensor:
-        """Return where the rows of `chunk` belong, `[num_rows]`, in the user's order."""
         first, end = self._rows.span(value.kind, value.edge_set, chunk.span)
         return self._rows.places(value.kind, value.edge_set)[first:end]
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
-        """Return None: layers run on whole graphs, and read no other edges."""
+        """Return None: layers run on whole graphs, and read no edges of other chunks."""
 
     def add_grads(self, chunk: MicroBatch, leaves: dict[str, Any]) -> None:
-        """Add the gradients of a micro-batch's leaves to those of the whole leaves."""
         for name, part in leaves.items():
             if not isinstance(part, Tensor) or part.grad is None:
                 continue
@@ -71,7 +61,6 @@ class BatchInputs:
             self._grads[slot].index_add_(how.dim, places, part.grad)
 
     def take_grad(self, slot: int) -> Tensor:
-        """Return the gradient of leaf number `slot`; zeros where this stage does not read it."""
         grad = self._grads.get(slot)
         return torch.zeros_like(self._call.leaves[slot]) if grad is None else grad
 

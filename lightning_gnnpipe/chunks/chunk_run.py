@@ -1,9 +1,8 @@
-"""Runs layers on one chunk, and again in backward where activations are recomputed.
+"""Runs layers on one chunk, and again in backward if activations are recomputed.
 
-Random numbers do not depend on which stage a layer is assigned to. With recomputation only what
-crosses the cut before the stage is kept of a chunk, and what it read of other chunks. Where the
-whole graph is one chunk, that would bring back all activations of the stage at once. There each
-layer's inputs are kept, and one layer at a time is computed again.
+Random numbers do not depend on the stage that a layer is assigned to. With recomputation, a chunk
+keeps only the inputs of the stage, and which of its halo reads were stale. If the whole graph is
+one chunk, layers are recomputed one at a time, so that not all activations exist at once.
 """
 
 from __future__ import annotations
@@ -38,17 +37,10 @@ def run_segments(
     seed_of: SeedOf | None = None,
     keep: Collection[str] | None = None,
 ) -> None:
-    """Run `segments` on `values` over `chunk`; what they compute is added to `values`.
+    """Run `segments` over `chunk`, and add their outputs to `values` by name.
 
-    Args:
-        segments: Layers, or parts of them, in order.
-        values: The chunk's leaves and what crossed the cut before the first segment, by name.
-        chunk: The chunk, or micro-batch.
-        context: Serves the layers' message passing; the layers must be intercepted with it.
-        seed_of: Maps (segment, chunk) to the seed of the segment's random numbers; None leaves the
-            stream alone.
-        keep: Names of the values that are needed afterwards; the others are dropped after their
-            last use. None keeps all.
+    The layers must be intercepted with `context`. If `seed_of` is None, random streams are left
+    alone. Values that are not in `keep` are dropped after their last use; None keeps all.
     """
     last_use = {name: segment.index for segment in segments for name in segment.inputs}
     for segment in segments:
@@ -71,10 +63,7 @@ def run_segments(
 
 
 def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:
-    """Return the seeds of one training step.
-
-    They depend on (seed, step, segment, chunk, shard, replica), and on nothing else.
-    """
+    """Return the seeds of one step, a function of these arguments, segment and chunk alone."""
     place = (shard, replica) if replica else (shard,) if shard else ()
 
     def seed_of(segment: int, chunk: int) -> int:
@@ -88,7 +77,7 @@ def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf
 
 @contextmanager
 def own_random_stream(device: torch.device) -> Iterator[None]:
-    """Leave the user's random number streams as they are."""
+    """Restore the user's random number streams after the block."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -120,20 +109,16 @@ Piece = Chunk | MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PassSpec:
-    """What one pass is made of.
+    """Specification of one pass.
 
     Attributes:
-        stages: This rank's, by their numbers.
+        stages: This rank's stages, by number.
         num_stages: Stages of all ranks, S.
-        outputs: What is known of the model's outputs, on every rank.
         plan: The chunks; the one-chunk plan in exact passes over one graph.
-        inputs: The batch, loaded.
-        context: Serves message passing.
-        transport: The other ranks.
-        seed_of: Seeds of the segments' random numbers; None leaves the stream alone.
+        seed_of: None leaves the random stream alone.
         is_training: Whether a backward pass follows.
-        recompute: Whether backward computes activations again instead of keeping them.
-        codecs: Of what stages send each other.
+        recompute: Whether backward recomputes activations.
+        codecs: Codecs of messages between stages.
     """
 
     stages: Mapping[int, Stage]
@@ -157,7 +142,7 @@ def run_recomputed(
     seed_of: SeedOf | None,
     keep: Collection[str],
 ) -> None:
-    """Do what `run_segments` does; gradients are the same.
+    """Like `run_segments`, but recompute activations in backward; gradients are the same.
 
     Backward must run while the layers are intercepted with `context`, on its own random stream.
     """
@@ -202,32 +187,29 @@ def _run_group(
 
 @contextmanager
 def _kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
-    """Leave running statistics and the like as they are: the first run has counted."""
+    """Restore buffers after the block: the first run has updated running statistics."""
     kept = [(b, b.clone()) for segment in segments for b in segment.module.buffers()]
     try:
         yield
     finally:
         for buffer, value in kept:
-            buffer.data.copy_(value)  # not a write that autograd would object to
+            buffer.data.copy_(value)  # not a write that autograd detects
 
 
 class LayerNames:
-    """Finds the message-passing layers of `module` in its segments."""
+    """Names the message-passing layers of `module` in a segment."""
 
     def __init__(self, module: nn.Module) -> None:
         self._convs = {id(conv): name for name, conv in find_convs(module).items()}
 
     def of(self, segment: Segment) -> str:
-        """Return the names of the message-passing layers in `segment`."""
+        """Return the names of the message-passing layers in `segment`, else its number."""
         names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
         return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"
 
     @staticmethod
     def of_repeated(part: Segment) -> tuple[str, ...]:
-        """Return the names of what has weights in a part that is computed again, or its lines.
-
-        A weight of no submodule goes by its own name.
-        """
+        """Return the names of modules with weights in a recomputed part, else its source lines."""
         names = [strip_root(name) for name, _ in part.module.named_parameters()]
         owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
         lines = (line_of_node(end).partition(",")[0] for end in part.ends.values())

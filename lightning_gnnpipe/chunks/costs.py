@@ -1,13 +1,12 @@
-"""Measures what each layer costs: seconds, bytes, size of histories.
+"""Measures the cost of each layer: seconds, bytes that autograd saves, size of histories.
 
-All layers run on a few chunks one after the other, then back, as in a training step, so that caches
-are as warm as they will be.
+All layers run forward, then backward, on a few chunks: caches are as warm as in a training step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -38,15 +37,13 @@ from lightning_gnnpipe.types import ChunkView
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """One layer's share of a training step over all nodes.
+    """The cost of one layer in a training step over all nodes.
 
     Attributes:
-        forward_s: Seconds, forward.
-        backward_s: Seconds, backward.
-        saved_bytes: What autograd keeps between them.
-        history_bytes: Its histories and gradient buffers, where chunks see each other.
+        saved_bytes: Bytes that autograd keeps between forward and backward.
+        history_bytes: Bytes of its histories and gradient buffers, with more than one chunk.
         pushed_row_bytes: Bytes of one node's row in all of its histories.
-        num_pushes: Its histories: how often it pushes the rows of a chunk.
+        num_pushes: Number of its histories.
     """
 
     forward_s: float
@@ -64,12 +61,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a training step over all nodes is made of.
-
-    Attributes:
-        layers: What each layer costs.
-        repeats: What it costs to compute a value again that stages can, by its name.
-    """
+    """Costs of a training step over all nodes: of layers, and of recomputing values, by name."""
 
     layers: tuple[LayerCost, ...]
     repeats: dict[str, LayerCost]
@@ -85,7 +77,7 @@ class StepCosts:
     def assign_layers(
         self, layers: Layers, num_stages: int, repeated: Collection[str]
     ) -> tuple[int, ...]:
-        """Return how many layers each stage gets for the slowest one to be as fast as possible."""
+        """Return the number of layers of each stage that makes the slowest stage fastest."""
         again = {name: cost.compute_s for name, cost in self.repeats.items()}
         costs = [cost.compute_s for cost in self.layers]
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
@@ -93,12 +85,12 @@ class StepCosts:
 
 _MAX_TIMED = 3
 _NUM_RUNS = 5
-_LONGEST_S = 0.3  # for the runs of a chunk after the first
-_MOST_ROWS = 2**17  # of a table that no cache holds
+_LONGEST_S = 0.3  # time for repeated runs of a chunk
+_MOST_ROWS = 2**17  # a table that exceeds all caches
 
 
 def work_of(chunk: ChunkView) -> int:
-    """Return what the time of a chunk is taken to be proportional to: its rows and in-edges."""
+    """Return rows plus in-edges of a chunk, which its time is assumed to be proportional to."""
     return chunk.num_nodes + chunk.edge_end - chunk.edge_start
 
 
@@ -109,7 +101,7 @@ def measure_layers(
     inputs: PlannedInputs,
     histories: HistoryOptions,
 ) -> StepCosts:
-    """Return the costs of all layers, from a few runs over a few middle-sized chunks."""
+    """Measure all layers, in a few runs over a few middle-sized chunks."""
     context = MessageContext(ZeroHalo(plan, histories), plan)
     context.leaves = inputs
     pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
@@ -125,9 +117,9 @@ def measure_layers(
 def measure_batch(
     module: nn.Module, layers: Layers, plan: BatchPlan, inputs: BatchInputs
 ) -> StepCosts:
-    """Return the costs of all layers over a mini-batch of graphs; there are no histories."""
+    """Measure all layers on a batch of graphs, which has no histories."""
     pieces = [(chunk, chunk.work) for chunk in plan.chunks]
-    context = NativeContext(1)  # BatchNorm runs as it is
+    context = NativeContext(1)  # BatchNorm runs unchanged
     timed, again = _time(module, layers, pieces, inputs, context)
     costs = tuple(one.cost() for one in timed)
     return StepCosts(costs, {name: one.cost() for name, one in again.items()})
@@ -140,10 +132,7 @@ def _time(
     inputs: PassInputs,
     context: MessageContext | NativeContext,
 ) -> tuple[list[_Timed], dict[str, _Timed]]:
-    """Time each layer, and each value that can be computed again, by its name.
-
-    They are run on a few middle-sized ones of `pieces`, and scaled to all of them by work.
-    """
+    """Time layers, and recomputable values by name, on a few middle-sized pieces (chunk, work)."""
     parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
     segments = (*layers.segments, *parts)
     ranked = sorted(pieces, key=lambda piece: piece[1])
@@ -157,7 +146,7 @@ def _time(
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for chunk, _ in chosen:  # what is computed once for a chunk is no cost of a layer
+        for chunk, _ in chosen:  # do not time what is computed once per chunk
             _run(layers, segments, chunk, inputs, context)
         runs = [_best_run(layers, segments, chunk, inputs, context) for chunk, _ in chosen]
     scales = [total / max(work, 1) for _, work in chosen]
@@ -179,7 +168,7 @@ def _time(
 
 
 def _best_run(*args: Any) -> list[_Timed]:
-    """Return the least times of several runs: whatever else the machine does only adds to them."""
+    """Return the minimum times of several runs: load from other processes only adds time."""
     runs, start = [_run(*args)], time.perf_counter()
     while len(runs) < _NUM_RUNS and time.perf_counter() - start < _LONGEST_S:
         runs.append(_run(*args))
@@ -191,7 +180,7 @@ def _best_run(*args: Any) -> list[_Timed]:
 
 
 def _make_even(timed: Sequence[_Timed], forms: Sequence[Hashable]) -> None:
-    """Give layers that compute the same the same times, the median of theirs."""
+    """Set the times of layers with equal forms to their median."""
     for form in set(forms):
         same = [one for one, other in zip(timed, forms, strict=True) if other == form]
         times = [median(one.forward_s for one in same), median(one.backward_s for one in same)]
@@ -200,7 +189,7 @@ def _make_even(timed: Sequence[_Timed], forms: Sequence[Hashable]) -> None:
 
 
 def _form_of(segment: Segment, layers: Layers) -> Hashable:
-    """Return what is equal for segments that compute the same, each with weights of its own."""
+    """Return a key that is equal for segments that differ only in the values of their weights."""
     nodes = list(segment.module.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
 
@@ -223,9 +212,9 @@ def _plain(module: nn.Module) -> list[tuple[str, object]]:
 
 
 def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.device) -> float:
-    """Return how many bytes a second of rows can be gathered, and put down where they belong.
+    """Return the bytes per second of gathering scattered rows and writing them back.
 
-    Rows here and there in a table, as wide as those that the layers push at the most.
+    The rows are as wide as the widest rows that the layers push.
     """
     num_nodes = min(num_nodes, _MOST_ROWS)
     widest = max((cost.pushed_row_bytes // max(cost.num_pushes, 1) for cost in costs), default=0)
@@ -237,7 +226,7 @@ def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.dev
         _synchronize(device)
         start = time.perf_counter()
         rows = table[positions]
-        table[positions] = rows  # as rows are, and then as gradients are
+        table[positions] = rows  # like a push of rows; the next line is like gradients
         table.index_add_(0, positions, table[positions])
         _synchronize(device)
         times.append(time.perf_counter() - start)
@@ -251,7 +240,6 @@ class _Timed:
     saved_bytes: float = 0.0
 
     def cost(self, history_bytes: int = 0, pushed_row_bytes: Sequence[int] = ()) -> LayerCost:
-        """Return the cost of a layer with these histories."""
         return LayerCost(
             self.forward_s,
             self.backward_s,
@@ -269,18 +257,18 @@ def _run(
     inputs: PassInputs,
     context: MessageContext | NativeContext,
 ) -> list[_Timed]:
-    """Run all segments over `chunk`, forward and backward, each cut off from its neighbours."""
+    """Run all segments over `chunk`, forward and backward, each detached from its neighbours."""
     leaves = {name for s in segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
     timed, graphs = [_Timed() for _ in segments], []
     parameters = (p for segment in segments for p in segment.module.parameters())
     tensors = [t for t in (*known.values(), *parameters) if isinstance(t, Tensor)]
-    given = {t.untyped_storage().data_ptr() for t in tensors}
     for segment, one in zip(segments, timed, strict=True):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
         sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
-        with _counted(one, given), _clocked(tensors, one, "forward_s"):
+        with counting_saved_bytes(tensors) as saved, _clocked(tensors, one, "forward_s"):
             run_segments((segment,), values, chunk, context)
+        one.saved_bytes += saved.num_bytes
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
         graphs.append((roots, sources))
@@ -311,20 +299,28 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@dataclass(slots=True)
+class SavedBytes:
+    """Bytes that autograd has saved."""
+
+    num_bytes: int = 0
+
+
 @contextmanager
-def _counted(one: _Timed, given: set[int]) -> Iterator[None]:
-    """Count the bytes that autograd keeps, but for weights and the batch, at `given` places."""
-    seen = set(given)
+def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[SavedBytes]:
+    """Count the bytes that autograd saves within the block, except those of `given`."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in given}
+    saved = SavedBytes()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and tensor.is_floating_point():
             seen.add(storage.data_ptr())
-            one.saved_bytes += tensor.numel() * tensor.element_size()
+            saved.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+        yield saved
 
 
 def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
@@ -334,7 +330,7 @@ def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
 
 
 def _history_bytes(context: MessageContext, segment: Segment) -> int:
-    """Return the bytes of a layer's histories and gradient buffers, where the layers compute."""
+    """Return the bytes of a layer's histories and gradient buffers on the compute device."""
     store = context.store
     assert isinstance(store, ZeroHalo)
     if not store.is_local:

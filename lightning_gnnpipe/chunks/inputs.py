@@ -1,7 +1,6 @@
-"""The batch's tensors in plan order, cut by chunk without a copy.
+"""The tensors of the batch in plan order, so that each chunk is a slice.
 
-Node-level tensors are permuted once so that a chunk's rows are a slice; so are edge-level ones. The
-permuted copy is kept as long as the user's batch holds the same tensor.
+They are permuted once, and the copy is cached while the user's batch holds the same tensor.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ from lightning_gnnpipe.stages import Value
 
 
 class PassInputs(Protocol):
-    """What a pass takes of the batch, piece by piece: chunks of a graph, or micro-batches."""
+    """The inputs of a pass by chunk of one graph, or by micro-batch."""
 
     def slice(self, chunk: Any, names: Iterable[str]) -> dict[str, Any]:
         """Return the chunk's part of each leaf in `names`."""
 
     def num_rows(self, chunk: Any, value: Value) -> int:
-        """Return the rows that a tensor like `value` has in `chunk`."""
+        """Return the rows in `chunk` of a tensor like `value`."""
 
     def num_places(self, value: Value) -> int:
-        """Return the rows that a tensor like `value` has in all."""
+        """Return the rows in all chunks of a tensor like `value`."""
 
     def places(self, chunk: Any, value: Value) -> Tensor:
-        """Return where the rows of `chunk` belong, `[num_rows]`, in the user's order."""
+        """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
 
     def add_grads(self, chunk: Any, leaves: dict[str, Any]) -> None:
-        """Add the gradients of a chunk's leaves to those of the whole leaves."""
+        """Add the gradients of a chunk's leaves to the gradients of the whole leaves."""
 
     def take_grad(self, slot: int) -> Tensor:
-        """Return the gradient of leaf number `slot`; zeros where this stage does not read it."""
+        """Return the gradient of leaf number `slot`; zeros if this stage does not read it."""
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
 
     def release(self) -> None:
-        """Forget the call."""
+        """Drop the call and its gradients."""
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class _Cached:
 
 
 class PlannedInputs:
-    """The leaves of a call in the order of a plan."""
+    """The leaves of a call in the order of a plan; see `PassInputs`."""
 
     def __init__(self, plan: ChunkPlan) -> None:
         self._plan = plan
@@ -65,12 +64,9 @@ class PlannedInputs:
         self._grads: dict[str, Tensor] = {}
 
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
-        """Take the tensors of `call` for the coming pass.
+        """Use the tensors of `call` in the coming pass.
 
-        Args:
-            call: The call.
-            inputs: What its tensors are.
-            numbers: Of their contents; a tensor without one is new in each pass.
+        The permuted copy of a tensor is reused while its number stays the same and is not None.
         """
         self._numbers = numbers or (None,) * len(call.leaves)
         self._cache = {n: one for n, one in self._cache.items() if one.number is not None}
@@ -78,19 +74,15 @@ class PlannedInputs:
         self._grads.clear()
 
     def release(self) -> None:
-        """Forget the call (the permuted copies stay)."""
+        """Drop the call and its gradients; the permuted copies stay."""
         self._call = None
         self._grads.clear()
 
     def slice(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the chunk's part of each leaf in `names`."""
         return {name: self._slice(chunk, name) for name in names}
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
-        """Return a leaf of the edges of all shards, `[num_edges, *]`, in slots of the graph.
-
-        None if `name` is not of the edges of `edge_set`, or needs a gradient.
-        """
+        """Return a leaf of the edges of all shards; see `passing.EdgeLeaves`."""
         slot = _slot(name)
         leaf = self._leaf(slot)
         if self._kinds[slot] is not Kind.EDGE or leaf.requires_grad:
@@ -106,27 +98,25 @@ class PlannedInputs:
         return self._permuted(name, slot, edges.edge_perm)
 
     def edge_bounds(self, chunk: Chunk, edge_set: int) -> tuple[int, int]:
-        """Return the first slot, and that behind the last, of a set's edges that end in `chunk`."""
+        """Return first and last + 1 slot of the edges of a set that end in `chunk`."""
         part = self._edges(chunk, edge_set)[1]
         return part.edge_start, part.edge_end
 
     def num_rows(self, chunk: Chunk, value: Value) -> int:
-        """Return the rows that a tensor like `value` has in `chunk`."""
         if value.kind is not Kind.EDGE:
             return chunk.num_nodes
         first, end = self.edge_bounds(chunk, value.edge_set)
         return end - first
 
     def num_places(self, value: Value) -> int:
-        """Return the rows that an output has, over all shards."""
+        """Return the nodes of all shards: outputs have one row per node."""
         return self._plan.globe.num_nodes
 
     def places(self, chunk: Chunk, value: Value) -> Tensor:
-        """Return the nodes of `chunk`, `[num_rows]`: outputs have one row a node."""
+        """Return the nodes of `chunk`, `[num_rows]`: outputs have one row per node."""
         return self._plan.perm[chunk.start : chunk.end]
 
     def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
-        """Add the gradients of a chunk's leaves to those of the whole leaves."""
         for name, leaf in leaves.items():
             if leaf.grad is None:
                 continue
@@ -143,7 +133,6 @@ class PlannedInputs:
                 total += leaf.grad
 
     def take_grad(self, slot: int) -> Tensor:
-        """Return the gradient of leaf number `slot`; zeros where this stage does not read it."""
         grad = self._grads.get(f"leaf_{slot}")
         return torch.zeros_like(self._leaf(slot)) if grad is None else grad
 

@@ -1,6 +1,6 @@
-"""One pass over the batch: what the actions of a schedule work on, and the dispatch over them.
+"""Runs the actions of a schedule in one pass over the batch.
 
-The batch is one graph in chunks, or many graphs in micro-batches, which are chunks as well here.
+The batch is one graph in chunks, or many graphs in micro-batches, also called chunks here.
 
 stage s-1                 stage s                                   stage s+1
 sent      --forward-->    received, leaves -> segments -> sent     --forward-->   received
@@ -31,7 +31,7 @@ GradsOf = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(slots=True)
 class _ChunkState:
-    """Where a chunk's autograd graph begins and ends on a stage."""
+    """Inputs and outputs of a chunk's autograd graph on a stage."""
 
     received: list[Tensor]
     leaves: dict[str, Tensor]
@@ -39,15 +39,7 @@ class _ChunkState:
 
 
 class Step:
-    """Runs one rank's actions of one pass.
-
-    Args:
-        parts: What the pass is made of.
-
-    Attributes:
-        parts: The same.
-        recorder: Of the actions.
-    """
+    """Runs one rank's actions of one pass."""
 
     def __init__(self, parts: PassSpec) -> None:
         self.parts = parts
@@ -66,16 +58,13 @@ class Step:
         ]
 
     def forward(self, actions: Sequence[Action]) -> list[Tensor]:
-        """Run the forward phase; return the outputs on every rank.
-
-        Each is `[num_rows, *]`, in the user's order of nodes, or of graphs.
-        """
+        """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""
         self.run(actions)
         self.parts.transport.flush()
         return self.collect()
 
     def collect(self) -> list[Tensor]:
-        """Return the outputs on every rank, once the last stage has them; a collective call."""
+        """Broadcast the outputs from the last stage, and return them; a collective call."""
         outputs, self._outputs = self._outputs, []
         for output in outputs:
             self._share(output)
@@ -84,12 +73,9 @@ class Step:
     def alternate(
         self, actions: Sequence[Action], arrived: Arrived, grads_of: GradsOf
     ) -> list[Tensor]:
-        """Run forward and backward in turn; return the outputs as `forward` does.
+        """Run forwards and backwards interleaved; return the outputs as `forward` does.
 
-        Args:
-            actions: This rank's.
-            arrived: By action, what has been received by then, and is let go.
-            grads_of: Of a chunk whose outputs have come out.
+        `grads_of` is called when the outputs of a chunk are computed. For `arrived` see `run`.
         """
         self._grads_of = grads_of
         self.run(actions, arrived)
@@ -103,13 +89,7 @@ class Step:
         output_grads: Sequence[Tensor],
         on_last: Callable[[], None],
     ) -> None:
-        """Run the backward phase.
-
-        Args:
-            actions: This rank's.
-            output_grads: The gradients of the outputs, in the user's order.
-            on_last: Called before the last chunk.
-        """
+        """Run backward from `output_grads` (user's order); call `on_last` before the last chunk."""
         self._grads_of = lambda chunk, _: [
             grad[self.parts.inputs.places(chunk, value)]
             for grad, value in zip(output_grads, self.parts.outputs, strict=True)
@@ -122,7 +102,7 @@ class Step:
         self._grads_of = None
 
     def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
-        """Run `actions`; what they send need not have left, but for what has `arrived` by one."""
+        """Run `actions`; `arrived` maps an action to the sends that can be freed after it."""
         for action in actions:
             stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
             _METHODS[action.op](self, stage, chunk)
@@ -130,7 +110,7 @@ class Step:
                 self.parts.transport.release(_label(send))
 
     def _share(self, output: Tensor) -> None:
-        """Give all ranks the rows of `output`, `[num_rows, *]`, that the last stage's have."""
+        """Broadcast the rows of `output`, `[num_rows, *]`, from the last stage's ranks."""
         transport, last = self.parts.transport, self._mesh.num_stages - 1
         shard = self.parts.plan.shard
         if shard is None:
@@ -145,8 +125,7 @@ class Step:
     def _forward(self, stage: Stage, chunk: Piece) -> None:
         """Compute one chunk on a stage.
 
-        Roughly: received = wait(); values = segments(leaves(chunk), received); keep what backward
-        needs.
+        Roughly: received = wait(); values = segments(leaves(chunk), received); save for backward.
         """
         parts = self.parts
         received = self._wait_forward(stage, chunk)
@@ -168,10 +147,9 @@ class Step:
                     del self._chunks[stage.index, chunk.index]
 
     def _backward(self, stage: Stage, chunk: Piece) -> None:
-        """Take the gradients of one chunk back through a stage.
+        """Compute the gradients of one chunk on a stage.
 
-        Roughly: autograd.backward(sent, wait()); the gradients are then in received and in the
-        parameters.
+        Roughly: autograd.backward(sent, wait()); the gradients are then in received and parameters.
         """
         parts = self.parts
         state = self._chunks[stage.index, chunk.index]
@@ -244,7 +222,7 @@ class Step:
         return stage.index == self.parts.num_stages - 1
 
     def _rank_of(self, stage: int) -> int:
-        """Return the rank that holds a stage: they are assigned in turn."""
+        """Return the rank that holds a stage: stages are assigned round-robin."""
         return self._mesh.rank_of(stage % self._mesh.num_stages)
 
     def _buffer(self, chunk: Piece, value: Value) -> Tensor:
@@ -252,7 +230,7 @@ class Step:
         return torch.empty(shape, dtype=value.dtype, device=self._device)
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
-        """Refuse rows of another number than the next stage, and the user, are told."""
+        """Raise unless `part` has the shape that the next stage, or the user, expects."""
         shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
         if part.shape != shape:
             raise UnsupportedError(
@@ -272,7 +250,7 @@ def _sent_values(stage: Stage) -> list[Value]:
 
 
 def _label(send: Action) -> Label:
-    """Return what the message of a send is called: by the stage that sends."""
+    """Return the label of the message that `send` sends."""
     return Label("backward" if send.op.is_backward else "forward", send.chunk, send.stage)
 
 

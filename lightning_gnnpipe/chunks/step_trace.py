@@ -1,4 +1,4 @@
-"""The measured timeline of a training step: what ran when on each rank."""
+"""The measured timeline of a training step: when each action ran on each rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 class TraceEvent:
     """One action of one rank.
 
-    Times are microseconds since the step's first action on any rank of the host; `wait_us` is what
-    the rank has waited for other shards within the action.
+    Times are microseconds since the step's first action on any rank of the host. `wait_us` is the
+    time within the action that the rank waited for other shards.
     """
 
     rank: int
@@ -30,26 +30,26 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStats:
-    """The last training step, over all ranks.
+    """Statistics of the last training step, gathered from all ranks.
 
     Attributes:
         num_stages: Stages, S.
         num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G % S`.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step ran the exact schedule.
-        bytes_by_kind: Payload bytes received, summed over ranks; `forward`, `backward` and `output`
-            are those of the formula 2 (S-1) N D b + (S-1) N C b.
-        bubble_frac: Share of the ranks' time, forward and backward phase, in which they did not
-            compute: the mean of `wait_s` over the length of both phases.
-        wait_s: For each rank the seconds of the forward and of the backward phase in which it did
-            not compute: between its actions, and within them in exchanges with other shards. A
-            phase lasts from the start of its first compute action on any stage to the end of its
-            last; what lies between the phases, outputs and loss, is in neither. Where a rank goes
-            forward and back in turn the step is one phase, and the loss counts as computing.
-        peak_memory_bytes: For each rank the most memory that its process has held so far: of its
-            GPU, as allocated by torch, or resident on the CPU.
+        bytes_by_kind: Payload bytes received, summed over ranks. `forward`, `backward` and `output`
+            follow the formula 2 (S-1) N D b + (S-1) N C b.
+        bubble_frac: Share of both phases in which ranks did not compute: mean of `wait_s` divided
+            by the length of both phases.
+        wait_s: Seconds of the forward and backward phase in which each rank did not compute:
+            between its actions, and within them in exchanges with other shards. A phase lasts from
+            the start of its first compute action on any stage to the end of its last. Outputs and
+            loss are between the phases, and in neither. If a rank alternates forward and backward,
+            the step is one phase, and the loss counts as computing.
+        peak_memory_bytes: Peak memory of each rank's process so far: allocated by torch on its GPU,
+            or resident on the CPU.
         events: Compute actions (F, B), sorted by start.
-        num_replicas: Replicas, R; rank `r` is one of replica `r // (G S)`.
+        num_replicas: Replicas, R; rank `r` is in replica `r // (G S)`.
         num_virtual: Stages of each rank, V; stage `s` is on rank `s % (S / V)` where V is not 1.
     """
 
@@ -66,9 +66,9 @@ class PipelineStats:
     num_virtual: int = 1
 
     def rank_names(self) -> list[list[str]]:
-        """Return for each rank the parts of its name, such as "stage 1", "shard 0".
+        """Return the parts of each rank's name, for example "stage 1", "shard 0".
 
-        A rank with several stages is called by its place among the ranks of its pipeline.
+        A rank with several stages is named by its place in its pipeline.
         """
         place = "stage" if self.num_virtual == 1 else "rank"
         sizes = {
@@ -83,7 +83,7 @@ class PipelineStats:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank's part of the figures of a step."""
+    """One rank's part of the statistics of a step."""
 
     events: list[TraceEvent]
     bytes_by_kind: dict[str, int]
@@ -94,11 +94,7 @@ class RankRecord:
 class Recorder:
     """Times the compute actions of this rank.
 
-    Attributes:
-        rank: This rank.
-        waited_s: Returns the seconds that this rank has waited for other shards so far.
-        spans: Action, start, end and wait of each, in seconds.
-        on_span: Called after each with how many there are.
+    `spans`: (action, start, end, wait) in seconds. `on_span` gets their number after each action.
     """
 
     rank: int
@@ -133,7 +129,7 @@ def merge_stats(
     num_replicas: int = 1,
     num_virtual: int = 1,
 ) -> PipelineStats:
-    """Put the records of all ranks, in their order, together."""
+    """Merge the records of all ranks, in rank order."""
     events = _align(event for one in gathered for event in one.events)
     kinds = {kind for one in gathered for kind in one.bytes_by_kind}
     total = {
@@ -159,9 +155,9 @@ def merge_stats(
 
 
 def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
-    """Return first start and last end, in microseconds, of the forward and the backward phase.
+    """Return (first start, last end) of the forward and backward phase, in microseconds.
 
-    They are one where a rank goes forward and back in turn.
+    Return one phase if a rank runs a forward after a backward.
     """
     back = [event for event in events if "B" in event.action]
     ahead = [event for event in events if "B" not in event.action]
@@ -172,7 +168,7 @@ def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
 
 
 def _align(events: Iterable[TraceEvent]) -> tuple[TraceEvent, ...]:
-    """Return `events` sorted by start and counted from the first one."""
+    """Sort `events` by start, and count times from the first start."""
     ordered = sorted(events, key=lambda event: event.start_us)
     zero = ordered[0].start_us if ordered else 0.0
     return tuple(replace(e, start_us=e.start_us - zero, end_us=e.end_us - zero) for e in ordered)
@@ -182,10 +178,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak so far: what torch allocated on a CUDA `device`, else what was resident.
-
-    Resident memory is all of the process: Python, libraries and the data set as well.
-    """
+    """Return the peak so far: allocated by torch on CUDA, else resident in the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if _STATUS.is_file():

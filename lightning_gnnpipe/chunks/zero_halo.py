@@ -1,4 +1,4 @@
-"""What stands for histories where layers are timed: rows of zeros, and nothing kept."""
+"""Replaces the histories while layers are timed: reads return zeros, and no rows are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_gnnpipe.types import ChunkView
 
 
 class _OwnMoments(RowMoments):
-    """Has the rows of the first chunk stand for all rows of the last step."""
+    """Uses the first chunk's statistics as the statistics of the last step."""
 
     def sums_of(self, rows: Tensor) -> Tensor:
         if self.total is None:
@@ -26,16 +26,11 @@ class _OwnMoments(RowMoments):
 
 
 class _OwnMomentStore(MomentStore):
-    """Creates `_OwnMoments` for each call."""
-
     kind = _OwnMoments
 
 
 class ZeroHalo:
-    """A store that serves zeros and keeps nothing: the costs are the same.
-
-    But for transfers, if histories are on another device: those are left out.
-    """
+    """Serves zeros at the cost of real histories, without transfers from another device."""
 
     shards = None
 
@@ -56,11 +51,11 @@ class ZeroHalo:
     @property
     def by_chunk(self) -> ZeroHalo:
         other = copy.copy(self)
-        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # not a node's
+        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # rows of chunks, not nodes
         return other
 
     def scale_of(self, key: CallKey) -> float:
-        return self._options.method.linear_scale  # on dense graphs another: the cost is the same
+        return self._options.method.linear_scale  # differs on dense graphs, at the same cost
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
@@ -72,7 +67,7 @@ class ZeroHalo:
         self.pushed_row_bytes[key] = rows[:1].nbytes
 
     def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return one table of zeros for all layers, each page of it written."""
+        """Return a table of zeros that layers share, with every page of memory written."""
         shape = (self._num_nodes, *rows.shape[1:])
         if (shape, dtype) not in self._zeros:
             self._zeros[shape, dtype] = rows.new_zeros(shape, dtype=dtype).zero_()

@@ -1,4 +1,4 @@
-"""The command line: train, evaluate and predict as LightningCLI does, and `plan`."""
+"""The command line: the commands of LightningCLI, and `plan`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A parser of LightningCLI's with short errors, and those of the classes it builds as they are.
+"""A parser for LightningCLI with short errors; errors of the classes that it builds pass through.
 
-jsonargparse tries the members of a union one after the other and turns what any of them raises into
-the text of one long `ValueError`, so that a refused option could not be told from a wrong type.
+jsonargparse joins the errors of all members of a union into one `ValueError`, which hides whether
+an option was refused or had a wrong type.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class _Raised(BaseException):
 
 
 class TransparentErrorParser(LightningArgumentParser):
-    """Builds classes inside of `raising` without hiding their errors; says what is wrong alone."""
+    """Within `raising`, passes on errors of the classes it builds; prints its own without usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print `message` without the page of usage before it, and end with status 2."""
+        """Print `message` without the usage page, and exit with status 2."""
         is_command = " [options]" in self.prog
         name = self.prog.replace(" [options]", "")
         listed = f"{name} --help" if is_command else f"{name} COMMAND --help"
         self.exit(2, f"{name}: {message}\nAll options: {listed}\n")
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Register `instantiator` for a class, as jsonargparse does; its errors pass through."""
+        """Register `instantiator` for a class; its errors pass through jsonargparse."""
 
         @wraps(instantiator)  # jsonargparse reads the signature
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -43,14 +43,14 @@ class TransparentErrorParser(LightningArgumentParser):
             except Exception as error:
                 raise _Raised(error) from None
 
-        with warnings.catch_warnings():  # Lightning calls what newer jsonargparse deprecates
+        with warnings.catch_warnings():  # Lightning uses a function that is deprecated
             warnings.simplefilter("ignore", DeprecationWarning)
             super().add_instantiator(build, *args, **kwargs)
 
 
 @contextmanager
 def raising(parser: TransparentErrorParser) -> Iterator[None]:
-    """Raise what a class raises that `parser` builds inside."""
+    """Raise, unchanged, errors of classes that `parser` builds in the block."""
     parser.add_instantiator(_build, object, subclasses=True)
     try:
         yield

@@ -1,8 +1,6 @@
 """`gnnpipe fit | validate | test | predict | plan --config run.yaml`: LightningCLI with a plan.
 
-One file names the model, the data and the Trainer, each by `class_path` and `init_args`; every
-command takes it as it is. Lightning starts the further processes of a pipeline by running the same
-command line again, so nothing here may depend on what a first process did.
+Further processes run the same command line: nothing here may depend on the first process.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning_utilities.core.imports import RequirementCache
 
-import lightning_gnnpipe.models  # noqa: F401  its classes can be named without their package
+import lightning_gnnpipe.models  # lets configs name its classes without the package
 from lightning_gnnpipe.cli.cli_parser import TransparentErrorParser, raising
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
 from lightning_gnnpipe.fallbacks import Fallbacks
@@ -35,7 +33,7 @@ REQUIREMENTS = ("jsonargparse[signatures]>=4.27.7", "rich")
 
 
 class PlanningTrainer(pl.Trainer):
-    """A Trainer that can say beforehand what its strategy would do."""
+    """A Trainer that can forecast its training, for the command `plan`."""
 
     @rank_zero_only
     def plan(
@@ -49,20 +47,20 @@ class PlanningTrainer(pl.Trainer):
     ) -> None:
         """Print how model and graph would be cut, and what a training step would take.
 
-        All ways to assign the devices to stages and shards are compared; `num_stages` and
-        `graph_parallel` of the best one are printed, to be written into the config.
+        Compares all layouts of the devices in stages and shards, and prints `num_stages` and
+        `graph_parallel` of the best one, for the config.
 
         Args:
-            model: The module that would be trained.
+            model: The module to train.
             datamodule: Its data.
-            link_gbit: Speed of the link of each device, in Gbit/s each way; if not given, 10.
-            message_us: Microseconds of a message between devices, whatever its size; if not given,
-                those of gloo where all cores compute.
-            memory_gib: Memory of a device, in GiB, that layouts should fit into; if not given, any.
+            link_gbit: Link speed of each device, in Gbit/s each way; default 10.
+            message_us: Microseconds of a message of any size; default: gloo's while all cores
+                compute.
+            memory_gib: Memory of a device, in GiB, that a layout must fit into; default: no limit.
             num_devices: Plan the best layout of so many devices, whatever the Trainer has.
 
         Raises:
-            ConfigError: If there are no data, or the strategy is another one.
+            ConfigError: If there are no data, or the strategy is not `GNNPipeStrategy`.
             GNNPipeError: As training would.
         """
         from rich.console import Console
@@ -107,11 +105,11 @@ class GNNPipeCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's commands and `plan`, each with the arguments that a config gives."""
+        """Return Lightning's commands and `plan`, each with the arguments that a config sets."""
         return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
 
     def before_predict(self) -> None:
-        """Have predictions saved, unless a callback of the config writes them."""
+        """Save predictions, unless a callback of the config writes them."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(one, BasePredictionWriter) for one in callbacks):
             callbacks.append(SavePredictions())
@@ -123,10 +121,9 @@ class GNNPipeCLI(LightningCLI):
 
 
 class SavePredictions(BasePredictionWriter):
-    """Saves what `predict_step` returned for all batches, a list, as `predictions.pt`.
+    """Saves all outputs of `predict_step` to `predictions.pt`, in the folder of the logger.
 
-    The folder is that of the logger, or else `default_root_dir`. All stages and shards have the
-    same predictions; each of several replicas saves its own, with its number in the name.
+    Without a logger: in `default_root_dir`. Each of several replicas adds its number to the name.
     """
 
     def __init__(self) -> None:
@@ -153,8 +150,7 @@ class SavePredictions(BasePredictionWriter):
 class SaveFitConfig(SaveConfigCallback):
     """Saves the config of a `fit` to the folder of its logger, once.
 
-    Without a logger that is `default_root_dir`, the current folder as a rule: what is there already
-    is the config of another run, or the very file that was given, and is left alone.
+    Without a logger, to `default_root_dir`, where it never overwrites a config of another run.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -162,7 +158,7 @@ class SaveFitConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def _leaves_another(self, trainer: pl.Trainer) -> bool:
-        """Return whether there is another run's config in the way; all ranks say the same."""
+        """Return whether an existing config is in the way, the root's answer on all ranks."""
         path = os.path.join(trainer.log_dir or ".", self.config_filename)
         is_there = trainer.is_global_zero and trainer.logger is None and os.path.isfile(path)
         if is_there and not self.already_saved:
@@ -176,7 +172,7 @@ class SaveFitConfig(SaveConfigCallback):
 
 def main() -> int:
     """Run the command of `sys.argv`; return its exit status."""
-    sys.path.insert(0, os.getcwd())  # a config names classes in files of the user's
+    sys.path.insert(0, os.getcwd())  # configs name classes in the user's files
     try:
         _expect_packages()
         GNNPipeCLI(
@@ -184,7 +180,10 @@ def main() -> int:
             trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
             save_config_callback=SaveFitConfig,
             parser_class=TransparentErrorParser,
-            parser_kwargs={"description": "Train deep GNNs, their layers in a pipeline."},
+            parser_kwargs={
+                "description": "Train deep GNNs, their layers in a pipeline.",
+                "version": lightning_gnnpipe.__version__,
+            },
         )
     except (GNNPipeError, MisconfigurationException) as error:
         if not is_silent(error):

@@ -1,4 +1,4 @@
-"""The tables of `gnnpipe plan`: a plan goes in, text on a console comes out."""
+"""The tables that `gnnpipe plan` prints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _graph_table(plan: PipelinePlan) -> Table:
 
 
 def _step_table(plan: PipelinePlan) -> Table:
-    """Make one row a layout: that of the plan is bold, the best has a star."""
+    """Make one row a layout; the layout of the plan is bold, the best has a star."""
     table = Table(
         title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s and {plan.message_us:g} "
         "us a message",
@@ -64,6 +64,9 @@ def _step_table(plan: PipelinePlan) -> Table:
     )
     for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):
         table.add_column(escape(name), justify="right" if name else "left")
+    if plan.plain_s is not None and plan.plain_bytes is not None:
+        memory = f"{plan.plain_bytes / _MIB:,.0f}"
+        table.add_row("", "plain Trainer", f"{plan.plain_s:.3f}", "0", "", memory)
     table.add_row("", "one device", f"{plan.one_device_s:.3f}", "0", "", "")
     for one in plan.layouts:
         is_own = (one.num_stages, one.num_shards) == plan.layout

@@ -1,4 +1,4 @@
-"""Codecs of what is sent: full, bfloat16, and low-bit rows."""
+"""Codecs of messages: full precision, bfloat16, low-bit rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codecs by name: full precision, bfloat16, 8 bits or 1 a value."""
+"""Codecs by name: full precision, bfloat16, 8 bits or 1 bit per value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_c
 
 
 class CastCodec(Codec):
-    """Sends bfloat16, rounded to the nearest: the range of float32, and 8 significant bits."""
+    """Sends bfloat16, rounded to nearest: the range of float32, 8 significant bits."""
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return prod(shape) * torch.bfloat16.itemsize
@@ -42,48 +42,35 @@ _CODECS: dict[str, Callable[[], Codec]] = {
 def get_codec(name: CodecName) -> Codec:
     """Return the codec called `name`.
 
-    Args:
-        name: "fp32": each tensor in its own dtype. "bf16": 16-bit floats. "int8", "int1": so many
-            bits a value, and 32 a row, rounded between the row's least and largest value.
+    "fp32" sends each tensor in its own dtype. "int8" and "int1" send 8 bits or 1 bit per value plus
+    32 bits per row, and round at random between the row's minimum and maximum.
     """
     return _CODECS[name]()
 
 
 class Codecs(NamedTuple):
-    """What rows are sent with, and their gradients."""
+    """The codecs of rows and of their gradients."""
 
     rows: Codec
     grads: Codec
 
     def of(self, kind: TrafficKind) -> Codec:
-        """Return what messages of a kind are sent with."""
+        """Return the codec for messages of this kind."""
         return self.grads if kind in ("backward", "halo_grad") else self.rows
 
     @property
     def is_exact(self) -> bool:
-        """Whether what arrives is what was sent."""
+        """Whether messages arrive unchanged."""
         return self.rows.name == self.grads.name == EXACT
 
 
 def get_codecs(option: CodecOption) -> Codecs:
-    """Return the codecs called so: one name for both, or a name for each.
-
-    Raises:
-        ConfigError: There is no such codec.
-    """
+    """Return the codecs of rows and gradients; one name stands for both."""
     return Codecs(*map(get_codec, codec_names(option)))
 
 
 def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, CodecName]:
-    """Return the names of the codecs of rows, and of their gradients.
-
-    Args:
-        option: One name for both, or a name for each.
-        what: What an error calls it.
-
-    Raises:
-        ConfigError: `option` is neither a codec's name nor two.
-    """
+    """Return the codec names of rows and gradients; a ConfigError calls the option `what`."""
     if not names_codecs(option):
         raise ConfigError(
             explain(
@@ -99,13 +86,12 @@ def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, C
 
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
-    """Of pipelined steps; exact ones send everything as it is, and wait for it.
+    """Messages of pipelined steps; exact steps send full precision and wait for it.
 
     Attributes:
-        halo_codec: Of rows, and their gradients, between shards of the graph; see `get_codecs`.
-        cut_codec: Of activations, and their gradients, between stages.
-        is_async: Shards use the rows and gradients that others had a step ago, while those of this
-            step travel.
+        halo_codec: For rows and gradients between shards of the graph; see `get_codecs`.
+        cut_codec: For activations and gradients between stages.
+        is_async: Use rows and gradients that other shards sent in the previous step.
     """
 
     halo_codec: CodecOption = "fp32"
@@ -113,16 +99,12 @@ class MessageOptions:
     is_async: bool = False
 
     def check(self) -> None:
-        """Check what is an option of the strategy.
-
-        Raises:
-            ConfigError: There is no such codec.
-        """
+        """Raise ConfigError for unknown codecs."""
         codec_names(self.halo_codec, "'halo_codec'")
         codec_names(self.cut_codec, "'cut_codec'")
 
     @property
     def is_exact(self) -> bool:
-        """Whether what arrives is what was sent, in the same step."""
+        """Whether messages arrive unchanged, in the same step."""
         names = {*codec_names(self.halo_codec), *codec_names(self.cut_codec)}
         return not self.is_async and names == {EXACT}

@@ -1,28 +1,26 @@
-"""Low-bit rows: scaled, rounded at random so that the mean stays right, and packed.
+"""Low-bit codec: scale rows, round them at random without bias, and pack the bits.
 
-A row lies between two bfloat16 numbers, `low` and `high`; 2**b - 1 steps lead from one to the
-other. A value is sent as the number of the step below it or above it, at random::
+A row lies between two bfloat16 numbers, `low` and `high`, with 2**b - 1 steps between them. A value
+is sent as the number of the step below it or above it, at random::
 
     step   = (high - low) / (2**b - 1)
     code   = floor((x - low) / step + u)        u uniform in [0, 1)
     x~     = low + code * step                  E[x~] = x
 
-The mean is right because `low` is rounded down to 16 bits and `high` up, before codes are computed:
-no value is outside. It holds but for the rounding of float32 (below 1e-6 of a row's range), and of
-a shorter dtype of the tensor. A row with a value that is infinite or not a number, or that spans
-more than 3.4e38, comes out as not a number.
+No value is outside, because `low` is rounded down and `high` up before codes are computed. The mean
+is exact up to rounding to float32 (below 1e-6 of a row's range) or to the tensor's shorter dtype.
+A row that has inf or nan, or spans more than 3.4e38, decodes to nan.
 
-Random numbers cost as much as all the rest. So they are drawn for one block of rows, and a key for
-every row; each row takes the numbers of its place in the block, exclusive or its key::
+Drawing random numbers costs as much as everything else. So they are drawn for one block of rows,
+plus a key for every row::
 
     u[n, j] = block[n % rows_per_block, j] ^ key[n]        24 random bits each
 
-Any two of them are independent, so a sum over rows is as good as with fresh numbers.
+Any two of them are independent, so the variance of a sum over rows is that of fresh numbers.
 
-Rows are processed in blocks that fit into a core's cache. Bits are packed eight in a byte by one
-multiplication of a 64-bit integer: the factor adds up the integer shifted by 56, 49, .. 7 places,
-which takes each bit to its place in the top byte. No two bits meet, so nothing is carried. To
-unpack, each byte is looked up.
+Blocks of rows fit into a core's cache. One 64-bit multiplication packs eight bits into a byte: the
+factor adds up the integer shifted by 56, 49, .. 7 places, which moves each bit to its place in the
+top byte without a carry. To unpack, each byte is looked up.
 
 Source: Sylvie (arXiv 2303.01277), Low-bit Module; minimum and scale are float16 there.
 """
@@ -37,17 +35,13 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs.payload import Codec
 
-_NUM_BITS = 24  # what a float32 in [0, 1) resolves; 8 would shift means by up to 1/512 of a step
+_NUM_BITS = 24  # resolution of float32 in [0, 1); 8 would shift means by up to 1/512 step
 
 
 class Dither:
-    """Uniform numbers in [0, 1) for the values of a tensor, to be taken block by block.
+    """Uniform random numbers in [0, 1), added to a tensor block by block.
 
-    Args:
-        num_rows: Of the tensor.
-        block_shape: `(rows_per_block, num_channels)`.
-        seed: Of a generator of its own; its lower 32 bits count.
-        device: Of the tensor.
+    `block_shape`: `(rows_per_block, num_channels)`. `seed`: its lower 32 bits count.
     """
 
     def __init__(
@@ -59,23 +53,18 @@ class Dither:
         self._mixed = torch.empty_like(self._block)
 
     def add_to(self, values: Tensor, start: int) -> None:
-        """Add a number to each of `values`, `[num_rows, num_channels]`, float32; a block at most.
-
-        Args:
-            values: The tensor's rows from `start` on.
-            start: A multiple of `rows_per_block`.
-        """
+        """Add random numbers to `values`, float32: one block of rows at most, from row `start`."""
         num_rows = values.size(0)
         mixed = self._mixed[:num_rows]
         keys = self._keys[start : start + num_rows]
         torch.bitwise_xor(self._block[:num_rows], keys, out=mixed)
-        floats = mixed.view(torch.float32)  # in the same place: less to keep in the cache
+        floats = mixed.view(torch.float32)  # in place, to use less of the cache
         floats.copy_(mixed)
         values.add_(floats, alpha=2.0**-_NUM_BITS)
 
 
 def _draw(count: int, generator: torch.Generator) -> Tensor:
-    """Return `[count]` integers of int32, uniform in [0, 2**24); two are made of one draw."""
+    """Return `[count]` int32, uniform in [0, 2**24); each 64-bit draw gives two."""
     pairs = torch.empty((count + 1) // 2, dtype=torch.int64, device=generator.device)
     pairs.random_(-(2**63), None, generator=generator)
     return pairs.view(torch.int32)[:count].bitwise_and_(2**_NUM_BITS - 1)
@@ -85,44 +74,37 @@ _FACTOR = sum(1 << (56 - 7 * place) for place in range(8))
 
 
 def pack_bits(integers: Tensor, out: Tensor) -> None:
-    """Write `integers` to `out`, eight in a byte; what is left of the last byte is 0.
+    """Pack `integers` into `out`, uint8, eight per byte, padded with 0.
 
-    Args:
-        integers: `[num_bits]`, int32: 0 or 1 in the lower 8 bits, others are ignored.
-        out: `[ceil(num_bits / 8)]`, uint8.
+    `integers`: int32, 0 or 1 in the lower 8 bits; higher bits are ignored.
     """
     bits = torch.empty(out.numel() * 8, dtype=torch.uint8, device=out.device)
     bits[: integers.numel()].copy_(integers)
     bits[integers.numel() :].zero_()
     words = bits.view(torch.int64)
-    out.copy_(words.mul_(_FACTOR).bitwise_right_shift_(56))  # the others may be copies of the sign
+    # The shift copies the sign into the upper bytes, which uint8 drops.
+    out.copy_(words.mul_(_FACTOR).bitwise_right_shift_(56))
 
 
 def unpack_bits(packed: Tensor, table: Tensor, out: Tensor) -> None:
-    """Undo `pack_bits`.
-
-    Args:
-        packed: `[ceil(num_bits / 8)]`, uint8.
-        table: `unpack_table()`, on the device of `packed`.
-        out: `[num_bits]`, of any dtype.
-    """
+    """Undo `pack_bits`. `table`: `unpack_table()`. `out`: `[num_bits]`, any dtype."""
     bits = table.index_select(0, packed.to(torch.int32)).view(torch.uint8)
     out.copy_(bits[: out.numel()])
 
 
 def unpack_table() -> Tensor:
-    """Return `[256]`: the bits of each byte, a byte each, as one integer."""
+    """Return `[256]` int64: the bits of each byte, one per byte of the integer."""
     places = torch.arange(8, device="cpu")
     bits = (torch.arange(256, device="cpu")[:, None] >> places) & 1
     return bits.to(torch.uint8).view(torch.int64).flatten()
 
 
-BLOCK_CPU = 2**16  # values at a time: with all that they need, they stay in a cache of 1 MiB
+BLOCK_CPU = 2**16  # values per block: all its buffers fit into a cache of 1 MiB
 _BLOCK_GPU = 2**24
 
 
 def count_rows(shape: Sequence[int]) -> int:
-    """Return the rows of a tensor: all its dimensions but the first are channels."""
+    """Return the rows of a tensor: its first dimension, or 1 for a scalar."""
     return shape[0] if shape else 1
 
 
@@ -132,7 +114,7 @@ def ceil_div(count: int, by: int) -> int:
 
 
 def rows_per_block(rows: Tensor) -> int:
-    """Return how many rows to take at a time: all, or a multiple of 8, whose codes fill bytes."""
+    """Return the rows per block: all, or a multiple of 8, whose codes fill bytes."""
     num_values = BLOCK_CPU if rows.device.type == "cpu" else _BLOCK_GPU
     return min(rows.size(0), max(8, num_values // rows.size(1) // 8 * 8))
 
@@ -140,31 +122,21 @@ def rows_per_block(rows: Tensor) -> int:
 def split_blocks(
     rows: Tensor, by_row: Sequence[Tensor], packed: Tensor, num_bits: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield `rows`, `by_row` and `packed` in blocks of rows.
-
-    Args:
-        rows: `[num_rows, num_channels]`.
-        by_row: `[num_rows, *]` each.
-        packed: Codes of all values, without gaps, uint8.
-        num_bits: Of each code.
-    """
+    """Yield blocks of `rows`, of each tensor in `by_row`, and of `packed` (`num_bits` per code)."""
     block = rows_per_block(rows)
     num_bytes = ceil_div(block * rows.size(1) * num_bits, 8)
     parts = [torch.split(tensor, block) for tensor in (rows, *by_row)]
     return zip(*parts, torch.split(packed, num_bytes), strict=True)
 
 
-_LEAST_RANGE = 2.0**-117  # so that 1 / step is finite; constant rows have it, with codes of 0
-_MARGIN = 1 - 2.0**-21  # or float32 might round the code of `high` up to 2**b
+_LEAST_RANGE = 2.0**-117  # keeps 1 / step finite for constant rows, whose codes are 0
+_MARGIN = 1 - 2.0**-21  # else float32 might round the code of `high` up to 2**b
 
 
 class LowBitCodec(Codec):
-    """Sends `num_bits` bits a value, and 32 bits a row.
+    """Sends `num_bits`, 1 or 8, bits per value, and 32 bits per row.
 
     The payload is `low` of all rows, `high` of all rows, then the codes of all rows without gaps.
-
-    Args:
-        num_bits: 1 or 8.
     """
 
     def __init__(self, num_bits: int) -> None:
@@ -194,8 +166,8 @@ class LowBitCodec(Codec):
             steps = values[: part.size(0)]
             torch.sub(part.to(torch.float32), start, out=steps)
             dither.add_to(steps.mul_(scale), index * block)
-            floors = steps.view(torch.int32)  # in the same place: less to keep in the cache
-            floors.copy_(steps)  # drops what is behind the point; nothing is negative
+            floors = steps.view(torch.int32)  # in place, to use less of the cache
+            floors.copy_(steps)  # floor, since no value is negative
             if self.num_bits == 1:
                 pack_bits(floors.view(-1), out)
             else:
@@ -212,7 +184,7 @@ class LowBitCodec(Codec):
             out.copy_(values)
 
     def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-        """Overwrite `rows`, `[num_rows, num_channels]`, float32, of a tensor that had `dtype`."""
+        """Decode into `rows`, `[num_rows, num_channels]`, float32; `dtype` is the tensor's."""
         ends, packed = _split(payload, rows.size(0), dtype)
         low, length = _span(ends)
         table = None if self._table is None else self._table.to(rows.device)
@@ -226,14 +198,14 @@ class LowBitCodec(Codec):
 
 
 def _split(payload: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return views of the payload: the ends of rows `[2, num_rows]`, and their codes."""
+    """Return views of the payload: `low` and `high`, `[2, num_rows]`, and the codes."""
     of_ends = dtype if dtype.itemsize == 2 else torch.bfloat16
     num_bytes = 4 * num_rows
     return payload[:num_bytes].view(of_ends).view(2, -1), payload[num_bytes:]
 
 
 def _round_outwards(ends: Tensor, towards: float) -> Tensor:
-    """Return the 16-bit floats next to `ends`, or equal to them; none on the inner side."""
+    """Round to 16-bit floats in the direction of `towards`; 16-bit `ends` stay unchanged."""
     if ends.element_size() == 2:
         return ends
     ends = ends.to(torch.float32)
@@ -243,9 +215,9 @@ def _round_outwards(ends: Tensor, towards: float) -> Tensor:
 
 
 def _span(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where rows begin, and how long they are: `[num_rows, 1]`, float32.
+    """Return start and length of each row's range: `[num_rows, 1]`, float32.
 
-    A row that is not finite has length nan or inf, so all its codes are 0, and 0 * inf is nan too.
+    A row that is not finite has length nan or inf. Its codes are 0, and 0 * inf decodes to nan.
     """
     low, high = ends.to(torch.float32).unsqueeze(-1)
     return low, (high - low).clamp(min=_LEAST_RANGE)

@@ -1,9 +1,7 @@
-"""What is sent of a tensor: one flat run of bytes of a size that both ends know.
+"""Payload of a message: one tensor as flat uint8, of a size that both ends know.
 
-Goes in: a tensor `[num_rows, *channels]`. Comes out: its payload, a flat uint8 tensor. The size
-follows from shape and dtype alone, so nothing has to be announced. Only floating-point values are
-coded, and only where that makes the payload smaller; all else is sent as it is: integers, booleans,
-tensors that are as short already, rows of too few channels.
+The size follows from shape and dtype alone. Only floating-point values are coded, and only if
+that makes the payload smaller. All other tensors are sent unchanged.
 """
 
 from __future__ import annotations
@@ -16,11 +14,7 @@ from torch import Tensor
 
 
 class Codec:
-    """Sends tensors as they are; the base of the codecs that do not.
-
-    Attributes:
-        name: As `get_codec` knows it.
-    """
+    """Sends tensors unchanged; base of the other codecs. `name`: see `get_codec`."""
 
     def __init__(self, name: str = "fp32") -> None:
         self.name = name
@@ -33,31 +27,24 @@ class Codec:
         return min(plain, self._coded_bytes(shape, dtype))
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
-        """Return the payload of `tensor`; it may share memory with `tensor`, if sent as it is.
+        """Return the payload of `tensor`, `[num_rows, *channels]`, on the same device.
 
-        Args:
-            tensor: `[num_rows, *channels]`, on any device, which is also the payload's.
-            seed: Of this message's random numbers, 32 bits of it, if the codec takes any; no other
-                stream is touched. Repeated seeds repeat the errors, which then do not average out.
+        It may share memory with an uncoded `tensor`. `seed`: 32 bits for this message's own random
+        numbers. Repeated seeds repeat the rounding errors, which then do not average out.
         """
         if self._codes(tensor):
             return self._encode(tensor.detach(), seed)
         return _bytes_of(tensor)
 
     def landing_for(self, out: Tensor) -> Tensor:
-        """Return where to receive the payload for `out`: `out` itself, if it is sent as it is."""
+        """Return the buffer to receive the payload for `out`: `out` itself if it is uncoded."""
         if out.is_contiguous() and not self._codes(out):
             return _bytes_of(out)
         num_bytes = self.payload_bytes(out.shape, out.dtype)
         return torch.empty(num_bytes, dtype=torch.uint8, device=out.device)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Overwrite `out` by what the payload was made of, or comes closest to it.
-
-        Args:
-            payload: `[payload_bytes]`, of `encode`, or received where `landing_for` has said.
-            out: Of the tensor's shape and dtype, on the payload's device.
-        """
+        """Decode `payload` into `out`, on the same device; no copy if it was received in `out`."""
         assert payload.numel() == self.payload_bytes(out.shape, out.dtype)
         if self._codes(out):
             self._decode(payload, out.detach())
@@ -82,15 +69,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 class Parcel:
-    """Where one tensor is received.
+    """Receive buffer for the tensor `buffer`.
 
-    Args:
-        buffer: Where it is wanted.
-        codec: That it is sent with.
-        wire: The device that messages travel on.
-
-    Attributes:
-        place: Where its bytes come in.
+    `place` receives the bytes; it is on `wire`, the device that messages are sent on.
     """
 
     def __init__(self, buffer: Tensor, codec: Codec, wire: torch.device) -> None:
@@ -102,11 +83,11 @@ class Parcel:
 
     @property
     def num_bytes(self) -> int:
-        """What is received."""
+        """Bytes to receive."""
         return self.place.numel()
 
     def open(self) -> Tensor:
-        """Return the tensor, after its bytes have come in."""
+        """Decode the received bytes into `buffer`, and return it."""
         if self.place is not self._landing:
             self._landing.copy_(self.place)
         self._codec.decode(self._landing, self.buffer)

@@ -1,4 +1,4 @@
-"""The only place that talks to other ranks."""
+"""All communication between ranks: transport, collectives, process groups."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Collective calls of some ranks: waits are bounded, and every byte is counted.
+"""Collective calls between ranks, with bounded waits and a count of all bytes.
 
-The package has process groups of its own, so that none of its calls pairs with one of the user's or
-of Lightning's. Before a call between steps ranks meet: each says what it is about to do, and all
-refuse if that differs.
+They use process groups of the package, so that none pairs with a call of the user or of Lightning.
 """
 
 from __future__ import annotations
@@ -25,23 +23,15 @@ from lightning_gnnpipe.types import TrafficKind
 
 T = TypeVar("T")
 
-_NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting: one size for all, or gloo would mix them up
-UNKNOWN_BYTES = 1 << 40  # of objects, and of work that waits now and then
+_NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting; fixed, since gloo cannot match different sizes
+UNKNOWN_BYTES = 1 << 40  # for messages of unknown size: `Watch` allows hours
 _LOST = re.compile(r"gloo|NCCL|[Cc]onnect|[Tt]im(ed|e) ?out|[Ss]ocket|Broken pipe")
 
 
 class Collectives:
-    """What some ranks do together. With one rank, nothing is sent.
+    """Collective calls over `members`, by default all ranks. With one rank, nothing is sent.
 
-    Args:
-        world: All ranks.
-        meter: Counts what travels.
-        members: The ranks that take part; None for all.
-        watch: Over what this rank waits for; None for one that does nothing.
-
-    Attributes:
-        answers: What the other ranks do if one asks for something in a meeting, by its text. It is
-            called with the texts of all ranks, and they meet again.
+    `answers`: handlers of requests in a meeting, by text. A handler gets the texts of all ranks.
     """
 
     def __init__(
@@ -59,11 +49,11 @@ class Collectives:
 
     @property
     def has_others(self) -> bool:
-        """Whether other ranks take part."""
+        """Whether more than one rank takes part."""
         return len(self.members.ranks) > 1
 
     def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
-        """Overwrite `tensor` by that of rank `source`."""
+        """Overwrite `tensor` with rank `source`'s tensor."""
         if not self.has_others:
             return
         payload = self._on_wire(tensor)
@@ -79,14 +69,9 @@ class Collectives:
             self._sum(tensor, kind, self.members.group)
 
     def meet(self, what: str, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Wait until all of the ranks are here, to do the same; return the numbers of each.
+        """Wait for all ranks and return the numbers of each; raise if `what` differs between ranks.
 
-        Args:
-            what: Follows "wants to"; ASCII, of which 64 characters are compared.
-            numbers: Up to 8 integers of 64 bits, as many on each rank.
-
-        Raises:
-            UnsupportedError: If another rank is about to do something else.
+        `what` follows "wants to": ASCII, cut to 64 characters. `numbers`: up to 8, of 64 bits.
         """
         texts, ranks = self.gather(what, numbers)
         while asked := self.answers.keys() & set(texts):
@@ -97,7 +82,7 @@ class Collectives:
         return ranks
 
     def gather(self, what: str, numbers: Sequence[int] = ()) -> tuple[list[str], list[list[int]]]:
-        """Return what each rank is about to do, and its numbers; for the arguments see `meet`."""
+        """Return `what` and the numbers of each rank, without comparing them; see `meet`."""
         if not self.has_others:
             return [what], [list(numbers)]
         assert len(numbers) <= _NUM_NUMBERS
@@ -116,7 +101,7 @@ class Collectives:
         return texts, [one[8 : 8 + len(numbers)] for one in ranks]
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:
-        """Return the picklable `value` of rank `source`; of the first one if that is None."""
+        """Return the picklable `value` of rank `source`, by default the first rank."""
         if not self.has_others:
             return value
         box, group = [value], self.members.group
@@ -128,12 +113,7 @@ class Collectives:
         return box[0]
 
     def run_on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank alone; return its result on all.
-
-        Raises:
-            GNNPipeError: On all ranks, if `work` raises it.
-            PeerError: On the others, if `work` raises another one on the first.
-        """
+        """Run `work` on the first rank only; all ranks return its result or raise its error."""
         result: T | None = None
         error: Exception | None = None
         if self.world.rank == self.members.ranks[0]:
@@ -150,7 +130,7 @@ class Collectives:
         return cast(T, result)
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Return the picklable values of the ranks, in their order."""
+        """Return the picklable values of all ranks, in rank order."""
         if not self.has_others:
             return [value]
         values: list[Any] = [None] * len(self.members.ranks)
@@ -166,13 +146,7 @@ class Collectives:
         group: dist.ProcessGroup | None,
         work: Callable[[Tensor, dist.ProcessGroup | None], T],
     ) -> T:
-        """Return what `work`, which talks by itself, makes of `tensor` over the ranks.
-
-        Args:
-            tensor: This rank's; it is returned if there are no others.
-            group: Ranks to use instead; None, or that of all ranks, for none.
-            work: Is given the tensor, as it can be sent, and a group; None for all ranks.
-        """
+        """Run the collective `work` on `tensor`, on the wire device; move the result back."""
         chosen = self.members.group if group in (None, dist.group.WORLD) else group
         if chosen is None and not self.has_others:
             return cast(T, tensor)
@@ -184,7 +158,7 @@ class Collectives:
         return cast(T, [one.to(tensor.device) for one in found])
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy of it, as it can be sent."""
+        """Return `tensor` contiguous on the wire device, copied only if necessary."""
         return tensor.detach().to(self.world.wire_device).contiguous()
 
     def _sum(self, tensor: Tensor, kind: TrafficKind, group: dist.ProcessGroup | None) -> None:
@@ -197,24 +171,16 @@ class Collectives:
     def _count_sum(
         self, num_bytes: int, kind: TrafficKind, group: dist.ProcessGroup | None
     ) -> None:
-        """Count this rank's part of what a ring of n receives for a sum: 2 (n - 1) times it."""
+        """Count this rank's part of the 2 (n - 1) `num_bytes` that a ring of n ranks receives."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         total = 2 * (size - 1) * num_bytes
         self.meter.count_bytes(kind, total * (rank + 1) // size - total * rank // size)
 
     @contextmanager
     def explained(self, what: str, num_bytes: int = 0) -> Iterator[None]:
-        """Wait for other ranks within the block, and give the cause if that fails.
+        """Watch the block as a wait for other ranks; if that fails, raise the cause.
 
-        An error of this rank's own passes.
-
-        Args:
-            what: What this rank does; follows "could not".
-            num_bytes: That may be on their way.
-
-        Raises:
-            PeerError: If another rank has failed, or has not answered in time.
-            UnsupportedError: If the ranks wait for each other.
+        Errors of this rank itself pass unchanged. `what` follows "could not".
         """
         with self.watch.waiting(what, num_bytes):
             try:
@@ -234,18 +200,18 @@ class Collectives:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` tells of the way to another rank, not of this rank's own work."""
+    """Whether `error` comes from communication, not from this rank's own work."""
     if isinstance(error, TimeoutError | dist.DistError):
         return True
     return type(error) is RuntimeError and _LOST.search(str(error)) is not None
 
 
 def cause_of(error: BaseException | None) -> str | None:
-    """Return what to tell other ranks of `error`."""
+    """Return type and text of `error`, to send to other ranks."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def bring(place: Tensor, target: Tensor) -> None:
-    """Copy to `target` what has come in at `place`, if they are not the same."""
+    """Copy the received payload `place` to `target`, unless they share memory."""
     if place.data_ptr() != target.data_ptr() or place.device != target.device:
         target.detach().copy_(place)

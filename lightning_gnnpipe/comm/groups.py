@@ -1,12 +1,11 @@
-"""Process groups: where ranks find each other, what device they send from, how they end.
+"""Process groups: rendezvous, the device that messages are sent from, teardown.
 
-- torchrun with its static rendezvous (the default on one node) keeps one store over restarts.
-  Ranks would find there the addresses of ranks that have ended, and wait for them.
-- A process group for GPUs uses gloo for tensors of the CPU and NCCL for tensors of the GPU. NCCL
-  refuses two ranks on one GPU, and `cuda:0` of two processes need not be one GPU. So ranks tell
-  each other by gloo which GPU they have.
-- NCCL knows no tags: it matches the messages of two ranks by their order. The schedule has one rank
-  send in the order in which the other one receives.
+- torchrun with its static rendezvous (the default on one node) keeps one store over restarts. It
+  still holds the addresses of ranks that have ended, and new ranks would wait for them.
+- GPU_BACKEND uses gloo for CPU tensors and NCCL for GPU tensors. NCCL refuses two ranks on one GPU.
+  `cuda:0` of two processes can be different GPUs, so ranks compare names of GPUs through gloo.
+- NCCL has no tags: it matches the messages of two ranks by their order. So in the schedule a rank
+  sends in the order in which its peer receives.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ from lightning_gnnpipe.fallbacks import Fallbacks
 _ERROR = "gnnpipe_error"
 _LONGEST_WAIT = timedelta(seconds=2)
 
-_made: list[ref[ProcessGroup]] = []  # the group of all ranks, where we have made it
+_made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
 
 
 def end_groups_at_exit(*, is_new: bool) -> None:
-    """Destroy all process groups when the program ends, unless somebody else has made them.
-
-    Args:
-        is_new: Whether the group of all ranks was made just now.
-    """
+    """Destroy process groups at exit if the package created the default group, now or before."""
     if is_new:
         _made[:] = [ref(_world())]
     if any(one() is _world() for one in _made):
@@ -47,17 +42,14 @@ def end_groups_at_exit(*, is_new: bool) -> None:
 
 
 def abandon_groups() -> None:
-    """Leave them as they are: their threads may wait for ranks that have failed."""
+    """Skip the teardown at exit: threads of the groups may wait for failed ranks."""
     atexit.unregister(_end_groups)
 
 
 def first_rank_tells(error: str, rank: int, *, is_peers: bool) -> bool:
-    """Whether rank 0 ends with the same error as this rank, so that one of them need print it.
+    """Whether rank 0 publishes the same error within 2 s, so that this rank need not print it.
 
-    Args:
-        error: Its type and text.
-        rank: This rank; rank 0 makes its error known, others wait for it.
-        is_peers: Whether this rank ends since another has failed; then any error of rank 0 does.
+    Rank 0 publishes `error` here. With `is_peers` (another rank failed first), any error counts.
     """
     try:
         store = default_store()
@@ -66,7 +58,7 @@ def first_rank_tells(error: str, rank: int, *, is_peers: bool) -> bool:
             return False
         store.wait([_ERROR], _LONGEST_WAIT)
         return is_peers or store.get(_ERROR) == error.encode()
-    except (RuntimeError, ValueError):  # rank 0 runs on, or has ended; or there is no group
+    except (RuntimeError, ValueError):  # rank 0 still runs or has ended, or there is no group
         return False
 
 
@@ -82,15 +74,10 @@ def _world() -> ProcessGroup:
 
 
 def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
-    """Return a store for this restart of torchrun alone; None where there is no need for one.
+    """Return a store for this restart of torchrun; None if no new store is needed.
 
-    Restarts are counted by node. So this is for one node; on several, torchrun's own rendezvous
-    (``--rdzv-backend=c10d``) makes a new store each time.
-
-    Args:
-        address: Of the store's host.
-        port: Of the store.
-        timeout: Longest wait for an answer of the store.
+    Only on one node, because torchrun counts restarts per node. On several nodes,
+    ``--rdzv-backend=c10d`` creates a new store for each restart.
     """
     world_size = os.environ.get("WORLD_SIZE", "")
     is_one_node = world_size == os.environ.get("LOCAL_WORLD_SIZE")
@@ -106,15 +93,10 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def choose_wire(device: torch.device, backend: str) -> torch.device:
-    """Return where tensors must be to be sent; a collective call on the default group.
-
-    Args:
-        device: Where this rank's tensors live.
-        backend: That the group was made with.
-    """
+    """Return the device that messages are sent from; a collective call on the default group."""
     if device.type != "cuda" or backend == "gloo":
         return torch.device("cpu") if backend == "gloo" else device
-    if backend != GPU_BACKEND:  # the user's choice
+    if backend != GPU_BACKEND:  # chosen by the user
         return device
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, gpu_name(device))
@@ -130,7 +112,7 @@ def choose_wire(device: torch.device, backend: str) -> torch.device:
 
 
 def ranks_that_share(gpus: Sequence[str]) -> list[int]:
-    """Return the first ranks found to have the same GPU; none if all differ."""
+    """Return the ranks on the first GPU that has several; empty if no GPU has."""
     for gpu in gpus:
         ranks = [rank for rank, one in enumerate(gpus) if one == gpu]
         if len(ranks) > 1:
@@ -139,10 +121,10 @@ def ranks_that_share(gpus: Sequence[str]) -> list[int]:
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return a name that no other GPU of the job has."""
+    """Return a name of the GPU that is unique in the job."""
     index = torch.cuda.current_device() if device.index is None else device.index
     unique = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    if unique is None:  # torch before 2.5: the numbers of what the process sees
+    if unique is None:  # torch before 2.5: number among the visible GPUs
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         unique = visible[index] if index < len(visible) and visible[index] else index
     return f"{socket.gethostname()}/{unique}"

@@ -1,10 +1,10 @@
-"""The ranks, and the device mesh `data x pipe x graph` that they are assigned to.
+"""The device mesh `data x pipe x graph`, and the place of this rank in it.
 
     rank = (replica * num_stages + stage) * num_shards + shard     ranks of one stage are neighbours
 
-A rank holds some layers (its stage) of some nodes (its shard), for the batches of its replica.
-Along the pipe axis activations of chunks travel, along the graph axis rows of neighbouring nodes,
-along the data axis gradients.
+A rank holds the layers of its stage, for the nodes of its shard and the batches of its replica.
+Activations of chunks travel along the pipe axis, rows of neighbouring nodes along the graph axis,
+gradients along the data axis.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks, and which one this is.
+    """All ranks, and this one.
 
-    Attributes:
-        rank: This rank, from 0.
-        size: Ranks.
-        device: Where tensors live.
-        timeout: Longest wait for another rank.
-        wire: Where tensors must be to be sent; None for `device`.
-        num_replicas: Replicas of the pipeline, R, each with batches of its own: size of the data
-            axis.
+    `timeout` is the longest wait for another rank; `num_replicas` is R, the size of the data axis.
     """
 
     rank: int
@@ -47,12 +40,12 @@ class World:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other ranks to talk to."""
+        """Whether there is more than one rank."""
         return self.size > 1
 
     @property
     def wire_device(self) -> torch.device:
-        """Where tensors must be to be sent."""
+        """Device that messages are sent from and received on."""
         return self.device if self.wire is None else self.wire
 
     @property
@@ -68,19 +61,14 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Some ranks that talk together, this one among them.
-
-    Attributes:
-        ranks: Their numbers among all, ascending.
-        group_ref: Refers to `group`, which torch.distributed has and ends; None for none.
-    """
+    """Ranks that communicate, ascending, including this one; torch.distributed owns `group`."""
 
     ranks: Sequence[int]
     group_ref: ref[ProcessGroup] | None = None
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Their group of torch.distributed; None for all ranks, or for this one alone."""
+        """The process group; None for the default group, or if this rank is alone."""
         if self.group_ref is None:
             return None
         group = self.group_ref()
@@ -90,18 +78,13 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place among replicas, stages and shards.
+    """This rank's place among `num_stages` (S), `num_shards` (G) and `num_replicas` (R).
 
     Attributes:
-        rank: This rank, from 0.
-        num_stages: Stages, S: size of the pipe axis.
-        num_shards: Shards of the graph, G: size of the graph axis.
-        num_replicas: Replicas, R: size of the data axis.
         shards: The ranks of this stage of this replica.
         own_replica: The ranks of this replica.
         replicas: The ranks of this stage and shard in all replicas.
-        everyone: All ranks.
-        asked: The same ranks as `replicas`, for what the user asks for.
+        asked: As `replicas`, in a separate process group for calls that user code requests.
     """
 
     rank: int
@@ -140,13 +123,13 @@ class Mesh:
         return self.stage == self.num_stages - 1
 
     def rank_of(self, stage: int, shard: int | None = None) -> int:
-        """Return the rank of a stage and a shard of this replica; without one, of this shard."""
+        """Return the rank of a stage and shard, by default this shard, in this replica."""
         first = self.replica * self.num_stages * self.num_shards
         return first + stage * self.num_shards + (self.shard if shard is None else shard)
 
 
 def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
-    """Return the mesh of the ranks, each replica `num_stages` x `num_shards`; a collective call."""
+    """Create the mesh and its process groups; a collective call."""
     assert num_stages * num_shards == world.replica_size
     ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
     everyone = _own(world, [list(range(world.size))])
@@ -162,15 +145,12 @@ def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
 
 
 def _own(world: World, parts: Sequence[Sequence[int]], everyone: Members | None = None) -> Members:
-    """Return the part of all ranks that this one is in, with a group of its own if it needs one.
-
-    If it is all ranks, it is `everyone`, if that is given.
-    """
+    """Return the part that has this rank, with a new process group if it has several ranks."""
     [own] = [ranks for ranks in parts if world.rank in ranks]
     if len(parts) == 1 and everyone is not None:
         return everyone
     if len(own) == 1 or not dist.is_initialized():
         return Members(own)
-    # Every rank makes all groups, in the same order.
+    # torch.distributed requires that every rank creates all groups, in the same order.
     groups = [dist.new_group(list(ranks), timeout=world.timeout) for ranks in parts]
     return Members(own, ref(groups[parts.index(own)]))

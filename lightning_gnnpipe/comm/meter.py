@@ -1,4 +1,4 @@
-"""Counting what travels: payload bytes received by this rank, by kind."""
+"""Counts the payload bytes that this rank receives, by kind."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from lightning_gnnpipe.types import TrafficKind
 
 
 class Meter:
-    """Bytes received since the last reset, by kind.
-
-    `control` is everything that is not payload of a step.
-    """
+    """Bytes received since the last reset, by kind; `control` is all but the payload of steps."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     def count(self, kind: TrafficKind, *tensors: Tensor) -> None:
-        """Add the sizes of `tensors`, in bytes, to `kind`."""
+        """Add the bytes of `tensors` to `kind`."""
         self.count_bytes(kind, sum(tensor.nbytes for tensor in tensors))
 
     def count_bytes(self, kind: TrafficKind, num_bytes: int) -> None:
-        """Add to `kind`."""
+        """Add `num_bytes` to `kind`."""
         self._bytes[kind] += num_bytes
 
     def recount(self, kind: TrafficKind, other: TrafficKind, num_bytes: int) -> None:
-        """Count `num_bytes` of what was counted as `kind` as `other`."""
+        """Move `num_bytes` from `kind` to `other`."""
         self._bytes[kind] -= num_bytes
         self._bytes[other] += num_bytes
 
@@ -47,5 +44,5 @@ class Meter:
         return dict(self._bytes)
 
     def reset(self) -> None:
-        """Start again from 0."""
+        """Set all counts to 0."""
         self._bytes.clear()

@@ -1,10 +1,9 @@
-"""Sends tensors of single stages along the pipe, or collects them on every rank.
+"""Sums along the pipe axis, and broadcasts of tensors that single ranks own.
 
     stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3       summed on the way
-             -------- total ------------->   -------- total ----------->        and given back
+             -------- total ------------->   -------- total ----------->        and sent back
 
-The first stage sums over shards and replicas. Only ranks of these stages take part. The total is
-one tensor, so all ranks get the same bits.
+The first stage adds shards and replicas. The total is one tensor, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ def share_tensors(
     local: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
-    """Return every tensor of `owners` on every rank, each broadcast by its owner.
-
-    Args:
-        transport: The ranks.
-        owners: The rank that owns each tensor, equal on all ranks, in the same order.
-        local: The tensors that this rank owns, at least.
-        shapes: Shape and dtype of the others.
-    """
+    """Broadcast each tensor of `owners` (name to rank, same order everywhere); return all."""
     if owners:
         transport.meet("put the stages' weights together")
     shared = {}
@@ -56,19 +48,10 @@ def sum_along_pipe(
     num_flags: int = 0,
     over_replicas: bool = False,
 ) -> Tensor:
-    """Return the sum of the tensors that the ranks of `stages` have, all shards included.
+    """Return the sum of `own`, `[num_elements]`, over `stages` (ascending) and their shards.
 
-    The ranks must make the same calls in the same order; nothing else may be on its way between
-    them.
-
-    Args:
-        transport: The ranks.
-        own: This rank's, `[num_elements]`.
-        stages: The stages, ascending; this rank's is one of them.
-        kind: What it is.
-        number: Of the sum, to tell it from others.
-        num_flags: How many elements at its end count as control.
-        over_replicas: Whether those of all replicas are included.
+    The ranks must make the same calls in the same order, with no other message in flight between
+    them. The last `num_flags` elements count as control.
     """
     mesh, label = transport.mesh, Label(kind, number)
     place = stages.index(mesh.stage)

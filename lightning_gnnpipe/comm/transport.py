@@ -1,9 +1,7 @@
-"""Messages between stages, and between shards: sizes are known from the plan.
+"""Messages between stages and between shards, with sizes known from the plan.
 
-Receives are posted early, because gloo moves nothing before the peer has posted; sends are waited
-for at the end of a phase, or once they are known to have arrived, so both run while the stage
-computes. A tensor that is being sent is kept alive until then. A tensor that is not where messages
-travel (see `wire`) is sent as a copy, and received into one.
+Receives are posted early, because gloo moves no data before the peer has posted. Sends are waited
+for at the end of a phase, or once they are known to have arrived; tensors stay alive until then.
 """
 
 from __future__ import annotations
@@ -23,20 +21,14 @@ from lightning_gnnpipe.comm.mesh import Members, World, make_mesh
 from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.types import TrafficKind
 
-PLAIN = Codec()  # tensors as they are
+PLAIN = Codec()  # no encoding
 
-_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES, _MAX_RUNS = 2**10, 2**10, 2**6, 2**4  # 31 bits of tags
-_EXCHANGE_TAG = 1  # ranks that exchange have no other messages, and gloo keeps their order
+_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES, _MAX_RUNS = 2**10, 2**10, 2**6, 2**4  # 31 bits per tag
+_EXCHANGE_TAG = 1  # exchanging ranks have no other messages, and gloo keeps the order
 
 
 class Label(NamedTuple):
-    """What a message is.
-
-    Attributes:
-        kind: What it carries.
-        chunk: Of which chunk, or micro-batch.
-        stage: Of which stage, where ranks have several.
-    """
+    """Identifies a message: kind of data, chunk or micro-batch, and sending stage."""
 
     kind: TrafficKind
     chunk: int
@@ -44,18 +36,14 @@ class Label(NamedTuple):
 
 
 class Transport(Collectives):
-    """Messages between the ranks of a replica, their collective calls, and sums along the axes.
+    """Messages between the ranks of a replica, and collectives along the axes of the mesh.
 
-    Args:
-        world: All ranks.
-        layout: Stages, and shards of each, that the ranks of a replica are assigned to.
-        meter: Counts what travels.
+    `layout`: stages, and shards of each stage.
 
     Attributes:
-        mesh: This rank's place among replicas, stages and shards.
-        everyone: What all ranks do together, those of other replicas included.
-        replicas: What the ranks of this stage and shard do together, one of each replica.
-        asked: The same, where the user asks for it: the ranks may ask for different things.
+        everyone: Collectives over all ranks of all replicas.
+        replicas: Collectives over the ranks of this stage and shard, one of each replica.
+        asked: As `replicas`, in a separate process group for calls that user code requests.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
 
@@ -73,11 +61,7 @@ class Transport(Collectives):
         self._seed = self._run = 0
 
     def begin_run(self, is_stopping: Callable[[], bool]) -> None:
-        """Watch over waits; receive no message that a run before has left on its way.
-
-        Args:
-            is_stopping: Whether this rank has been told to stop.
-        """
+        """Start the watch, and use new tags: messages of an earlier run may be in flight."""
         self._sends.clear()
         self._receives.clear()
         if self.world.is_distributed:
@@ -85,17 +69,17 @@ class Transport(Collectives):
             self.watch.start(is_stopping)
 
     def end_run(self) -> None:
-        """Watch over waits no longer."""
+        """Stop the watch."""
         self.watch.stop()
 
     def begin_step(self, seed: int) -> None:
-        """Draw the random numbers of codecs from `seed` on; each message takes the next one."""
+        """Seed the codecs; each message takes the next seed."""
         self._seed = seed
 
     def post_receive(
         self, source: int, label: Label, buffers: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
-        """Start to receive the tensors of a message from rank `source` into `buffers`."""
+        """Start to receive a message of rank `source` into `buffers`."""
         parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
         with self.explained(f"receive {label.kind} data of chunk {label.chunk} from rank {source}"):
             works = [
@@ -106,7 +90,7 @@ class Transport(Collectives):
         self._receives[label] = (works, parcels)
 
     def wait_receive(self, label: Label) -> list[Tensor]:
-        """Wait for the tensors of a message and return them."""
+        """Wait for a message and return its tensors."""
         works, parcels = self._receives.pop(label)
         num_bytes = sum(parcel.num_bytes for parcel in parcels)
         with self.explained(f"wait for {label.kind} data of chunk {label.chunk}", num_bytes):
@@ -118,7 +102,7 @@ class Transport(Collectives):
     def send(
         self, target: int, label: Label, tensors: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
-        """Start to send the tensors of a message to rank `target`."""
+        """Start to send `tensors` as one message to rank `target`."""
         payloads = [self._encode(tensor, codec) for tensor in tensors]
         with self.explained(f"send {label.kind} data of chunk {label.chunk} to rank {target}"):
             for i, payload in enumerate(payloads):
@@ -129,16 +113,16 @@ class Transport(Collectives):
 
     @property
     def num_sends(self) -> int:
-        """Tensors that have been sent, and not been waited for."""
+        """Tensors sent and not yet waited for."""
         return len(self._sends)
 
     def release(self, label: Label) -> None:
-        """Let go of a message that the other rank has received."""
+        """Free the sent tensors of a message that the other rank has received."""
         self._wait_sends([one for one in self._sends if one[0] == label])
         self._sends = [one for one in self._sends if one[0] != label]
 
     def flush(self, num_sends: int | None = None) -> None:
-        """Wait until the oldest `num_sends` tensors have left; None for all."""
+        """Wait until the oldest `num_sends` tensors are sent; None for all."""
         self._wait_sends(self._sends[:num_sends])
         del self._sends[:num_sends]
 
@@ -149,7 +133,7 @@ class Transport(Collectives):
                 work.wait(self.world.timeout)
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
-        """Sum `tensor` over the ranks of this stage, in place."""
+        """Sum `tensor` over the shards of this stage, in place."""
         if self.mesh.num_shards > 1:
             with self.waiting():
                 self._sum(tensor, kind, self.mesh.shards.group)
@@ -157,9 +141,9 @@ class Transport(Collectives):
     def start_sum(
         self, tensor: Tensor, kind: TrafficKind, over: Members, *, num_flags: int = 0
     ) -> Callable[[], None]:
-        """Start to sum `tensor` over some ranks; return what waits for it.
+        """Start to sum `tensor` over the ranks, in place; return the function that waits for it.
 
-        Its last `num_flags` elements count as control.
+        The last `num_flags` elements count as control.
         """
         assert len(over.ranks) > 1
         payload = self._on_wire(tensor)
@@ -183,14 +167,7 @@ class Transport(Collectives):
         receives: Sequence[tuple[int, Tensor]],
         codec: Codec = PLAIN,
     ) -> Exchange:
-        """Start to swap tensors with other ranks, which must make the same calls in this order.
-
-        Args:
-            kind: What it is.
-            sends: Ranks and what they get.
-            receives: Ranks and where to put what they send.
-            codec: That all tensors are sent with.
-        """
+        """Start to swap (rank, tensor) pairs; the ranks must make the same calls in this order."""
         parcels = [Parcel(buffer, codec, self.world.wire_device) for _, buffer in receives]
         payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
         group = self.members.group
@@ -205,19 +182,18 @@ class Transport(Collectives):
                 for rank, payload in payloads
                 if payload.numel()
             ]
-            # One by one NCCL would wait for each receive before it sends.
+            # Batched, because otherwise NCCL waits for each receive before it sends.
             works = dist.batch_isend_irecv(ops) if ops else []
         kept = [payload for _, payload in payloads]
         self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
         return Exchange(self, kind, works, parcels, kept)
 
     def _encode(self, tensor: Tensor, codec: Codec) -> Tensor:
-        """Return what `tensor` is sent as."""
         self._seed += 1
         return self._on_wire(codec.encode(tensor, self._seed))
 
     def _tag(self, label: Label, index: int) -> int:
-        """Return a number that no other message on its way between two ranks has."""
+        """Return a tag that is unique among the messages in flight between two ranks."""
         assert index < _MAX_TENSORS
         place = self._run * _MAX_STAGES + label.stage % _MAX_STAGES
         place = place * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
@@ -225,7 +201,7 @@ class Transport(Collectives):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block's time as waiting for other shards."""
+        """Add the time of the block to `waited_s`."""
         start = time.perf_counter()
         try:
             yield
@@ -235,7 +211,7 @@ class Transport(Collectives):
 
 @dataclass(slots=True)
 class Exchange:
-    """Tensors on their way, both directions."""
+    """Tensors in flight in both directions."""
 
     _transport: Transport
     _kind: TrafficKind
@@ -244,7 +220,7 @@ class Exchange:
     _sent: list[Tensor]
 
     def wait(self) -> list[Tensor]:
-        """Wait until all has come and gone; return what was received."""
+        """Wait for all sends and receives; return the received tensors."""
         transport = self._transport
         num_bytes = sum(parcel.num_bytes for parcel in self._parcels)
         with transport.explained(f"wait for {self._kind} data", num_bytes), transport.waiting():

@@ -1,19 +1,18 @@
-"""A thread of each rank that sees to it that no rank waits in vain.
+"""A thread on each rank that ends waits which cannot succeed.
 
     rank 0: waits for rank 1   rank 1: fails
     thread: reads the cause  <-- store <--  writes the cause, ends
     thread: breaks the groups
     rank 0: fails, with that cause
 
-A rank waits in C++, where neither another rank's error nor a signal reaches it. The thread looks
-at the store by which the ranks have met, and at the signals that have come. It breaks the process
-groups of this rank where a wait is in vain:
+A rank waits in C++, where neither another rank's error nor a signal reaches it. The thread polls
+the rendezvous store and the received signals. It breaks this rank's process groups if
 
 - another rank has failed;
-- all ranks wait, each for something else, and none of them has moved for 10 s;
-- this rank has been asked to end, and its wait goes on.
+- all ranks wait, not all for the same call, and none has moved for 10 s;
+- this rank was asked to stop, and its wait goes on.
 
-Collective calls of the user's are waits as well: the thread sees where the program is.
+Collective calls of user code count as waits: the thread finds them on the main thread's stack.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_SHORT_S = 1.0  # no need to speak of a wait
-_STILL_S = 10.0  # of all ranks
-_SLOW_BYTES_PER_S = 1e7  # of a network on which messages are on their way for longer
-_PATIENCE_S = {signal.SIGTERM: 15.0, signal.SIGINT: 2.0}  # the batch may yet be brought to its end
-_LAST_S = 10.0  # after which a rank that does not come to its end by itself is ended
+_SHORT_S = 1.0  # shorter waits are not published
+_STILL_S = 10.0  # without progress of any rank: a deadlock
+_SLOW_BYTES_PER_S = 1e7  # slowest network; messages in flight extend _STILL_S
+_PATIENCE_S = {signal.SIGTERM: 15.0, signal.SIGINT: 2.0}  # time to finish the batch
+_LAST_S = 10.0  # then a rank that has not ended by itself is killed
 _LISTEN_S = 2.0
 _MAX_CAUSE = 4000
 
@@ -52,12 +51,7 @@ class _Wait(NamedTuple):
 
 
 class Watch:
-    """Watches over what this rank waits for.
-
-    Args:
-        rank: This rank.
-        size: Ranks.
-    """
+    """Runs a thread that watches this rank's waits for other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -69,26 +63,22 @@ class Watch:
         self._prefix, self._is_stopping = prefix, is_stopping
         self._stopped = threading.Event()
         self._wait: _Wait | None = None
-        self._count = 0  # of waits
+        self._count = 0  # waits so far
         self._sampled: tuple[int, _Wait] | None = None
-        self._looked: list[Any] | None = None  # what all ranks waited for, at the last look
-        self._told_at = 0.0  # when this rank published this wait; 0.0 if it has not
+        self._looked: list[Any] | None = None  # the waits of all ranks at the last check
+        self._told_at = 0.0  # when this rank published its wait; 0.0: not published
         self._signals: dict[int, float] = {}
         self._pipe: tuple[int, int] | None = None
         self._verdict: Exception | None = None
-        self._since = 0.0  # of the verdict
+        self._since = 0.0  # time of the verdict
         self._is_told = self._is_ending = self._is_broken = self._has_heard = False
         self._has_store = True
 
     def start(self, is_stopping: Callable[[], bool]) -> None:
-        """Watch the waits of this thread from now on.
-
-        Args:
-            is_stopping: Whether this rank has been told to stop.
-        """
+        """Watch the waits of this thread. `is_stopping`: whether this rank was asked to stop."""
         self.stop()
         self._store = self._store or clone_store()
-        run = self._store.add(f"gnnpipe/runs/{self._rank}", 1)  # the same on all ranks
+        run = self._store.add(f"gnnpipe/runs/{self._rank}", 1)  # equal on all ranks
         self._reset(f"gnnpipe/{run}/", is_stopping)
         self._waits = [f"{self._prefix}wait/{rank}" for rank in range(self._size)]
         self._store.set(self._waits[self._rank], "")
@@ -100,7 +90,7 @@ class Watch:
         work.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the thread, and restore the signal wakeup file descriptor."""
         if self._thread is None:
             return
         self._stopped.set()
@@ -109,23 +99,14 @@ class Watch:
         if self._pipe is not None:
             own, before = self._pipe[1], self._before
             found = signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-            if found != own:  # somebody else's
+            if found != own:  # another library has replaced ours: keep it
                 signal.set_wakeup_fd(found, warn_on_full_buffer=False)
             for end in self._pipe:
                 os.close(end)
 
     @contextmanager
     def waiting(self, what: str, num_bytes: int = 0) -> Iterator[None]:
-        """Say that the block may wait for other ranks.
-
-        Args:
-            what: Follows "wants to".
-            num_bytes: That may be on their way.
-
-        Raises:
-            PeerError: If another rank has failed.
-            UnsupportedError: If the ranks wait for each other.
-        """
+        """Mark the block as a wait; `what` follows "wants to". Raise if there is a verdict."""
         if self._verdict is not None:
             raise self._error()
         self._count += 1
@@ -136,20 +117,15 @@ class Watch:
             self._wait = None
 
     def cause(self) -> Exception | None:
-        """Return why a wait has failed; None if no rank has said so: one that was killed cannot."""
+        """Return why a wait failed; None if no rank published a cause (a killed rank cannot)."""
         if self._thread is not None and self._verdict is None:
             self._verdict = self._asking(self._read_cause)
         return None if self._verdict is None else self._error()
 
     def fail(self, text: str, *, is_cause: bool) -> str:
-        """Let the other ranks know why this one ends.
+        """Publish why this rank ends. Return the cause if it lies with other ranks, else "".
 
-        Args:
-            text: Why.
-            is_cause: Whether it is the cause of all: wait a moment until they know.
-
-        Returns:
-            The cause, if another rank or all ranks together have caused the end. Else empty.
+        With `is_cause`, `text` is the root cause: wait up to 2 s until all ranks have read it.
         """
         self._is_ending = True
         if self._thread is None:
@@ -176,7 +152,7 @@ class Watch:
                 self._end(wait)
 
     def _judge(self, wait: _Wait | None) -> Exception | None:
-        """Return the error that ends this wait, after telling all ranks; None to keep waiting."""
+        """Publish and return the error that ends this wait; None to keep waiting."""
         waited = 0.0 if wait is None else time.monotonic() - wait.since
         if wait is None or waited < _SHORT_S:
             if self._told_at:
@@ -184,7 +160,7 @@ class Watch:
                 self._told_at = 0.0
             return None
         for number, patience in _PATIENCE_S.items():
-            # One that has come since would have been noted by this rank, if it was for this rank.
+            # The handler of a signal from before this wait has run: ask whether it stops this rank.
             came = self._signals.get(number)
             is_ours = came is not None and (wait.since <= came or self._is_stopping())
             if came is not None and is_ours and time.monotonic() - max(came, wait.since) > patience:
@@ -204,7 +180,7 @@ class Watch:
         least = _STILL_S + max(num_bytes for _, _, num_bytes in told) / _SLOW_BYTES_PER_S
         whats = [what for what, _, _ in told]
         before, self._looked = self._looked, told
-        # A rank that has not looked since may have gone on: its record is old.
+        # A rank that has not published again may have moved on: its record is old.
         have_all_looked = before is not None and all(
             now[0] == then[0] and now[1] > then[1] for now, then in zip(told, before, strict=True)
         )
@@ -218,7 +194,7 @@ class Watch:
         return differ(whats)
 
     def _end(self, wait: _Wait | None) -> None:
-        """Have this rank fail at the wait that it is in, or at its next one."""
+        """Make this rank fail at its current or next wait; kill it if it does not within 10 s."""
         if wait is not None and not self._is_broken:
             self._is_broken = True
             break_groups()
@@ -227,20 +203,20 @@ class Watch:
             end_now(1)
 
     def _compare(self, own: list[Any]) -> list[Any] | None:
-        """Return what each rank waits for, or None for one that does not wait."""
+        """Publish this rank's wait; return the wait of each rank, None for a rank without one."""
         self._store.set(self._waits[self._rank], json.dumps(own))
         if not self._store.check(self._waits):
             return None
         return [json.loads(one or "null") for one in self._store.multi_get(self._waits)]
 
     def _tell(self, text: str, by: int | None) -> None:
-        """Write the cause, unless there is one, for all ranks; `by` is the rank that failed."""
+        """Publish the cause if there is none yet; `by` is the failed rank, None for all ranks."""
         cause = json.dumps([by, text[:_MAX_CAUSE]])
         self._asking(lambda: self._store.compare_set(f"{self._prefix}cause", "", cause))
         self._asking(self._hear)
 
     def _asking(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` does with the store; None once that is gone, with its rank."""
+        """Run `work` on the store; None once the store is gone with the rank that hosts it."""
         if not self._has_store:
             return None
         try:
@@ -250,7 +226,7 @@ class Watch:
             return None
 
     def _read_cause(self) -> Exception | None:
-        """Return the error that there is if another rank has failed."""
+        """Return the published cause as an error, if there is one."""
         cause = f"{self._prefix}cause"
         if not self._store.check([cause]):
             return None
@@ -261,13 +237,13 @@ class Watch:
         return PeerError(f"Rank {rank} failed: {text}")
 
     def _hear(self) -> None:
-        """Count this rank among those that know the cause."""
+        """Count this rank among the ranks that know the cause."""
         if not self._has_heard:
             self._has_heard = True
             self._store.add(f"{self._prefix}heard", 1)
 
     def _find_wait(self, main: int) -> _Wait | None:
-        """Return what this rank waits for, in a call of ours or, by its place, of the user's."""
+        """Return this rank's wait in the package or, found on the stack, in user code."""
         if self._wait is not None:
             return self._wait
         place, count = place_in_torch(main), self._count
@@ -279,13 +255,13 @@ class Watch:
         return self._sampled[1]
 
     def _error(self) -> Exception:
-        """Return the verdict anew: an error that is raised twice would show both places."""
+        """Return a copy of the verdict: an error raised twice would show both tracebacks."""
         assert self._verdict is not None
         self._is_told = True
         return type(self._verdict)(str(self._verdict))
 
     def _listen(self) -> None:
-        """Have signals noted when they come, not only once Python gets round to it."""
+        """Record signals when they arrive, through a pipe, while Python cannot run handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe()
@@ -305,12 +281,7 @@ class Watch:
 
 
 def differ(whats: Sequence[str], ranks: Sequence[int] | None = None) -> UnsupportedError:
-    """Return the error for ranks that do not do the same.
-
-    Args:
-        whats: What each waits for; follow "wants to".
-        ranks: Their numbers; None for 0, 1, ...
-    """
+    """Return the error for ranks that do different things; `whats` follow "wants to"."""
     groups: dict[str, list[int]] = {}
     for rank, what in zip(range(len(whats)) if ranks is None else ranks, whats, strict=True):
         groups.setdefault(what, []).append(rank)
@@ -332,5 +303,5 @@ def _told(what: str, ranks: Sequence[int]) -> str:
 
 
 def _kind(what: str) -> str:
-    """Return what is waited for, without the place in the user's program."""
+    """Return `what` without the place in user code."""
     return what.partition(" (")[0]

@@ -1,4 +1,4 @@
-"""Statistics of the last training step, and a guard that looks at its loss."""
+"""Statistics of the last training step, and a guard against loss jumps."""
 
 from __future__ import annotations
 
@@ -16,27 +16,19 @@ from lightning_gnnpipe.steps import PassRecord
 
 
 class LastStep:
-    """The record of the last finished training step.
-
-    Args:
-        transport: The ranks.
-    """
+    """The record of the last finished training step."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.record: PassRecord | None = None
 
     def recount(self) -> None:
-        """Add what has travelled since its backward."""
+        """Add traffic after the step's backward."""
         if self.record is not None:
             self.record = replace(self.record, bytes_by_kind=self._transport.meter.read())
 
     def stats(self) -> PipelineStats:
-        """Return its figures; a collective call.
-
-        Raises:
-            ConfigError: If no step has finished.
-        """
+        """Return the step's statistics over all ranks; collective."""
         record, transport = self._record(), self._transport
         own = record.of_rank(transport.world.device)
         gathered = transport.everyone.all_gather_objects(own)
@@ -51,11 +43,7 @@ class LastStep:
         )
 
     def staleness(self) -> dict[int, Staleness]:
-        """Return its staleness by layer, over all ranks; a collective call.
-
-        Raises:
-            ConfigError: If no step has finished.
-        """
+        """Return the step's staleness by layer, over all ranks; collective."""
         merged: dict[int, Staleness] = {}
         for one in self._transport.all_gather_objects(self._record().staleness):
             for layer, staleness in one.items():
@@ -76,22 +64,19 @@ class LastStep:
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 50  # steps that a loss is compared with
-_LEAST = 5  # of them, before a loss is judged
-_FACTOR = 3.0  # how many times their range a loss has to be above them
-_PAUSE = 20  # steps from one exact step to the next, at least
+_WINDOW = 50  # losses to compare with
+_LEAST = 5  # losses before the first comparison
+_FACTOR = 3.0  # of the range, above the maximum
+_PAUSE = 20  # least steps between two exact steps
 
 
 class LossGuard:
-    """Sees whether a pipelined step has thrown training back.
+    """Detects loss jumps after pipelined steps; the next step is then exact.
 
-    A loss jumps if it is above the largest of the last 50 by three times their range, and by three
-    times its own size. At most one step in 20 is made exact by it, which bounds its cost.
-
-    Attributes:
-        losses: The last ones, without those that have jumped.
-        num_steps: Steps since the last jump.
-        was_exact: Whether the last step was exact.
+    A loss jumps if it exceeds the maximum of the last 50 by three times their range, and by three
+    times
+    that maximum. At most one step in 20 becomes exact, which bounds the cost. `losses` leaves jumps
+    out; `num_steps` counts steps since the last jump.
     """
 
     def __init__(
@@ -106,12 +91,10 @@ class LossGuard:
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
-        """Take note of a step's loss; return whether the next step is to be exact.
+        """Record a step's loss; return whether the next step must be exact.
 
-        Args:
-            loss: Of the step. One that is not finite is not judged: histories are dropped then.
-            is_exact: Whether the step was exact. A loss after an exact step is not judged: that
-                update was exact.
+        Not judged: non-finite losses, which drop histories anyway, and losses after an exact
+        update.
         """
         was_exact, self.was_exact = self.was_exact, is_exact
         self.num_steps += 1

@@ -1,7 +1,7 @@
-"""Checks before training: layers, chunks and hooks that cannot be right are refused.
+"""Checks before training: refuse layers, chunks and hooks that would give wrong results.
 
-A hook on a layer would run once for each chunk, on the rank of its stage, and on the small sample
-of the self-check. Hooks on the pipelined module itself see all rows, on every rank, once a call.
+A hook on a layer would run once per chunk, on the rank of its stage, and in the self-check. A hook
+on the pipelined module itself runs once per call, on every rank, with all rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineChecks:
-    """The checks of one engine, each made once.
-
-    Args:
-        model: The pipelined model.
-        graphs: The graphs that are known.
-        batches: Passes over batches of graphs.
-        transport: The ranks.
-        options: See `EngineOptions`.
-    """
+    """Checks and warnings of one engine, each made once."""
 
     def __init__(
         self,
@@ -59,11 +51,11 @@ class EngineChecks:
 
     @property
     def has_seen_graphs(self) -> bool:
-        """Whether there was a batch of several graphs."""
+        """Whether this run has had a batch of several graphs."""
         return True in self._checked
 
     def support(self, has_graphs: bool) -> None:
-        """Refuse layers that are not right on chunks, or options for one graph alone."""
+        """Refuse layers that are wrong on chunks, or options that do not fit batches."""
         if has_graphs in self._checked:
             return
         mesh = self._transport.mesh
@@ -75,8 +67,19 @@ class EngineChecks:
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
 
+    def one_forward(self, is_second: bool) -> None:
+        """Refuse a second training pass before the backward of the first."""
+        if is_second:
+            raise UnsupportedError(
+                explain(
+                    expected="one pipelined forward before each backward",
+                    found="a second one in the same step",
+                    remedy="Call the module once a step, or the second time in torch.no_grad().",
+                )
+            )
+
     def hooks(self) -> None:
-        """Refuse hooks on layers and weights that would not be called as in one whole pass."""
+        """Refuse hooks on layers and weights that would run differently in a pipeline."""
         options, batches = self._options, self._batches
         is_whole = options.chunks.expected == 1 and not self._transport.world.is_distributed
         check_hooks(
@@ -86,7 +89,7 @@ class EngineChecks:
         )
 
     def _tell_of_idle(self) -> None:
-        """Tell once which of the given options are for one graph alone."""
+        """Warn once of options without effect on batches of graphs."""
         chunks, histories = self._options.chunks, self._options.histories
         given = {
             "partition": (
@@ -108,12 +111,7 @@ class EngineChecks:
             )
 
     def chunks(self, graph: PlannedGraph, linear_scale: float) -> None:
-        """Warn once if most edges lie between chunks, or a fixed order counts the same ones twice.
-
-        Args:
-            graph: The graph that is trained on.
-            linear_scale: The factor on gradients between its chunks in linear layers.
-        """
+        """Warn once of mostly cut edges, or of a fixed order that always scales the same edges."""
         if graph.cut_frac == 0 or not self._transport.world.is_root:
             return
         method, has_messages = self._options.histories.method, self._model.intercepted.has_messages
@@ -135,13 +133,7 @@ class EngineChecks:
             )
 
     def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:
-        """Warn once if stale rows should come from validation, and it has written none.
-
-        Args:
-            own: The histories of the step's input.
-            step: The training pass that reads them.
-            averages_weights: Whether validation may run with averages of weights.
-        """
+        """Warn once if stale rows should come from validation, but validation wrote none."""
         if not own.takes_rows(step):
             return
         norms = self._model.intercepted.norms
@@ -164,7 +156,7 @@ class EngineChecks:
         )
 
     def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:
-        """Tell once if a batch of several graphs is run as one graph."""
+        """Warn once if a batch of several graphs runs as one graph."""
         if graph_of_node is not None and inputs.graphs is None and not call.has_graphs:
             self._fallbacks.tell(
                 "Edges join graphs of the batch, or its nodes are not the module's",
@@ -173,7 +165,7 @@ class EngineChecks:
             )
 
     def new_reads(self) -> None:
-        """Tell once that a step has to fill histories again in the middle of training."""
+        """Warn once that a step fills histories again in the middle of training."""
         self._fallbacks.tell(
             "The module runs in a way in which it has not run before",
             origin="pipelined steps",
@@ -181,7 +173,7 @@ class EngineChecks:
         )
 
     def loss_of_rows(self) -> None:
-        """Tell once that what the last step has left may not be read."""
+        """Warn once that histories are dropped after a failed step."""
         if any(own.filled and own.graph.plan.num_chunks > 1 for own in self._graphs.inputs):
             self._fallbacks.tell(
                 "The last step failed midway, or its loss or gradients were not finite",
@@ -190,7 +182,7 @@ class EngineChecks:
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        """Refuse layers of a new trace, while all parameters are here, that chunks change."""
+        """Refuse new layers whose results change on chunks; needs all parameters on this rank."""
         module, options = self._model.module, self._options
         trains = options.is_fitting and (module.training or torch.is_grad_enabled())
         if inputs.graphs is not None:
@@ -201,20 +193,16 @@ class EngineChecks:
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 
 
-# Theirs prepare weights, or write down names and times.
+# Hooks of libraries only prepare weights, or record names and times.
 _LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
 
 
 def check_hooks(module: nn.Module, *, is_whole: bool, runs_again: bool) -> None:
-    """Refuse hooks that a pipeline would call otherwise than one whole pass.
+    """Refuse hooks that a pipeline would run differently than one whole pass.
 
-    Args:
-        module: The pipelined module.
-        is_whole: Whether this process runs all layers, and on the whole graph at once.
-        runs_again: Whether training_step calls the module several times.
-
-    Raises:
-        UnsupportedError: With the place of the hook.
+    `is_whole`: this process runs all layers on the whole graph. `runs_again`: training_step calls
+    the
+    module several times.
     """
     place = next(_hooked_modules(module, runs_again), None)
     if place is not None:
@@ -255,7 +243,7 @@ def _hooked_modules(module: nn.Module, runs_again: bool) -> Iterator[str]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether `hook` is the user's own."""
+    """Whether the user wrote `hook`."""
     while isinstance(hook, partial):
         hook = hook.func
     origin = getattr(hook, "__module__", None) or type(hook).__module__

@@ -1,9 +1,9 @@
-"""The pipeline engine: what the pipelined module's forward does under the strategy.
+"""The engine: runs the pipelined module's forward under the strategy.
 
-forward, with gradients  ->  training pass: exact or pipelined, histories written, then backward
-forward, without         ->  exact pass, histories untouched, or renewed if that is due
+forward, with gradients  ->  training pass: exact or pipelined, writes histories, then backward
+forward, without         ->  exact pass; writes histories only if a renewal is due
 
-A batch of many graphs runs in micro-batches of whole graphs, both times exactly: see `batches`.
+Batches of several graphs run exactly, in micro-batches of whole graphs: see `batches`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from lightning_gnnpipe.engine.one_graph import OneGraph
 from lightning_gnnpipe.engine.passes import GraphPasses, run_exact
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.engine.running_statistics import RunningStatistics
-from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
@@ -47,21 +46,17 @@ from lightning_gnnpipe.steps import (
     TrainingPass,
     agree,
     average_replicated,
+    batch_number,
+    graph_of_node,
     join,
+    num_nodes,
 )
 
 _MASK = (1 << 62) - 1
 
 
 class PipelineEngine:
-    """Runs one module as a pipeline.
-
-    Args:
-        module: The pipelined module.
-        transport: The ranks.
-        options: See `EngineOptions`.
-        controls: Read at the start of each training step.
-    """
+    """Runs one module as a pipeline; `controls` are read at the start of each training step."""
 
     def __init__(
         self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
@@ -75,9 +70,11 @@ class PipelineEngine:
             lambda *call: self._checks.layers(*call),
             self.graphs.is_cut,
         )
-        self.progress = StepContext()
-        self.model.reads.is_uneven = lambda: self.progress.is_uneven
-        self._seeds = PassSeeds(options.seed, transport, self.progress, module)
+        self.step = StepContext()
+        self._loss = 0.0  # of the last training step
+        self.agreed_signals = 0  # bits received by any rank, at the last forward
+        self.model.reads.is_uneven = lambda: self.step.is_uneven
+        self._seeds = PassSeeds(options.seed, transport, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
         )
@@ -86,7 +83,6 @@ class PipelineEngine:
         self.stream = BatchStream(self.model, transport, self.batches, self._known_kinds)
         self._checks = EngineChecks(self.model, self.graphs, self.batches, transport, options)
         self.num_training_passes = 0
-        self.on_signals: Callable[[int], None] = lambda signals: None  # those of all ranks
         self._state = PassState()
         self.contents = ContentNumbers()
         self.identity = InputIdentity(module, self.contents, options.chunks.cross_edges)
@@ -95,13 +91,18 @@ class PipelineEngine:
         is_quiet = not transport.world.is_root
         self._guard = LossGuard(is_quiet=is_quiet)
         self.statistics = RunningStatistics(is_quiet=is_quiet)
-        self._has_jumped = False  # the loss of the last step, on this rank
-        self._was_exact: bool | None = None  # the last step over one graph; None for graphs
-        self._one_graph = OneGraph(module, transport, options, self.progress)
+        self._has_jumped = False  # this rank's last loss
+        self._was_exact: bool | None = None  # the last step; None after a batch of graphs
+        self._one_graph = OneGraph(module, transport, options)
         self._unguard: Callable[[], None] = lambda: None
 
+    def set_step(self, **facts: Any) -> None:
+        """Update fields of the current `StepContext`."""
+        self.step = replace(self.step, **facts)
+        self._seeds.step_index = self.step.step_index
+
     def attach(self) -> None:
-        """Run behind the module's forward from now on."""
+        """Replace the module's forward by the pipeline."""
         model = self.model
         forward = PipelinedForward(model.module, self.forward, lambda: model.has_all_weights)
         model.module.__dict__["forward"] = forward
@@ -109,21 +110,16 @@ class PipelineEngine:
 
     @property
     def is_attached(self) -> bool:
-        """Whether it runs behind the module's forward."""
+        """Whether the pipeline replaces the module's forward."""
         return isinstance(self.model.module.__dict__.get("forward"), PipelinedForward)
 
     def detach(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         self.model.module.__dict__.pop("forward", None)
         self._unguard()
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on a batch; a collective call that gives the same output on every rank.
-
-        Raises:
-            GraphError: If the graph is malformed, or ranks were given different batches.
-            UnsupportedError: If the module cannot be pipelined, or is called twice in a step.
-        """
+        """Run the module on a batch; collective, with the same output on every rank."""
         if self.batches.early_loss.is_running:
             return self.batches.early_loss.answer()
         with self.model.reads.inside():
@@ -131,28 +127,23 @@ class PipelineEngine:
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_training = torch.is_grad_enabled() and self.options.is_fitting
-        if is_training and self._state.awaits_backward:
-            raise UnsupportedError(
-                explain(
-                    expected="one pipelined forward before each backward",
-                    found="a second one in the same step",
-                    remedy="Call the module once a step, or the second time in torch.no_grad().",
-                )
-            )
+        self._checks.one_forward(is_training and self._state.awaits_backward)
         self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
-            call = flatten_call(self.model.module, args, kwargs, self.progress.num_nodes)
-            call = self._one_graph.of(call, self._checks.has_seen_graphs)
-            graph_of_node = self._one_graph.batch_vector(self._checks.has_seen_graphs)
-            call, inputs = find_graphs(call, graph_of_node, self._known_kinds)
-        self._checks.graphs(call, inputs, graph_of_node)
+            batch, has_seen = self.step.batch, self._checks.has_seen_graphs
+            call = flatten_call(self.model.module, args, kwargs, lambda: num_nodes(batch))
+            in_batch = graph_of_node(batch)
+            call = self._one_graph.of(call, in_batch, has_seen)
+            in_batch = self._one_graph.batch_vector(in_batch, has_seen)
+            call, inputs = find_graphs(call, in_batch, self._known_kinds)
+        self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
         key = None
         if has_graphs:
             number = self.batches.identify(inputs)
         else:
-            batch, allows = self.progress.batch_number, self.options.allows_changes
-            key = self.identity.of(call, inputs, batch, only_graph=is_training and allows)
+            only_graph = is_training and self.options.allows_changes
+            key = self.identity.of(call, inputs, self._batch_number, only_graph=only_graph)
             number = key.graph
         if is_training or not has_graphs:
             self.stream.end()
@@ -161,7 +152,9 @@ class PipelineEngine:
         agreed = agree(
             self.transport,
             self.model.reads,
-            self.progress,
+            self.step,
+            self._batch_number,
+            self._loss,
             number,
             is_training=is_training,
             is_lost=self._is_lost,
@@ -169,13 +162,12 @@ class PipelineEngine:
             input_number=0 if key is None else key.number,
             num_bytes=self.graphs.num_bytes,
         )
-        if agreed.signals:
-            self.on_signals(agreed.signals)
+        self.agreed_signals = agreed.signals
         if agreed.is_lost:
             self._checks.loss_of_rows()
             self.graphs.drop_histories()
             self._state.settle()
-            self.progress.loss = 0.0
+            self._loss = 0.0
         self._checks.support(has_graphs)
         if key is None:
             if is_training:
@@ -189,24 +181,24 @@ class PipelineEngine:
         finally:
             self.identity.end_pass()
 
+    def _batch_number(self) -> int:
+        return batch_number(self.step.batch, self.contents)
+
     def note_loss(self, loss: float) -> None:
-        """Take note of the loss of a training step."""
-        self.progress.loss = loss
+        """Record the loss of a training step; after a jump the next step is exact."""
+        self._loss = loss
         if self.options.guards_loss and self._was_exact is not None:
             self._has_jumped = self._guard.sees_jump(loss, is_exact=self._was_exact)
 
-    def tell_changes(self) -> None:
-        """Say how many steps were exact because of their inputs, if any were."""
-        self.graphs.inputs.tell_share(self.num_training_passes)
-
     def abandon(self) -> None:
-        """Forget a training pass whose backward never came, or has failed."""
+        """Forget a training pass whose backward failed or never ran."""
         self._state.abandon()
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients of parameters outside of the module over replicas; collective.
+        """Average gradients of parameters outside the module over replicas; collective.
 
-        Those of the module are averaged in its backward. Nothing is done while they accumulate.
+        Backward averages the module's own gradients. During gradient accumulation nothing is
+        averaged.
         """
         if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
             average_replicated(self.transport, parameters)
@@ -214,19 +206,19 @@ class PipelineEngine:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the last step has left on this rank what no later one may read."""
-        return self._state.is_lost or not isfinite(self.progress.loss)
+        """Whether the last step left invalid histories on this rank."""
+        return self._state.is_lost or not isfinite(self._loss)
 
     def note_validation(self) -> None:
-        """Take note that a validation is over, and whether it has renewed the rows of training."""
+        """Record the end of a validation, and whether it renewed histories."""
         for own in self.graphs.inputs:
             own.was_renewed = own.is_renewed
         self.statistics.warn()
 
-    def run_state(self) -> RunState:
-        """Return what a checkpoint keeps of the run, beside weights and histories."""
+    def run_state(self, *, is_validation_next: bool = False) -> RunState:
+        """Return the state of the run for a checkpoint, without weights and rows."""
         self.abandon()
-        if self._saved is not None:  # resumed, and no step since
+        if self._saved is not None:  # resumed, no step yet
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
@@ -238,7 +230,7 @@ class PipelineEngine:
             self._seeds.num_inferences,
             self.model.stage_layers,
             num_shards,
-            self._passes.input_states(is_validation_next=self.progress.validates_next()),
+            self._passes.input_states(is_validation_next=is_validation_next),
             tuple(known.seen.items()),
             losses=guard.losses,
             steps_since_jump=guard.num_steps,
@@ -251,7 +243,8 @@ class PipelineEngine:
     def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
 
-        Until the first step, a resumed run has those of the run before, of all its ranks.
+        Before its first step, a resumed run writes the loaded histories again, divided over its
+        ranks.
         """
         world = self.transport.world
         if self._saved is not None and self._saved.stages:
@@ -265,7 +258,7 @@ class PipelineEngine:
         return {world.rank: found} if found else {}
 
     def resume(self, saved: SavedRun) -> None:
-        """Go on with a saved run; its histories are taken at the first step on its graph."""
+        """Continue a saved run; the first step on an input takes its saved histories."""
         self._saved, state = saved, saved.state
         self.num_training_passes = state.num_training_passes
         self._seeds.num_inferences = state.num_inferences
@@ -307,12 +300,12 @@ class PipelineEngine:
         )
         known.note(key, number)
         parts = self._passes.parts(mode, own, is_exact=is_exact, is_training=True)
-        order = self._passes.order(parts, self.progress.step_index)
+        order = self._passes.order(parts, self.step.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(parts, own.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
         if not is_exact and not needs_no_history:
-            averages = self.progress.averages_weights
+            averages = self.step.averages_weights
             self._checks.rows(own, number, averages_weights=averages)
         if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
@@ -325,7 +318,7 @@ class PipelineEngine:
         return output
 
     def _take_saved(self) -> bool:
-        """Let the first step of a run that goes on find the saved histories."""
+        """Pass saved histories to the cache; return whether the run is resumed."""
         saved, self._saved = self._saved, None
         if saved is None:
             return False
@@ -336,14 +329,14 @@ class PipelineEngine:
         return saved.state.num_training_passes > 0
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
-        self._saved = self._was_exact = None  # there are no histories to take
+        self._saved = self._was_exact = None  # batches of graphs have no histories
         self._state.begin()
         mode = self.batches.mode(call, inputs)
         codecs = get_codecs(self._passes.messages(self.controls.is_exact).cut_codec)
         return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
-        """Run the forward phase, and let the backward phase follow the user's."""
+        """Run the forward phase; autograd runs the backward phase at the outputs."""
         outputs = running.forward(self.controls, self.num_training_passes)
         self._state.end_forward(outputs)
         self.num_training_passes += 1
@@ -362,14 +355,14 @@ class PipelineEngine:
             with self.model.reads.inside():
                 with self.model.without_gradients(absent):
                     leaf_grads = running.backward(grads, slots)
-                is_scaled = self.progress.loss_scale() != 1  # then some overflow now and then
+                is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
                 self._state.end_backward([] if is_scaled else running.gradients())
             self.last_step.record = running.record()
             pairs = zip(slots, leaf_grads, strict=True)
             return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
         flows = [values[name].requires_grad for name in names]
-        if not any(flows):  # all is frozen: the step has a backward phase all the same
+        if not any(flows):  # all frozen: still run a backward phase
             flows = [output.is_floating_point() for output in outputs]
         joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.layers.rebuild_output(joined)
@@ -378,18 +371,18 @@ class PipelineEngine:
         graph = self.graphs.for_inference(key.graph, inputs)
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
-        is_kept = self._state.awaits_backward or self.progress.averages_weights
+        is_kept = self._state.awaits_backward or self.step.averages_weights
         own = None if is_kept else self._passes.trained_alike(key, mode, graph)
         renews = own is not None and self._passes.can_renew(own, self.num_training_passes)
         if renews:
             self._state.begin()
-        # A training pass whose backward is to come still needs its own.
+        # A training pass that awaits its backward still needs its own inputs.
         planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         parts = self._passes.exact_parts(mode, graph, context)
         parts = replace(parts, inputs=planned)
-        replaces = self.progress.is_validating and bool(self.statistics.stale) and own is not None
+        replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
             outputs = run_exact(parts, self.model)

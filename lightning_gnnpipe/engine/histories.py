@@ -1,7 +1,7 @@
-"""A planned graph and its histories, as the engine keeps them.
+"""Planned graphs and their histories.
 
 Histories belong to one input of the pipelined module: a graph, its features, and all other
-arguments. A row is read from an earlier step only if that step had the same input.
+arguments. A step reads only rows that a step on the same input has written.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore
 class PlannedGraph:
     """One graph, or this rank's shard of it.
 
-    Args:
-        plan: The chunks.
-        transport: The ranks.
-        is_complete: Whether the plan has all edges of the graph.
-        cut_frac: The share of its edges that lie between chunks; 0 if these are dropped.
-
     Attributes:
-        inputs: The batch's tensors in plan order.
-        reading: Serves passes that write no histories.
+        is_complete: Whether the plan has all edges of the graph.
+        cut_frac: Share of edges between chunks; 0 if these are dropped.
+        reading: Message context of passes that write no histories.
     """
 
     def __init__(
@@ -45,24 +40,17 @@ class PlannedGraph:
 
 
 class Histories:
-    """Histories over the chunks of a graph; empty until an exact step writes them.
-
-    Args:
-        graph: The graph.
-        options: How they are kept.
-        transport: The ranks.
-        is_kept: Whether a later step may read them.
+    """Histories of one input; empty until an exact step writes them.
 
     Attributes:
-        graph: The graph.
         is_kept: Whether a later step may read them.
-        filled: What has been written: `Mode.reads` of exact steps.
-        frozen: Which weights needed no gradient in the last step.
-        last_step: Number of the last training pass that used them.
-        is_renewed: Whether the rows are of the present weights.
-        owes_renewal: Whether validation was to renew the rows, in the run that goes on.
-        was_renewed: Whether the last validation has renewed the rows; None before one.
-        is_refresh_asked: Whether a callback wants all rows computed again before the next step.
+        filled: `Mode.reads` of the exact steps that have filled them.
+        frozen: Per weight: whether it needed no gradient in the last step.
+        last_step: Number of the last training pass on this input.
+        is_renewed: Whether the rows were computed with the present weights.
+        owes_renewal: In a resumed run: whether a validation was due to renew the rows.
+        was_renewed: Whether the last validation renewed the rows; None before the first.
+        is_refresh_asked: Whether a callback requests a refresh before the next step.
     """
 
     def __init__(
@@ -84,26 +72,26 @@ class Histories:
         self._make(options)
 
     def is_refresh_due(self, step: int) -> bool:
-        """Whether a pass is to be made that recomputes all rows before training pass `step`."""
+        """Whether an exact pass must recompute all rows before pass `step`."""
         is_asked = self.is_refresh_asked and not self.is_renewed
         return is_asked or (self.owes_renewal and self.takes_rows(step))
 
     def takes_rows(self, step: int, *, is_asked: bool = False) -> bool:
-        """Whether the rows of validation are to take the place of all before `step`."""
+        """Whether rows of validation may replace all rows before training pass `step`."""
         takes = self.store.options.method.takes_validation or is_asked
         return takes and step > 0 and not self.is_renewed
 
     def note_step(self) -> None:
-        """Take note that a training step has read the rows."""
+        """Record that a training step has read the rows."""
         self.is_renewed = self.owes_renewal = self.is_refresh_asked = False
 
     def renew(self) -> None:
-        """Take note that an exact pass without dropout has just written all rows."""
+        """Record that an exact pass without dropout has written all rows."""
         self.store.on_renewed()
         self.is_renewed = True
 
     def drain(self) -> None:
-        """Wait for what is on its way between shards, and forget it."""
+        """Wait for messages between shards, and discard them."""
         if isinstance(self.writing.store, SharedStore):
             self.writing.store.drain()
 

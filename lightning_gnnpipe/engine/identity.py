@@ -1,7 +1,7 @@
-"""Fingerprints of a step's inputs, and of the data that they were computed from.
+"""Fingerprints of a step's inputs, and of the data behind computed inputs.
 
-The output of a trained encoder changes in each step, because its weights do. Its data may still be
-the same. Autograd saves most of the data that a function was given:
+The output of a trained encoder changes in each step because its weights do, but its data may stay
+the same. Autograd saves most of the data that a function received:
 
     x = lin(features)                          features
     x = dropout(lin(features))                 features, the mask
@@ -32,13 +32,13 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class InputKey:
-    """What one call is given.
+    """Fingerprints of the inputs of one call.
 
     Attributes:
-        graph: Number of its edges.
-        leaves: Numbers of the call's tensors; None where weights have computed one.
-        parts: By name, the numbers of all that it is given.
-        names: Of the call's tensors, as in `parts`.
+        graph: Fingerprint of the edges.
+        leaves: Fingerprints of the call's tensors; None for computed tensors.
+        parts: All fingerprints by name.
+        names: Names of the call's tensors in `parts`.
     """
 
     graph: int
@@ -48,7 +48,7 @@ class InputKey:
 
     @property
     def number(self) -> int:
-        """Of all parts together; unique where random numbers cannot be known."""
+        """Fingerprint of all parts; unique if hidden random numbers enter."""
         return fold(self.parts.values())
 
     def changed(self, before: InputKey) -> list[str]:
@@ -57,13 +57,11 @@ class InputKey:
         return names + [name for name in before.parts if name not in self.parts]
 
     def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
-        """Return the key without unread tensors, and with the options that the forward reads.
+        """Return the key of the tensors in slots `leaves` and the `options` that the forward reads.
 
-        Args:
-            leaves: Numbers of the tensors that it reads.
-            options: Number of the plain values that it reads off the module.
-            agreed: What the ranks have agreed on for `number`. Tensors that they have computed may
-                differ in their last bits; then it takes the place of all parts.
+        `agreed` is `number` over all ranks. It replaces all parts if ranks differ, since tensors
+        computed
+        on each rank may differ in their last bits.
         """
         unread = {name for slot, name in enumerate(self.names) if slot not in leaves}
         parts = {name: number for name, number in self.parts.items() if name not in unread}
@@ -73,13 +71,7 @@ class InputKey:
 
 
 class InputIdentity:
-    """Compares what a module is given in one step and in another.
-
-    Args:
-        module: The pipelined module.
-        contents: Numbers of tensors.
-        cross_edges: What training does with edges between chunks.
-    """
+    """Computes the `InputKey` of each call; `num_random` counts randomly drawn inputs."""
 
     def __init__(
         self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
@@ -94,26 +86,14 @@ class InputIdentity:
         self.num_random = 0
 
     def begin_step(self, owner: nn.Module, random_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Say that the user's code of a step begins.
-
-        Args:
-            owner: The module whose step it is.
-            random_state: Returns where random numbers stand, in plain types and tensors.
-        """
+        """Start a step of `owner`; `random_state` returns the state of all random streams."""
         self._owner, self._random_state = owner, random_state
         self._before = random_state() if self._needs_random else None
 
     def of(
         self, call: Call, inputs: Inputs, batch: Callable[[], int], *, only_graph: bool = False
     ) -> InputKey:
-        """Return the key of a call over one graph.
-
-        Args:
-            call: The call.
-            inputs: What its tensors are.
-            batch: Returns a number of the user's batch.
-            only_graph: Whether it is the same where graph and options are.
-        """
+        """Return the key of a call on one graph; with `only_graph` only of edges and options."""
         self._needs_random = self._needs_random and not torch.is_grad_enabled()
         parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
@@ -134,12 +114,12 @@ class InputIdentity:
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
-        """Note that a pass has ended: what the forward itself has changed is no new input."""
+        """Accept changes by the forward itself, which are no new input."""
         self._held.accept()
         self._parts.accept()
 
     def _of_computed(self, leaf: Tensor, batch: Callable[[], int]) -> int:
-        """Return a number of the data that weights have computed `leaf` from."""
+        """Return a fingerprint of the data from which weights computed `leaf`."""
         sources = find_sources(leaf)
         places = {id(one): place for place, one in enumerate(self._owner.parameters())}
         weights = [places.get(id(one), -1) for one in sources.weights]
@@ -149,12 +129,12 @@ class InputIdentity:
             self._needs_random = True
             numbers += [batch(), self._of_owner()]
             if self._before is None or not _is_equal(self._before, self._random_state()):
-                self.num_random += 1  # drawn in this step
+                self.num_random += 1  # random numbers drawn in this step
                 numbers.append(self.num_random)
         return fold(numbers)
 
     def _of_owner(self) -> int:
-        """Return a number of what the user's module holds beside weights."""
+        """Return a fingerprint of the user's module without weights."""
         inside = {id(one) for one in self._held.module.modules()}
         held: list[Any] = []
         for one in self._owner.modules():
@@ -169,12 +149,7 @@ class InputIdentity:
 
 
 class _PartOptions:
-    """Options of the parts of a module that run as they are, without a trace.
-
-    Args:
-        module: The module.
-        contents: Numbers of tensors.
-    """
+    """Plain options of submodules that run untraced."""
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
         self._module, self._contents = module, contents
@@ -184,7 +159,7 @@ class _PartOptions:
         self._number = 0
 
     def number(self) -> int:
-        """Return a number of their present values."""
+        """Return a fingerprint of their present values."""
         modules = list(self._module.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             self._modules, self._values = modules, None
@@ -197,19 +172,15 @@ class _PartOptions:
         return self._number
 
     def accept(self) -> None:
-        """Keep the number although values have changed: a forward may count its own calls."""
+        """Keep the fingerprint despite new values: a forward may count its own calls."""
         if self._values is not None:
             self._values = self._reads.values()
 
 
 class _HeldTensors:
-    """Buffers and other tensors that a module holds beside its weights.
+    """Buffers and other tensors that a module holds besides its weights.
 
-    What its own forward changes, as a norm its running statistics, is no new input.
-
-    Args:
-        module: The module.
-        contents: Numbers of tensors.
+    Changes by the module's own forward, like running statistics, are no new input.
     """
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
@@ -218,11 +189,11 @@ class _HeldTensors:
         self._own: set[str] = set()
 
     def numbers(self) -> dict[str, int]:
-        """Return the numbers of the tensors, by name."""
+        """Return the fingerprints of the tensors by name."""
         before, self._held = self._held, {}
         for prefix, module in self.module.named_modules():
             held = dict(module.named_buffers(recurse=False))
-            if not type(module).__module__.startswith(_LIBRARIES):  # which keep results there
+            if not type(module).__module__.startswith(_LIBRARIES):  # libraries keep results there
                 held |= vars(module)
             for key, tensor in held.items():
                 name = f"'{prefix}.{key}' of the module".replace("'.", "'")
@@ -238,16 +209,13 @@ class _HeldTensors:
         return {name: held.number for name, held in self._held.items()}
 
     def _is_norms_own(self, name: str, module: nn.Module) -> bool:
-        """Whether a norm updates its running statistic `name` itself in training steps.
-
-        In validation no norm does; what is given counts as in the training step before.
-        """
+        """Whether the norm itself updates statistic `name` in training; kept in validation."""
         if torch.is_grad_enabled():
             (self._own.add if module.training else self._own.discard)(name)
         return name in self._own or module.training
 
     def accept(self) -> None:
-        """Keep the numbers although tensors have changed: the forward has written to them."""
+        """Keep the fingerprints despite writes by the forward."""
         for held in self._held.values():
             tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):
@@ -255,7 +223,7 @@ class _HeldTensors:
 
 
 class _Held:
-    """An attribute of a module, and its number when it was last given from outside."""
+    """A tensor attribute of a module, and its fingerprint at the last change from outside."""
 
     def __init__(self, module: nn.Module, key: str, number: int) -> None:
         self.module, self.key, self.number = module, key, number
@@ -263,13 +231,13 @@ class _Held:
         self._version, self._sample = -1, torch.empty(0)
 
     def accept(self, tensor: Tensor) -> None:
-        """Note the present state of the tensor; later writes change its number."""
+        """Record the present state of the tensor; later writes change its fingerprint."""
         if self._tensor is not tensor or self._version != version_of(tensor):
             self._tensor, self._version = tensor, version_of(tensor)
             self._sample = sample_of(tensor).clone()
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
-        """Whether nobody has written to the tensor since."""
+        """Whether the tensor is unchanged since `accept`."""
         is_same = self._tensor is tensor and self._version == version_of(tensor) >= 0
         return is_same and torch.equal(self._sample, sample_of(tensor))
 
@@ -298,10 +266,10 @@ class Sources:
     """The data behind a tensor.
 
     Attributes:
-        functions: Names and options of the functions that have computed it.
-        weights: The leaves with a gradient.
-        tensors: Tensors that autograd has saved and that need no gradient.
-        is_hidden: Whether some data was not saved.
+        functions: Names and options of the autograd functions that computed it.
+        weights: Leaves that need a gradient.
+        tensors: Saved tensors that need no gradient.
+        is_hidden: Whether autograd has not saved some data.
     """
 
     functions: list[str] = field(default_factory=list)
@@ -311,7 +279,7 @@ class Sources:
 
 
 def find_sources(tensor: Tensor) -> Sources:
-    """Return the data that `tensor`, which needs a gradient, was computed from."""
+    """Return the data from which `tensor`, which needs a gradient, was computed."""
     found = Sources()
     if tensor.grad_fn is None:
         found.weights.append(tensor)
@@ -341,17 +309,17 @@ def find_sources(tensor: Tensor) -> Sources:
 
 
 def _is_all_saved(node: Any, saved: list[Tensor]) -> bool:
-    """Whether all operands of a function without a gradient are among what it has saved."""
+    """Whether a function has saved all its operands that need no gradient."""
     name = node.name()
-    if name.startswith("AddmmBackward"):  # bias, and two factors
+    if name.startswith("AddmmBackward"):  # operands: bias and two factors
         return node.next_functions[0][0] is not None and bool(saved)
-    if "Norm" in name:  # one without weights has nothing in their place
+    if "Norm" in name:  # a missing operand is an absent weight
         return True
     return name.startswith(_SAVES_ALL) and bool(saved)
 
 
 def _hidden_part(tensor: Tensor) -> Tensor | None:
-    """Return the operand without a gradient of the `cat` that has made `tensor`, if it has one."""
+    """Return the part of a `cat` output that needs no gradient; None unless exactly one."""
     node: Any = tensor.grad_fn
     operands = node.next_functions
     if not node.name().startswith("CatBackward") or sum(f is None for f, _ in operands) != 1:

@@ -1,12 +1,12 @@
-"""The graphs of the last calls, and the histories of each of their inputs.
+"""Caches of graphs, and of histories by input.
 
-The first input of training has histories at once, another one from the second time it comes:
+The first input of training gets histories at once, any further input at its second step:
 
     step     1      2      3      4      5      6        inputs a, b, c in turn
     input    a      b      c      a      b      c
              exact  exact  exact  stale  exact  exact    b and c have histories from here on
 
-An input that is new in every step runs exactly, and costs no memory.
+An input that is new in every step runs exactly and takes no memory.
 """
 
 from __future__ import annotations
@@ -41,17 +41,7 @@ _NUM_IDLE = 4
 
 
 class GraphCache:
-    """The graphs of the last calls, by content, and the histories over them.
-
-    Args:
-        options: How graphs are cut.
-        histories: How histories are kept.
-        transport: The ranks.
-
-    Attributes:
-        inputs: Which inputs have histories.
-        trained: The histories of the last training step.
-    """
+    """The last graphs by content, and their histories; `trained`: of the last training step."""
 
     def __init__(
         self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
@@ -71,17 +61,11 @@ class GraphCache:
         return max((one.store.num_bytes for one in self.inputs), default=0)
 
     def drop_histories(self) -> None:
-        """Forget histories, of weights that are no more; the next training steps are exact."""
+        """Drop all histories; the next training step on each input is exact."""
         self.inputs.drop_rows()
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
-        """Return the histories of what a training step is given; empty if none are kept.
-
-        Args:
-            key: Of what it is given.
-            inputs: The graph.
-            num_bytes: Bytes of the largest histories on any rank.
-        """
+        """Return the histories of a training step; `num_bytes` of the largest ones on any rank."""
         found = self.inputs.get(key.number)
         if found is None:
             is_kept = self.inputs.admits(key.number, num_bytes)
@@ -109,21 +93,18 @@ class GraphCache:
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph for exact passes: as cut for training, or else without a partition.
-
-        It has all edges, whether training has them or not.
-        """
+        """Return the graph with all edges: the training plan if it has them."""
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.is_complete:
             return cut
         return self._get((fingerprint, False), lambda: self._uncut(inputs))
 
     def is_cut(self, inputs: Inputs) -> bool:
-        """Whether the graph is, or may be, trained on in more than one chunk, or shard."""
+        """Whether training may use several chunks or shards for this graph."""
         return self._partitioner.num_chunks(inputs) * self._transport.mesh.num_shards > 1
 
     def plan_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan:
-        """Return a plan with chunks of the size of training, even if METIS has not run."""
+        """Return a plan with as many chunks as in training, without METIS."""
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.plan.shard is None:
             return cut.plan
@@ -219,17 +200,12 @@ _MOST_SEEN = 1024
 
 
 class KnownInputs:
-    """Histories by the number of their input.
-
-    Args:
-        is_quiet: Whether another rank warns.
+    """Histories by input number.
 
     Attributes:
-        seen: The step in which each of the last inputs came last, by its number.
-        last: What the last training step was given.
-        saved: Histories of the run that goes on, until a step on their input takes them.
-        num_saved_layers: Layers of that run.
-        num_changed: Training steps that were exact because of what they were given.
+        seen: Last training pass on each of the recent inputs.
+        saved: Loaded histories of a resumed run that no step has taken yet.
+        num_changed: Training steps that were exact because their input was new.
     """
 
     def __init__(self, *, is_quiet: bool) -> None:
@@ -246,7 +222,7 @@ class KnownInputs:
         return iter(self._kept.values())
 
     def items(self) -> list[tuple[int, Histories]]:
-        """Return the kept histories with the numbers of their inputs."""
+        """Return pairs of input number and histories."""
         return list(self._kept.items())
 
     def get(self, number: int) -> Histories | None:
@@ -254,16 +230,11 @@ class KnownInputs:
         return self._kept.get(number)
 
     def keep(self, number: int, histories: Histories) -> None:
-        """Keep the histories of an input from now on."""
+        """Store the histories of an input."""
         self._kept[number] = histories
 
     def admits(self, number: int, num_bytes: int) -> bool:
-        """Whether to keep histories for an input that has none; may drop the oldest histories.
-
-        Args:
-            number: Of the input.
-            num_bytes: Bytes of the largest histories on any rank.
-        """
+        """Whether to keep histories for a new input; may drop the least recently used ones."""
         if number in self.saved or not self._kept:
             return True
         if number not in self.seen:
@@ -279,7 +250,7 @@ class KnownInputs:
         return False
 
     def note(self, key: InputKey, step: int) -> None:
-        """Take note that training pass number `step` was given an input."""
+        """Record that training pass `step` ran on this input."""
         self.last = key
         self.seen[key.number] = step
         self.seen.move_to_end(key.number)
@@ -287,18 +258,18 @@ class KnownInputs:
             self.seen.popitem(last=False)
 
     def ask_refresh(self) -> None:
-        """Have the rows of every input computed again before the next step on it."""
+        """Request that the next step on each input recomputes all rows first."""
         for histories in self._kept.values():
             histories.is_refresh_asked = True
 
     def drop_rows(self) -> None:
-        """Forget all rows, of weights that are no more; the next step on each input is exact."""
+        """Drop all rows; the next step on each input is exact."""
         self.saved.clear()
         for histories in self._kept.values():
             histories.drop()
 
     def tell_change(self, key: InputKey) -> None:
-        """Say once that a step is exact because it is given something else than the last one."""
+        """Warn once that a step is exact because its input differs from the last."""
         names = [] if self.last is None else key.changed(self.last)
         self.num_changed += bool(names)
         if names:
@@ -314,7 +285,7 @@ class KnownInputs:
             )
 
     def tell_share(self, num_steps: int) -> None:
-        """Say how many of the run's steps were exact because of their inputs, if any were."""
+        """Warn how many steps were exact because of new inputs, if any were."""
         if self.num_changed and not self._is_quiet:
             log.warning(
                 "%d of %d training steps were exact, since their inputs were new.",

@@ -1,4 +1,4 @@
-"""Single graphs that come with a batch vector: they are cut into chunks, not into micro-batches."""
+"""Detects single graphs that come with a batch vector; they are cut into chunks."""
 
 from __future__ import annotations
 
@@ -9,47 +9,33 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.selfcheck import is_one_graph
-from lightning_gnnpipe.steps import EngineOptions, StepContext
+from lightning_gnnpipe.steps import EngineOptions
 
 
 class OneGraph:
-    """Tells a single graph from a batch of graphs.
+    """Distinguishes single graphs from batches of graphs; with replicas all calls are batches."""
 
-    Args:
-        module: The pipelined module.
-        transport: The ranks; with replicas all calls are batches.
-        options: See `EngineOptions`.
-        progress: Has the batch vector of the user's batch.
-    """
-
-    def __init__(
-        self, module: nn.Module, transport: Transport, options: EngineOptions, progress: StepContext
-    ) -> None:
-        self._module, self._options, self._progress = module, options, progress
+    def __init__(self, module: nn.Module, transport: Transport, options: EngineOptions) -> None:
+        self._module, self._options = module, options
         self._has_replicas = transport.world.num_replicas > 1
-        self._is_one: bool | None = None  # where batch vectors are all zeros
+        self._is_one: bool | None = None  # cached for all-zero batch vectors
 
-    def batch_vector(self, has_seen_graphs: bool) -> Tensor | None:
-        """Return the batch vector of the user's batch; None for a single graph.
-
-        Args:
-            has_seen_graphs: Whether a call of this run had several graphs.
-        """
-        vector = self._progress.graph_of_node
+    def batch_vector(self, vector: Tensor | None, has_seen_graphs: bool) -> Tensor | None:
+        """Return the user's batch vector, `[num_nodes]`; None if the batch is a single graph."""
         if vector is None or self._has_replicas or has_seen_graphs or int(vector[-1]) > 0:
             return vector
         return None
 
-    def of(self, call: Call, has_seen_graphs: bool) -> Call:
-        """Return the call as one of a single graph, if it is.
+    def of(self, call: Call, in_batch: Tensor | None, has_seen_graphs: bool) -> Call:
+        """Return the call, marked if it is of a single graph (all-zero vector, one row a node).
 
-        Its batch vector is all zeros, and outputs have one row a node. A PyG `Batch` is one of a
-        loader, whose other batches may hold several. For `has_seen_graphs` see `batch_vector`.
+        A PyG `Batch` (`in_batch`) does not count: later batches of its loader may hold several
+        graphs.
         """
         vector = call.batch_vector
         if vector is None or self._has_replicas or has_seen_graphs:
             return call
-        if self._progress.graph_of_node is not None or vector.any():
+        if in_batch is not None or vector.any():
             return call
         if vector.numel() < self._options.chunks.expected:  # too small to be cut
             return call

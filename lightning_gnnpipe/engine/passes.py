@@ -1,7 +1,4 @@
-"""Builds the passes over one graph: training in chunks, exact training, and inference.
-
-the user's batch -> the graph, known or planned anew -> chunks, histories -> a pass
-"""
+"""Builds the passes over one graph: training in chunks, exact training, and inference."""
 
 from __future__ import annotations
 
@@ -42,16 +39,7 @@ from lightning_gnnpipe.steps import EngineOptions, Measure, Mode, PassSeeds, Pip
 
 
 class GraphPasses:
-    """Prepares passes over a graph.
-
-    Args:
-        model: The pipelined model.
-        graphs: The graphs that are known.
-        transport: The ranks.
-        options: See `EngineOptions`.
-        controls: The switches.
-        seeds: Of the passes.
-    """
+    """Prepares passes over one graph."""
 
     def __init__(
         self,
@@ -66,17 +54,17 @@ class GraphPasses:
         self._options, self._controls, self._seeds = options, controls, seeds
 
     def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
-        """Return the stages for these arguments; `graph` is the number of their edges."""
+        """Return the mode of these arguments; `graph` is the fingerprint of the edges."""
         measure = self._measurer(call, inputs, graph)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
     def needs_no_history(self, graph: PlannedGraph) -> bool:
-        """Whether chunks are trained without histories: there are several, and none sees others."""
+        """Whether there are several chunks and none reads rows of another."""
         plan, layers = graph.plan, self._model.intercepted
         return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
 
     def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
-        """Recompute the histories of an input by an exact pass with dropout off."""
+        """Recompute the histories of an input by an exact pass without dropout."""
         norms = self._model.intercepted.norms.values()
         with switched(self._model.module, False, but=norms), torch.no_grad():
             mode = self.mode(call, inputs, key.graph)
@@ -89,14 +77,7 @@ class GraphPasses:
         own.renew()
 
     def take_saved(self, own: Histories, number: int, mode: Mode, *, is_resumed: bool) -> None:
-        """Give an input its histories of the run that goes on, if it has any.
-
-        Args:
-            own: Its histories.
-            number: Of the input.
-            mode: The layers.
-            is_resumed: Whether this is the first step of such a run.
-        """
+        """Load saved histories into `own`; the first step of a resumed run warns of mismatches."""
         saved = self._graphs.inputs.saved.pop(number, None)
         num_layers = self._graphs.inputs.num_saved_layers
         has_taken = take_histories(saved, own, mode, self._transport.mesh, num_layers)
@@ -118,16 +99,9 @@ class GraphPasses:
         return measure
 
     def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> PassSpec:
-        """Return what a training pass is made of.
-
-        Args:
-            mode: The stages.
-            own: The histories of its input, the batch loaded.
-            is_exact: Whether it runs as one chunk, and nothing is rounded.
-            is_training: Whether a backward pass follows.
-        """
+        """Return the specification of a training pass; exact ones have one chunk, unrounded."""
         graph = own.graph
-        # Otherwise histories would never be read.
+        # Write histories only if a later read is possible.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
         is_written = is_shared or (has_stale and own.is_kept and not self.needs_no_history(graph))
@@ -135,7 +109,7 @@ class GraphPasses:
         return self._parts(mode, graph, context, is_exact=is_exact, is_training=is_training)
 
     def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> PassSpec:
-        """Return what an exact pass without gradients is made of; `context` may write histories."""
+        """Return the specification of an exact pass without gradients."""
         return self._parts(mode, graph, context, is_exact=True, is_training=False)
 
     def _parts(
@@ -166,30 +140,21 @@ class GraphPasses:
         )
 
     def validation_renews(self, own: Histories) -> bool:
-        """Whether the next validation will write the rows of training, as far as is known."""
+        """Whether the next validation is expected to renew the histories."""
         if own.was_renewed is not None:
             return own.was_renewed
         return not self._model.intercepted.norms and not self._options.messages.is_async
 
     def can_renew(self, own: Histories, step: int) -> bool:
-        """Whether a pass without gradients may write the rows that training pass `step` reads.
+        """Whether a pass without gradients may write the rows of training pass `step`.
 
-        Where shards do not wait for each other it would take what is on its way: none does.
+        Never with asynchronous shards: the pass would receive rows that are still in flight.
         """
         takes = own.takes_rows(step, is_asked=self._controls.takes_validation)
         return takes and not self._options.messages.is_async and not self._model.intercepted.norms
 
     def trained_alike(self, key: InputKey, mode: Mode, graph: PlannedGraph) -> Histories | None:
-        """Return the histories of an input that a pass in evaluation mode has in common.
-
-        Args:
-            key: Of what the pass is given.
-            mode: The stages.
-            graph: The graph.
-
-        Returns:
-            None if no training step was given the same, with the same weights frozen.
-        """
+        """Return the histories if training had the same input and frozen weights, else None."""
         if not self._options.is_fitting or self._model.module.training:
             return None
         own = self._graphs.inputs.get(key.number)
@@ -198,7 +163,7 @@ class GraphPasses:
         return own if own.frozen == mode.frozen else None
 
     def order(self, parts: PassSpec, step: int) -> tuple[int, ...]:
-        """Return the chunks in the order of training step number `step`."""
+        """Return the chunk order of training step `step`."""
         return chunk_order(
             parts.plan.num_chunks,
             epoch=step,
@@ -207,16 +172,12 @@ class GraphPasses:
         )
 
     def messages(self, is_exact: bool) -> MessageOptions:
-        """Return how messages of a pass are sent."""
+        """Return the message options of a pass; exact passes send fp32."""
         messages = self._options.messages
         return replace(messages, halo_codec="fp32", cut_codec="fp32") if is_exact else messages
 
     def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
-        """Return what a checkpoint keeps of each input with histories, but for the rows.
-
-        Args:
-            is_validation_next: Whether a validation follows before the next step.
-        """
+        """Return the checkpointed state of each input with histories, without rows."""
         saved = [one.state for one in self._graphs.inputs.saved.values()]
         states = [
             InputState(
@@ -238,12 +199,9 @@ class GraphPasses:
 
 
 def run_exact(parts: PassSpec, model: PipelinedModel) -> list[Tensor]:
-    """Return the outputs, each `[num_rows, *]`, on every rank.
+    """Run an exact pass; return the outputs, each `[num_rows, *]`, on every rank.
 
-    Args:
-        parts: Of the one-chunk plan. A context with a store writes the histories, one without does
-            not.
-        model: The pipelined model.
+    `parts` has the one-chunk plan; its context writes histories if it has a store.
     """
     mesh, device = parts.transport.mesh, parts.transport.world.device
     order = tuple(range(parts.plan.num_chunks))

@@ -1,7 +1,7 @@
 """The state of a run in checkpoints: counts, seeds and histories.
 
-`save_rank` returns the histories of one rank's layers, with the order of their rows. A run with
-another number of stages or chunks takes the rows that its layers need, one by one.
+`save_rank` returns the histories of one rank's layers, and their row order. A run with another
+number of stages or chunks picks the rows that its layers need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERSION = 16
 
 @dataclass(frozen=True, slots=True)
 class InputState:
-    """The histories of one input, but for their rows; see `Histories`."""
+    """State of one input's histories without the rows; see `Histories`."""
 
     number: int
     filled: tuple[Hashable, ...]
@@ -38,22 +38,15 @@ class InputState:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run between two steps, but for weights and histories.
+    """State of a run between two steps, without weights and rows.
 
     Attributes:
-        seed: Of chunk orders, dropout and partition.
-        num_training_passes: Training passes made.
-        num_inferences: Passes without gradients made.
-        stage_layers: Layers of each stage.
-        num_shards: Shards of the graph.
-        inputs: Those with histories.
-        seen: The last inputs, by number, each with the training pass in which it came last.
-        losses: The last ones; see `LossGuard`.
-        steps_since_jump: Steps since one of them jumped.
-        was_exact: Whether the last step was exact.
-        stale_norms: Norms whose running statistics pipelined steps have updated; see
-            `RunningStatistics`.
-        num_random_inputs: Inputs that were new because of random numbers.
+        stage_layers: Number of layers of each stage.
+        inputs: The inputs with histories.
+        seen: Recent inputs, each as number and last training pass.
+        losses: See `LossGuard`.
+        stale_norms: See `RunningStatistics`.
+        num_random_inputs: See `InputIdentity`.
         version: Of this format.
     """
 
@@ -73,7 +66,7 @@ class RunState:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the run, each with histories of its own."""
+        """Number of ranks that save histories."""
         return len(self.stage_layers) * self.num_shards
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,16 +74,12 @@ class RunState:
         return asdict(self)
 
     def without_histories(self) -> RunState:
-        """Return the state where none are kept."""
+        """Return the state without inputs."""
         return replace(self, inputs=(), seen=())
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:
-        """Return the state that `as_dict` has made.
-
-        Raises:
-            CheckpointError: If it was made by a version with another format.
-        """
+        """Return the state from `as_dict`; raise CheckpointError if its format differs."""
         names = {field.name for field in fields(RunState)}
         if saved.get("version") != _VERSION or not names <= saved.keys():
             raise CheckpointError(
@@ -111,13 +100,13 @@ RankHistories = Mapping[int, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run to go on with: its state, and the histories of each of its ranks."""
+    """A run to resume: its state, and the histories of each of its ranks."""
 
     state: RunState
     stages: tuple[RankHistories, ...]
 
     def histories(self) -> dict[int, SavedHistories]:
-        """Return the histories of all ranks, by the number of their input."""
+        """Return the histories of all ranks by input number."""
         if not self.stages:
             return {}
         return {
@@ -130,7 +119,7 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True)
 class SavedHistories:
-    """The histories of one input: their state, and what each rank of the run had of them."""
+    """Saved histories of one input: their state, and the part of each rank."""
 
     state: InputState
     parts: Sequence[Mapping[str, Any]]
@@ -140,14 +129,14 @@ log = logging.getLogger(__name__)
 
 
 def save_rank(own: Histories) -> dict[str, Any]:
-    """Return the histories of this rank's layers and nodes in plain types; nothing is copied."""
+    """Return the histories of this rank's layers in plain types; copies nothing."""
     store, graph = own.store, own.graph
     num_nodes = graph.plan.num_nodes
     histories = []
     for key in store:
         saved = store.save(key)
         tables = {"rows": saved.rows, "kept": saved.kept}
-        if not _is_by_chunk(key):  # ghosts are others' own
+        if not _is_by_chunk(key):  # their owners save ghosts
             tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
         steps = {"step": saved.step, "kept_step": saved.kept_step}
         histories.append({"key": _plain(key), **tables, **steps})
@@ -170,18 +159,7 @@ def save_rank(own: Histories) -> dict[str, Any]:
 def take_histories(
     saved: SavedHistories | None, own: Histories, mode: Mode, mesh: Mesh, num_layers: int
 ) -> bool:
-    """Give an input its saved histories, if they are those of these chunks and layers.
-
-    Args:
-        saved: Its histories; None if there are none.
-        own: Its histories in this run.
-        mode: The layers.
-        mesh: The ranks.
-        num_layers: Layers of the run that goes on.
-
-    Returns:
-        Whether it could.
-    """
+    """Load saved histories into `own`; return whether layers and chunks match."""
     if saved is None or num_layers != sum(len(stage.segments) for stage in mode.stages):
         return False
     segments = {segment.index for segment in mode.stages[mesh.stage].segments}
@@ -195,7 +173,7 @@ def take_histories(
 
 
 def warn_of_method(saved: SavedHistories, own: Histories) -> None:
-    """Warn if rows were saved with another method of handling stale ones."""
+    """Warn if the rows were saved under a different `staleness`."""
     before, now = saved.parts[0]["method"], name_method(own.store.options.method)
     if before != now:
         log.warning(
@@ -207,7 +185,7 @@ def warn_of_method(saved: SavedHistories, own: Histories) -> None:
 
 
 def tell_of_exact_step() -> None:
-    """Tell that the first step of a run that goes on cannot be pipelined."""
+    """Warn that the first step of a resumed run is exact."""
     Fallbacks(log).tell(
         "The checkpoint has no histories of this input, these chunks and layers",
         origin="resuming a pipelined run",
@@ -218,11 +196,9 @@ def tell_of_exact_step() -> None:
 def load_ranks(
     own: Histories, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
 ) -> bool:
-    """Give an input the saved histories of `segments`, in its own order of rows.
+    """Load the saved histories of `segments` in this run's row order; return whether they fit.
 
-    Returns:
-        Whether it could: histories with a row a chunk (HANConv's) need the chunks they were made
-        on.
+    Histories with one row a chunk (HANConv) need the same chunks as in the saved run.
     """
     graph, store = own.graph, own.store
     perm = graph.plan.perm.cpu()
@@ -241,7 +217,7 @@ def load_ranks(
         for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                has_sums = any(is_own) and one["sums"] is not None  # of the nodes of all shards
+                has_sums = any(is_own) and one["sums"] is not None  # sums cover all shards
                 sums = one["sums"].to(device) if has_sums else None
                 if one["dtype"] is not None:
                     own.writing.dtypes[key] = one["dtype"]
@@ -272,7 +248,7 @@ def _plain(key: Hashable) -> tuple[Any, ...]:
 
 
 def _places(old: Tensor, new: Tensor) -> Tensor | None:
-    """Return where the row of each node of `new` is in `old`; None for the same place."""
+    """Return the position in `old` of each node of `new`; None if the orders are equal."""
     if torch.equal(old, new):
         return None
     position = torch.empty_like(old)

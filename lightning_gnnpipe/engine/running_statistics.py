@@ -1,8 +1,8 @@
-"""Running statistics that pipelined steps have updated, and how validation replaces them.
+"""Running statistics from pipelined steps, and their replacement in validation.
 
-In a pipelined step the rows that a norm sees come from stale inputs. In exact evaluation the rows
-of a deep network are different, and running statistics do not fit them. So the next validation that
-is given what training is given replaces the statistics by those of the rows that it computes.
+In a pipelined step a norm sees rows computed from stale inputs. In a deep network they differ from
+the rows of exact evaluation, and the running statistics do not fit. So the next validation on the
+training input recomputes the statistics.
 """
 
 from __future__ import annotations
@@ -21,29 +21,21 @@ log = logging.getLogger(__name__)
 
 
 class RunningStatistics:
-    """The norms whose running statistics are those of pipelined steps.
-
-    Args:
-        names: Of the norms, in a run that goes on.
-        is_quiet: Whether another rank warns.
-
-    Attributes:
-        stale: Names of the norms; the same on every rank.
-    """
+    """Tracks norms with pipelined statistics: `stale`, names equal on every rank."""
 
     def __init__(self, names: Iterable[str] = (), *, is_quiet: bool) -> None:
         self.stale = set(names)
         self._is_quiet = is_quiet
 
     def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
-        """Add those of `norms` that a pipelined step, with stale inputs, updates."""
+        """Mark the norms whose statistics a pipelined step updates."""
         self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
 
     @contextmanager
     def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
-        """Let one exact pass over `graph`, within the block, replace them.
+        """Let one exact pass over `graph`, within the block, replace the statistics.
 
-        A norm that is called several times in a pass has several statistics; it is left as it is.
+        A norm that is called several times in a pass has several statistics, so it is skipped.
         """
         names = {name for name in self.stale if layers.num_calls(name) == 1}
         graph.reading.replaced = names
@@ -54,7 +46,7 @@ class RunningStatistics:
         self.stale -= names
 
     def warn(self) -> None:
-        """Warn once if validation has not replaced some of them."""
+        """Warn once if validation has not replaced some statistics."""
         if self.stale and not self._is_quiet:
             self._is_quiet = True
             log.warning(

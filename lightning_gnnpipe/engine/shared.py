@@ -1,11 +1,11 @@
-"""Histories with graph parallelism: rows that other ranks need are sent when they are written.
+"""Histories with graph parallelism: ranks exchange rows when they write them.
 
-    push       own rows -> history; rows that others read -> their ghosts, theirs -> ours
-    pull       from own rows and ghosts, as if they were all here
-    pull_grad  gradients of ghosts -> their owners, which add them to those of their rows
+    push       own rows -> history; boundary rows -> ghosts on other ranks, theirs -> our ghosts
+    pull       from own rows and ghosts, as on one rank
+    pull_grad  gradients of ghosts -> their owners, which add them to their own
 
-Rows of other shards in the same chunk are as fresh as the chunk's own, so their gradients are not
-scaled as those between chunks are.
+A ghost is a local copy of another shard's row. Ghosts in the same chunk are fresh, so their
+gradients are not scaled, unlike gradients between chunks.
 
 Source: graph parallelism within a stage, as in the hybrid of GNNPipe (arXiv 2308.10087).
 """
@@ -31,17 +31,13 @@ from lightning_gnnpipe.staleness import (
 )
 from lightning_gnnpipe.types import ChunkView, TrafficKind
 
-_Slot = tuple[TrafficKind, CallKey, int]  # what travels, for which call, of which chunk
+_Slot = tuple[TrafficKind, CallKey, int]  # message kind, call, chunk
 
 
 class SharedStore:
     """A `HaloStore` over the histories of one shard.
 
-    Args:
-        plan: Of the shard.
-        transport: The ranks.
-        histories: The histories; None where nothing is remembered, and every chunk is all of the
-            shard.
+    Without `histories` it keeps no rows, and every chunk must be the whole shard.
     """
 
     def __init__(
@@ -51,28 +47,23 @@ class SharedStore:
         self._table: tuple[CallKey, Tensor] | None = None
         self._messages, self._codecs, self._is_async = MessageOptions(), get_codecs("fp32"), False
         self._flying: dict[_Slot, Exchange] = {}
-        self._last: dict[_Slot, list[Tensor]] = {}  # what came in the step before
-        self._like: dict[CallKey, Tensor] = {}  # an empty tensor like the rows
+        self._last: dict[_Slot, list[Tensor]] = {}  # received in the previous step
+        self._like: dict[CallKey, Tensor] = {}  # empty, with the rows' dtype and channels
         self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
         self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
         self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
 
     def begin_pass(self, messages: MessageOptions, *, is_synchronous: bool) -> None:
-        """Say how rows travel from now on.
-
-        Args:
-            messages: The options.
-            is_synchronous: Wait for rows and gradients in this pass, whatever the options say.
-        """
+        """Set the message options of a pass; `is_synchronous` overrides async ones."""
         self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
-        if self._histories is not None:  # an asynchronous step waits for nobody
+        if self._histories is not None:  # async steps must not wait
             self._histories.sum_over_shards = None if self._is_async else self._sum_drift
         if not self._is_async:
             self.drain()
 
     def drain(self) -> None:
-        """Wait for what is on its way, and forget it."""
+        """Wait for messages between shards, and discard them."""
         for exchange in self._flying.values():
             exchange.wait()
         self._flying.clear()
@@ -84,26 +75,22 @@ class SharedStore:
 
     @property
     def shards(self) -> SharedStore:
-        """The other ranks that hold a part of each chunk."""
+        """The exchange with other shards: this store itself."""
         return self
 
     @property
     def is_local(self) -> bool:
-        """Whether histories are where the layers compute."""
+        """Whether histories are on the device of the layers."""
         return self._histories is None or self._histories.is_local
 
     @property
     def moments(self) -> SharedMoments:
-        """The statistics of norms."""
+        """The statistics of norms over all shards."""
         return SharedMoments(self.sum, None if self._histories is None else self._histories.moments)
 
     @property
     def by_chunk(self) -> SharedStore:
-        """The store for histories with one row a chunk: there is none.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise UnsupportedError: shards cannot have histories with one row a chunk."""
         raise UnsupportedError(
             explain(
                 expected="layers that see all nodes through messages alone, for graph_parallel",
@@ -115,7 +102,7 @@ class SharedStore:
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
-        """Write the chunk's rows, here and where they are ghosts."""
+        """Write the chunk's rows here, and send them to ranks where they are ghosts."""
         rows = rows.detach()
         self._like[key] = rows[:0]
         if self._histories is not None:
@@ -125,7 +112,7 @@ class SharedStore:
         got = [(peer.shard, rows.new_empty((peer.receive.numel(), *shape))) for peer in chunk.peers]
         received = self._swap(("halo", key, _number(chunk)), sends, got)
         if self._keeps_table(chunk):
-            table = rows.new_zeros((self._plan.num_rows, *shape))  # some ghosts may not be read
+            table = rows.new_zeros((self._plan.num_rows, *shape))  # unused ghosts stay 0
             table[: rows.size(0)] = rows
             for peer, part in zip(chunk.peers, received, strict=True):
                 table[peer.receive] = part
@@ -133,29 +120,29 @@ class SharedStore:
         if self._histories is None:
             return
         for i, peer in enumerate(chunk.peers):
-            # In a first asynchronous step nothing has come: ghosts stay as they are.
+            # In the first asynchronous step nothing has arrived: ghosts keep their rows.
             part = received[i] if received else self._histories.rows(key)[peer.receive]
             self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
 
     def _keeps_table(self, chunk: ChunkView) -> bool:
-        """Whether rows are read from a table of the call's own: there are no others, or rounded."""
+        """Whether reads use an unrounded table of this call, not the history."""
         if self._histories is None:
             return True
         return chunk.is_whole and self._histories.options.dtype is not None and not self._is_async
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        """Return the rows, own and ghosts, `[num_rows, *]`."""
+        """Return all rows, own and ghosts, `[num_rows, *]`."""
         if self._keeps_table(chunk) and self._table is not None and self._table[0] == key:
             return self._table[1]
         assert self._histories is not None
         return self._histories.read(key, chunk)
 
     def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return which of the chunk's sources are read stale, and how far rows have moved."""
+        """See `HistoryStore.drift`."""
         return None if self._histories is None else self._histories.drift(key, chunk)
 
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return stale chunks."""
         if self._histories is not None and not self._keeps_table(chunk):
             return self._histories.pull(key, chunk, out)
         torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
@@ -164,7 +151,7 @@ class SharedStore:
     def pull_again(
         self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
     ) -> None:
-        """Read what `pull` read, after later chunks have pushed."""
+        """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
         assert self._histories is not None
         self._histories.pull_again(key, chunk, out, stale)
 
@@ -176,7 +163,7 @@ class SharedStore:
             self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
     def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
-        """Return what other chunks, and other ranks, have added for the chunk's rows, scaled."""
+        """Return the scaled gradient of own rows from other chunks and ranks."""
         histories, ghosts = self._histories, self.ghosts(chunk)
         own = None if histories is None else histories.pull_grad(key, chunk, is_linear=is_linear)
         owed = (
@@ -196,24 +183,24 @@ class SharedStore:
         return received if own is None else own.to(received.dtype) + received
 
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
-        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, for their gradient."""
         assert self._histories is not None
         self._histories.keep_output(key, chunk, rows)
 
     def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        """Return a copy of them."""
+        """Return a copy of the kept outputs."""
         assert self._histories is not None
         return self._histories.kept_output(key, chunk)
 
     def add_output_grad(
         self, key: CallKey, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of the chunk's outputs; see `HistoryStore.add_output_grad`."""
+        """Write the gradient of outputs; see `HistoryStore.add_output_grad`."""
         assert self._histories is not None
         return self._histories.add_output_grad(key, chunk, grad)
 
     def ghosts(self, chunk: ChunkView) -> Tensor:
-        """Return the rows, `[num_ghosts]`, that lie in the chunk and on other ranks; ascending."""
+        """Return the chunk's ghost rows, `[num_ghosts]`, ascending."""
         if id(chunk) not in self._ghosts:
             none = chunk.halo.new_empty(0)
             found = torch.cat([none, *(peer.receive for peer in chunk.peers)])
@@ -221,10 +208,7 @@ class SharedStore:
         return self._ghosts[id(chunk)][1]
 
     def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
-        """Send the gradient of `ghosts` to their owners; return what others send for own rows.
-
-        In and out are `[num_ghosts, *]` and `[num_nodes_of_chunk, *]`.
-        """
+        """Send the gradient of ghosts, `[num_ghosts, *]`, to owners; return own rows' gradient."""
         counts = [peer.receive.numel() for peer in chunk.peers]
         shape = grad.shape[1:]
         parts = torch.split(grad.detach(), counts)
@@ -237,19 +221,19 @@ class SharedStore:
         return total
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors of all ranks of the stage; a collective call."""
+        """Return the sum of `tensor` over all ranks of the stage; collective."""
         total = tensor.detach().clone()
         self._transport.sum_over_shards(total, "halo")
         return total
 
     def _sum_drift(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of how far rows of a layer have moved; no rows travel."""
+        """Return the sum over ranks of a layer's drift; counts as control traffic."""
         total = tensor.clone()
         self._transport.sum_over_shards(total, "control")
         return total
 
     def _near_halo(self, chunk: ChunkView) -> Tensor:
-        """Return `[num_halo]` which rows of the halo lie in the chunk itself."""
+        """Return a mask, `[num_halo]`, of halo rows that lie in the chunk itself."""
         if id(chunk) not in self._is_near:
             self._is_near[id(chunk)] = chunk, torch.isin(chunk.halo, self.ghosts(chunk))
         return self._is_near[id(chunk)][1]
@@ -260,11 +244,7 @@ class SharedStore:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> list[Tensor]:
-        """Send tensors to other shards and receive theirs.
-
-        Returns:
-            What was received; if asynchronous that of the step before, or nothing if there is none.
-        """
+        """Exchange tensors with other shards; asynchronously, return the previous step's."""
         mesh = self._transport.mesh
         before = self._flying.pop(slot, None)
         arrived = None if before is None else before.wait()
@@ -279,7 +259,7 @@ class SharedStore:
             self._remember(slot, arrived)
             return arrived
         old = self._last.get(slot, [])
-        if arrived is None and not old and slot[0] == "halo_grad":  # none of the step before
+        if arrived is None and not old and slot[0] == "halo_grad":  # no previous ones
             arrived = exchange.wait()
             self._remember(slot, arrived)
             return arrived
@@ -290,28 +270,23 @@ class SharedStore:
         return arrived
 
     def _remember(self, slot: _Slot, received: list[Tensor]) -> None:
-        """Keep what the next step needs; rows stay in the history."""
+        """Keep received gradients for the next async step; rows are in the history."""
         if self._messages.is_async and slot[0] == "halo_grad":
             self._last[slot] = received
 
 
 def _number(chunk: ChunkView) -> int:
-    """Return the number of the chunk; -1 for all nodes."""
+    """Return the index of the chunk; -1 if it is the whole shard."""
     return -1 if chunk.is_whole else chunk.index
 
 
 def _like(mask: Tensor, rows: Tensor) -> Tensor:
-    """Return `mask`, `[num_rows]`, in a shape that fits `rows`, `[num_rows, *]`."""
+    """Reshape `mask`, `[num_rows]`, to broadcast over `rows`, `[num_rows, *]`."""
     return mask.view(-1, *(1 for _ in rows.shape[1:]))
 
 
 class SharedMoments:
-    """The statistics of norms over the rows of all ranks of the stage.
-
-    Args:
-        sum_over_shards: Returns the sum of a tensor over the ranks.
-        moments: Where they are kept; None where nothing is remembered.
-    """
+    """Statistics of norms over all ranks of the stage; `moments` None keeps nothing."""
 
     def __init__(
         self, sum_over_shards: Callable[[Tensor], Tensor], moments: MomentStore | None
@@ -326,12 +301,12 @@ class SharedMoments:
     def keep(
         self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the statistics of the rows of all ranks; see `MomentStore`."""
+        """Compute and keep statistics over the rows of all ranks; see `MomentStore`."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         first = rows.sum(0)
         num_nodes = -1 if counts is None else sum(counts)
         share = self._sum(torch.cat([first, first.new_tensor([rows.size(0), num_nodes])]))
-        counts = counts if share[-2] == share[-1] else None  # the same on all ranks
+        counts = counts if share[-2] == share[-1] else None  # all ranks decide alike
         center = share[:-2] / share[-2].clamp(min=1)
         sums = self._sum(sums_by_chunk(rows, counts, center))
         total = sums.sum(0)

@@ -1,4 +1,4 @@
-"""From a graph to chunks."""
+"""Partition a graph into chunks and shards; fingerprints of graphs and tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Making chunks weigh the same by moving the nodes whose move cuts the fewest edges.
+"""Balance the weights of chunks by moving the nodes that cut the fewest additional edges.
 
-A node heavier than the tolerance cannot simply be moved to where there is room, so heavy nodes are
-packed first and stay; light nodes then always find room: the lightest chunk is below the mean.
+Heavy nodes are packed first. Light nodes always find room: the lightest chunk is below the mean.
 """
 
 from __future__ import annotations
@@ -19,14 +18,8 @@ _TOLERANCE = 0.05
 def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: int) -> Tensor:
     """Return `assignment` with no empty chunk and none more than 5 % above the mean weight.
 
-    The bound is kept whenever the nodes that weigh more than 5 % of the mean can be packed into it,
-    longest first; a node heavier than the bound replaces it. Deterministic.
-
-    Args:
-        assignment: `[num_nodes]` chunk numbers.
-        weights: `[num_nodes]` integer weights, at least 1.
-        links: `[2, num_links]` joined nodes, in both directions; empty if cuts do not matter.
-        num_chunks: Chunks, K, at most N.
+    Exceptions: a single node above the bound, or nodes above 5 % of the mean that longest-first
+    packing cannot fit. Deterministic. `links`: `[2, num_links]`, in both directions.
     """
     mean = int(weights.sum()) / num_chunks
     limit = max(int((1 + _TOLERANCE) * mean), int(weights.max()))
@@ -43,7 +36,7 @@ def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loads:
-    """What moves change: `assignment` `[num_nodes]` and `loads` `[num_chunks]`, in place."""
+    """Moves change `assignment`, `[num_nodes]`, and `loads`, `[num_chunks]`, in place."""
 
     assignment: Tensor
     weights: Tensor
@@ -54,7 +47,7 @@ class _Loads:
 def _pack_heavy(
     assignment: Tensor, weights: Tensor, is_light: Tensor, bounds: tuple[int, int]
 ) -> Tensor:
-    """Move heavy nodes where the heavy nodes of one chunk alone exceed the limit."""
+    """Move heavy nodes if the heavy nodes of one chunk alone exceed the limit."""
     limit, num_chunks = bounds
     heavy = (~is_light).nonzero().flatten()
     heavy = heavy[weights[heavy].argsort(descending=True, stable=True)]
@@ -68,7 +61,7 @@ def _pack_heavy(
     choices = [homes, _longest_first(sizes, kept, loads)]
     choices.append(_longest_first(sizes, [None] * len(sizes), [0] * num_chunks))
     best = choices[0]
-    for choice in choices:  # The first that keeps the limit, else the one that comes closest.
+    for choice in choices:  # First choice within the limit, else the closest.
         if _heaviest(sizes, best, num_chunks) > max(limit, _heaviest(sizes, choice, num_chunks)):
             best = choice
     assignment[heavy] = torch.tensor(best, dtype=assignment.dtype)
@@ -76,10 +69,8 @@ def _pack_heavy(
 
 
 def _longest_first(sizes: list[int], kept: Sequence[int | None], loads: list[int]) -> list[int]:
-    """Give each size without a chunk to the lightest chunk; `sizes` descend.
-
-    Source: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time.
-    """
+    """Assign each size without a chunk to the lightest chunk; `sizes` descend."""
+    # Source: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time.
     heap = [(load, chunk) for chunk, load in enumerate(loads)]
     heapq.heapify(heap)
     chosen = []
@@ -99,7 +90,7 @@ def _heaviest(sizes: list[int], chunks: list[int], num_chunks: int) -> int:
 
 
 def _fill_empty(assignment: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
-    """Give each empty chunk a node; every chunk that has nodes keeps its heaviest."""
+    """Move a node into each empty chunk; each non-empty chunk keeps its heaviest."""
     empty = (torch.bincount(assignment, minlength=num_chunks) == 0).nonzero().flatten()
     if empty.numel() == 0:
         return assignment
@@ -132,11 +123,7 @@ def _drain(state: _Loads, links: Tensor, chunk: int, is_movable: Tensor) -> None
 
 
 def _best_moves(state: _Loads, links: Tensor, chunk: int, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes with the best chunk that has room for each, the cheapest move first.
-
-    The cost is the number of edges cut more, per unit of weight moved. The roomiest chunk is always
-    a choice, whether or not the node has links there.
-    """
+    """Return nodes and target chunks with room, fewest additional cuts per unit of weight first."""
     num_chunks, num_nodes = state.loads.numel(), nodes.numel()
     rank = torch.full_like(state.assignment, -1)
     rank[nodes] = torch.arange(num_nodes)
@@ -150,7 +137,7 @@ def _best_moves(state: _Loads, links: Tensor, chunk: int, nodes: Tensor) -> tupl
 
     room = state.limit - state.loads
     row = torch.cat([row, torch.arange(num_nodes)])
-    target = torch.cat([target, room.argmax().expand(num_nodes)])
+    target = torch.cat([target, room.argmax().expand(num_nodes)])  # always a candidate
     counts = torch.cat([counts, counts.new_zeros(num_nodes)])
     sizes = state.weights[nodes]
     can = (target != chunk) & (sizes[row] <= room[target])

@@ -1,15 +1,13 @@
-"""A mini-batch of graphs assigned to micro-batches: whole graphs, with about the same work each.
+"""Assign the graphs of a mini-batch to micro-batches of about equal work.
 
-Goes in: the work of each graph. Comes out: micro-batches, each a run of graphs in an order of their
-own. Graphs are assigned largest first, each to the micro-batch with the least work so far, which
-is at most a third longer than the best. Source: Graham, "Bounds on multiprocessing timing
-anomalies" (1969).
+Largest first, to the micro-batch with the least work: at most a third longer than the optimum.
+Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
 
-A graph without nodes goes where the next graph with nodes is: models that count graphs by the batch
-vector then find as many in a micro-batch as there are.
+A graph without nodes goes with the next graph that has nodes, at the end with the last. Models that
+count graphs by the batch vector then find the right number in each micro-batch.
 
-    graphs           0   1   2   3   4        micro-batch 0: graphs 0, 3
-    nodes            9   4   0   6   0        micro-batch 1: graphs 1, ...
+    graphs           0   1   2   3   4        micro-batch 0: graph 0
+    nodes            9   4   0   6   0        micro-batch 1: graphs 1, 2, 3, 4
     micro-batch      0   1   1   1   1        graphs 2 and 4 go with graph 3
 """
 
@@ -23,15 +21,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some of the graphs of a mini-batch.
-
-    Attributes:
-        index: Its number, from 0.
-        start: The first of its graphs, in the order of all micro-batches.
-        end: The one behind the last.
-        work: What its time is taken to be proportional to.
-        is_whole: Whether it is all there is.
-    """
+    """Graphs `start` to `end - 1` of `BatchPlan.order`; their time is proportional to `work`."""
 
     index: int
     start: int
@@ -41,38 +31,24 @@ class MicroBatch:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First graph, and the one behind the last."""
         return self.start, self.end
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """A mini-batch cut into micro-batches.
+    """A mini-batch cut into micro-batches; `order` lists graphs, micro-batch by micro-batch."""
 
-    Attributes:
-        order: The graphs, one micro-batch behind the other; ascending in each.
-        chunks: The micro-batches.
-        shard: None: each stage has them all.
-    """
-
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # ascending in each micro-batch
     chunks: tuple[MicroBatch, ...]
-    shard: None = None
+    shard: None = None  # each stage has all micro-batches
 
     @property
     def num_chunks(self) -> int:
-        """Micro-batches, K."""
         return len(self.chunks)
 
 
 def plan_micro_batches(work: Sequence[int], sizes: Sequence[int], num_chunks: int) -> BatchPlan:
-    """Assign graphs to micro-batches.
-
-    Args:
-        work: For each graph what its time is proportional to.
-        sizes: For each graph its number of nodes.
-        num_chunks: Micro-batches, K; no more are made than there are graphs with nodes.
-    """
+    """Assign graphs to `num_chunks` micro-batches, or fewer if fewer graphs have nodes."""
     filled = [graph for graph, size in enumerate(sizes) if size]
     num_chunks = max(1, min(num_chunks, len(filled)))
     owner = [0] * len(sizes)

@@ -1,7 +1,7 @@
-"""What a graph is cut into: chunks of nodes, each with all edges that end in it.
+"""Chunks: blocks of nodes, each with all edges that end in it.
 
-Nodes are put into chunk-contiguous order; a node's place in it is its *position*. A chunk numbers
-its own nodes first, then its halo, the sources of its edges that lie outside:
+A node's *position* is its place in chunk-contiguous order. A chunk numbers its own nodes first,
+then its halo, the sources of its edges that lie outside:
 
     positions     0 1 2 3 | 4 5 6 | 7 8          chunk 1 = positions 4, 5, 6, halo = 1, 8
     chunk 1       local 0 1 2 = positions 4 5 6,  local 3 4 = positions 1 8
@@ -18,12 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """What a chunk swaps with the part of it that another shard holds, whenever it is written.
+    """Rows of a chunk that are exchanged with another shard whenever the chunk is written.
 
     Attributes:
         shard: The other shard.
-        send: `[num_sent]` rows of the chunk, counted from its first, that the other one reads.
-        receive: `[num_received]` rows in which those of the other one are kept.
+        send: `[num_sent]` rows that the other shard reads, counted from the chunk's first.
+        receive: `[num_received]` ghost rows that store the rows received.
     """
 
     shard: int
@@ -31,7 +31,6 @@ class Peer:
     receive: Tensor
 
     def to(self, device: torch.device | str) -> Peer:
-        """Return the peer with its tensors on `device`."""
         return Peer(self.shard, self.send.to(device), self.receive.to(device))
 
 
@@ -40,18 +39,14 @@ class Chunk:
     """A block of nodes with all edges that end in it.
 
     Attributes:
-        index: Its number, from 0.
-        start: First position.
-        end: Position after the last.
+        start: First position; `end` is the position after the last.
         halo: `[num_halo]` positions of the sources outside, ascending.
-        halo_chunks: The chunks that the halo lies in, ascending.
+        halo_chunks: Chunks of the halo, in its order. With shards, a chunk may occur per shard.
         halo_counts: Halo rows in each of `halo_chunks`.
-        edge_start: First slot of its edges in the plan's order.
-        edge_end: Slot after the last.
-        edge_index: `[2, num_edges]` local numbers of sources and targets; targets are below
-            `num_nodes`.
-        peers: The other shards, in a graph that is split over several.
-        is_whole: Whether it is all there is: the only chunk of its plan.
+        edge_start: First slot of its edges in the plan's order; `edge_end` is after the last.
+        edge_index: `[2, num_edges]` local numbers; targets are below `num_nodes`.
+        peers: The other shards; empty without shards.
+        is_whole: Whether it is the only chunk of its plan.
     """
 
     index: int
@@ -68,33 +63,24 @@ class Chunk:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the chunk."""
         return self.end - self.start
 
     @property
     def num_halo(self) -> int:
-        """Nodes outside that the chunk reads."""
         return self.halo.numel()
 
     @property
     def num_edges(self) -> int:
-        """Edges that end in the chunk."""
         return self.edge_end - self.edge_start
 
     def with_edges(self, keep: Tensor) -> Chunk:
-        """Return the chunk with some of its edges, with the same halo.
-
-        Args:
-            keep: `[num_edges_of_graph]` for each slot whether its edge is kept; the kept ones are
-                numbered anew.
-        """
+        """Return the chunk with the edges in `keep`, a mask over all slots, and the same halo."""
         own = keep[self.edge_start : self.edge_end]
         start, count = int(keep[: self.edge_start].sum()), int(own.sum())
         edge_index = self.edge_index[:, own]
         return replace(self, edge_start=start, edge_end=start + count, edge_index=edge_index)
 
     def to(self, device: torch.device | str) -> Chunk:
-        """Return the chunk with its tensors on `device`."""
         peers = tuple(peer.to(device) for peer in self.peers)
         halo, edge_index = self.halo.to(device), self.edge_index.to(device)
         return replace(self, halo=halo, edge_index=edge_index, peers=peers)
@@ -102,19 +88,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Local:
-    """Local numbers and halos of all chunks, one after the other.
+    """Local numbers and halos of all chunks, concatenated."""
 
-    Attributes:
-        edges: `[2, num_edges]` local numbers.
-        halos: `[sum of num_halo]` positions, ascending within a chunk.
-        halo_ends: `[num_chunks]` the end of each chunk's halo in `halos`.
-        rows: For each chunk the rows that it reads of each other chunk.
-    """
-
-    edges: Tensor
-    halos: Tensor
-    halo_ends: Tensor
-    rows: list[dict[int, int]]
+    edges: Tensor  # [2, num_edges]
+    halos: Tensor  # positions, ascending within a chunk
+    halo_ends: Tensor  # [num_chunks] in `halos`
+    rows: list[dict[int, int]]  # for each chunk, halo rows by source chunk
 
 
 def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
@@ -138,11 +117,7 @@ def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]
 
 
 def _number(edges: Tensor, ends: Tensor) -> _Local:
-    """Number the nodes of each chunk: its own first, then its halo.
-
-    All halos come from one sort of (reader, source) pairs and not from a pass a chunk: a few large
-    operations take the same time for any number of chunks.
-    """
+    """Number the nodes of each chunk: its own first, then its halo."""
     num_chunks, num_nodes = ends.numel(), int(ends[-1])
     sizes = ends.diff(prepend=ends.new_zeros(1))
     owner = torch.repeat_interleave(torch.arange(num_chunks, device=ends.device), sizes)
@@ -151,6 +126,7 @@ def _number(edges: Tensor, ends: Tensor) -> _Local:
     start_of_edge = (ends - sizes)[chunk_of_edge]
     local = source - start_of_edge
     outside = (owner[source] != chunk_of_edge).nonzero().flatten()
+    # One sort for all chunks takes the same time for any number of chunks.
     reader = chunk_of_edge[outside]
     pairs, place = torch.unique(reader * num_nodes + source[outside], return_inverse=True)
     halos, readers = pairs % num_nodes, pairs // num_nodes
@@ -166,7 +142,7 @@ def _number(edges: Tensor, ends: Tensor) -> _Local:
 
 
 def _count_rows(readers: Tensor, owners: Tensor, num_chunks: int) -> list[dict[int, int]]:
-    """Return for each chunk the chunks its halo lies in, ascending, and the rows in each."""
+    """Return for each chunk its halo rows by source chunk, ascending."""
     pairs, counts = torch.unique(readers * num_chunks + owners, return_counts=True)
     rows: list[dict[int, int]] = [{} for _ in range(num_chunks)]
     for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):

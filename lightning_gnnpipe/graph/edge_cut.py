@@ -1,4 +1,4 @@
-"""How much of a graph a partition cuts, and what graph parallelism over it would send."""
+"""Edges that a partition cuts, and the rows that graph parallelism sends for them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitSizes:
-    """How large the pieces are into which shards split chunks; all are `[num_chunks, num_shards]`.
-
-    Attributes:
-        nodes: Nodes of each piece.
-        edges: Edges that end in it.
-        sent: Rows of it that other shards read, once for each.
-        received: Rows of the same chunk in other shards that its shard reads.
-        peers: Other shards that it sends rows to or gets rows of the chunk from, whichever are
-            more.
-    """
+    """Sizes of the pieces of chunks in shards; each is `[num_chunks, num_shards]`."""
 
     nodes: Tensor
-    edges: Tensor
-    sent: Tensor
-    received: Tensor
-    peers: Tensor
+    edges: Tensor  # that end in the piece
+    sent: Tensor  # rows of the piece that other shards read, counted once per reader
+    received: Tensor  # rows of the chunk in other shards that this shard reads
+    peers: Tensor  # shards sent to, or shards received from, whichever are more
 
 
 def measure_split(
     edge_index: Tensor, assignment: Tensor, shards: Tensor, num_shards: int
 ) -> SplitSizes:
-    """Return the sizes of the pieces of a graph, and what shards swap whenever a chunk is written.
-
-    Args:
-        edge_index: `[2, num_edges]`.
-        assignment: `[num_nodes]` the chunk of each node.
-        shards: `[num_nodes]` the shard of each node.
-        num_shards: Shards, G.
-    """
+    """Return the sizes of all pieces, and the rows exchanged whenever a chunk is written."""
     source, target = edge_index.long()
     num_nodes, num_chunks = assignment.numel(), int(assignment.max()) + 1
     piece = assignment * num_shards + shards
@@ -47,7 +31,7 @@ def measure_split(
     reader, read = pairs // num_nodes, pairs % num_nodes
 
     chunk, owner = assignment[read], shards[read]
-    links = torch.unique((chunk * num_shards + owner) * num_shards + reader)  # pieces and readers
+    links = torch.unique((chunk * num_shards + owner) * num_shards + reader)  # (piece, reader)
     sends, gets = links // num_shards, links // num_shards**2 * num_shards + links % num_shards
 
     def count(pieces: Tensor) -> Tensor:
@@ -64,13 +48,13 @@ def measure_split(
 
 
 def edges_within(edge_index: Tensor, assignment: Tensor) -> Tensor:
-    """Return `[num_kept]` the edges whose ends lie in the same part, ascending."""
+    """Return `[num_kept]` the edges with both ends in one part, ascending."""
     source, target = assignment[edge_index.long()]
     return (source == target).nonzero().flatten()
 
 
 def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:
-    """Return the share of the edges whose ends lie in different parts; 0 without edges."""
+    """Return the fraction of edges between different parts; 0 without edges."""
     if edge_index.size(1) == 0:
         return 0.0
     source, target = assignment[edge_index.long()]
@@ -78,9 +62,9 @@ def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:
 
 
 def replicas_per_node(edge_index: Tensor, num_nodes: int, assignment: Tensor) -> float:
-    """Return alpha: remote source nodes, each counted once a part, over the number of nodes.
+    """Return alpha: remote source nodes, counted once per part, divided by the number of nodes.
 
-    It is what graph parallelism sends in rows a node, for each layer and direction.
+    Graph parallelism sends alpha rows per node in each layer and direction.
     """
     source = edge_index[0].long()
     part = assignment[edge_index[1].long()]

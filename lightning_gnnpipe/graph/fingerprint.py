@@ -1,9 +1,7 @@
-"""Fingerprints of graphs and tensors, by identity and version first, then by content.
+"""Fingerprints of graphs and tensors by content, cached by identity and version.
 
-Content is hashed by multilinear hashing: each value times a random-looking 64-bit number of its
-place, summed modulo 2^64. The values are small (node numbers, bytes), so that no change drops out
-at the top of a 64-bit product.
-
+Multilinear hash: the sum of each value times a pseudorandom 64-bit key of its place, modulo 2^64.
+The values are small (node numbers, bytes), so that no change is lost to overflow.
 Source: Carter and Wegman, Universal classes of hash functions (1979).
 """
 
@@ -23,7 +21,7 @@ from lightning_gnnpipe._compat_torch import version_of
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`: in mappings, lists, tuples and PyG's graphs, in order."""
+    """Yield the tensors in nested mappings, lists, tuples and PyG graphs, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -36,31 +34,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(value.to_dict())
 
 
-_BLOCK = 1 << 15  # Values at a time: they stay in the cache, and torch starts no threads for them.
+_BLOCK = 1 << 15  # values per block: it stays in the cache, and torch starts no threads
 _LARGE_BLOCK = 1 << 23  # bytes
-_WIDTH = 1 << 13  # 64-bit words at a time: likewise
+_WIDTH = 1 << 13  # 64-bit words per row: likewise
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def graph_fingerprint(edge_index: Tensor, num_nodes: int, edge_sizes: Sequence[int] = ()) -> int:
-    """Return a signed 64-bit number that depends on every edge, their order and `num_nodes`.
-
-    Args:
-        edge_index: `[2, num_edges]` integers of any width.
-        num_nodes: Nodes, N.
-        edge_sizes: Edges in each of several edge sets, which follow each other.
-    """
+    """Return a signed 64-bit hash of edges in order, `num_nodes` and the sizes of edge sets."""
     sizes = [num_nodes, edge_index.size(1), *edge_sizes]
     return fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
 
 
 def tensor_fingerprint(tensor: Tensor) -> int:
-    """Return a signed 64-bit number of shape, dtype and content, bit by bit.
-
-    Args:
-        tensor: Any dense tensor; one that is not contiguous is copied block by block.
-    """
+    """Return a signed 64-bit hash of the shape, dtype and bits of a dense tensor."""
     header = [*str(tensor.dtype).encode(), tensor.dim(), *tensor.shape]
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     if rows.numel() == 0:
@@ -70,10 +58,9 @@ def tensor_fingerprint(tensor: Tensor) -> int:
 
 
 def _words(block: Tensor) -> Tensor:
-    """Return 32-bit words that depend on every byte of `block`: fewer, where there are many.
+    """Return 32-bit words that depend on every byte of `block`; fewer words if it is large.
 
-    Roughly: the bytes are a table of 64-bit words, 8192 in a row. Each column is folded into one
-    word, from the first row to the last.
+    Roughly: view the bytes as rows of 8192 64-bit words, and fold each column into one word.
     """
     given = block.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     if given.storage_offset() % 8:
@@ -88,13 +75,13 @@ def _words(block: Tensor) -> Tensor:
 
 
 def text_fingerprint(text: str) -> int:
-    """Return a signed 64-bit number of a text, the same in every process."""
+    """Return a signed 64-bit hash of a text, the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _hash(values: Tensor) -> int:
-    """Return a number of `[num_values]` integers and their order."""
+    """Return a hash of `[num_values]` integers in order."""
     keys = _keys(min(_BLOCK, values.numel()), values.device)
     blocks = torch.split(values, _BLOCK)
     sums = [(block.long() * keys[: block.numel()]).sum() for block in blocks]
@@ -102,10 +89,8 @@ def _hash(values: Tensor) -> int:
 
 
 def _keys(count: int, device: torch.device) -> Tensor:
-    """Return `[count]` random-looking numbers, the same everywhere.
-
-    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014), mix64.
-    """
+    """Return `[count]` pseudorandom numbers, the same on every machine."""
+    # Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014), mix64.
     keys = torch.arange(1, count + 1, device=device) * _signed(_MULTIPLIER)
     keys = (keys ^ (keys >> 30)) * _signed(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> 27)) * _signed(0x94D049BB133111EB)
@@ -113,7 +98,7 @@ def _keys(count: int, device: torch.device) -> Tensor:
 
 
 def fold(numbers: Iterable[int]) -> int:
-    """Return one signed 64-bit number of several and their order."""
+    """Return a signed 64-bit hash of numbers in order."""
     numbers = list(numbers)
     folded = len(numbers)
     for number in numbers:
@@ -131,34 +116,26 @@ _NUM_SAMPLED = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tensor whose number was taken.
-
-    Attributes:
-        tensor: The tensor, for as long as anything else keeps it.
-        version: How often it had been written to.
-        sample: Some of its elements; None where writes that torch does not count are not looked
-            for.
-        number: Its number.
-    """
+    """A cached fingerprint, `number`."""
 
     tensor: weakref.ref[Tensor]
-    version: int
-    sample: Tensor | None
+    version: int  # count of writes
+    sample: Tensor | None  # None off the CPU
     number: int
 
 
 class ContentNumbers:
-    """Numbers of tensors by shape, dtype and content, the same in every process.
+    """Cached fingerprints of tensors, the same in every process.
 
     torch does not count writes through `Tensor.data` or a NumPy array of the same memory. On the
-    CPU a sample of the elements is compared as well, which finds those that change many of them.
+    CPU, comparing a sample of the elements detects those that change many of them.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def of(self, tensor: Tensor) -> int:
-        """Return a signed 64-bit number of a dense tensor of any shape."""
+        """Return the fingerprint of a dense tensor, a signed 64-bit number."""
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             version = version_of(tensor)
@@ -181,12 +158,12 @@ class ContentNumbers:
 
 
 def sample_of(tensor: Tensor) -> Tensor:
-    """Return some elements of the tensor, spread over all of it, bit by bit."""
+    """Return up to 1024 elements, spread over the whole tensor, as exact bit patterns."""
     flat = tensor.detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat.flatten()
     step = max(1, -(-flat.numel() // _NUM_SAMPLED))
     while gcd(step, flat.numel()) > 1 and step < flat.numel():
-        step += 1  # or it would see the same columns of all rows
+        step += 1  # else it may sample the same columns of all rows
     return _bits(flat[::step])
 
 
@@ -194,7 +171,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return `[num_values]` as integers: a NaN equals itself then, and -0.0 is not 0.0."""
+    """Return bit patterns as integers: NaN equals NaN, and -0.0 differs from 0.0."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if values.dtype is torch.bool or not values.is_floating_point():

@@ -1,7 +1,6 @@
-"""Dealing nodes out to chunks so that chunks weigh the same and few edges are cut.
+"""Partition nodes into chunks of equal weight with few cut edges.
 
-The weight of a node is the work it causes: its row and its in-edges. METIS balances it well on most
-graphs, not on skewed ones; what it leaves out of balance is moved (see `balance.py`).
+METIS balances poorly on skewed graphs, so nodes are moved afterwards (see `balance.py`).
 """
 
 from __future__ import annotations
@@ -21,25 +20,16 @@ from lightning_gnnpipe.types import Partition, PartitionMethod
 def partition_nodes(
     edge_index: Tensor, num_nodes: int, *, num_chunks: int, method: Partition, seed: int = 0
 ) -> Tensor:
-    """Return `[num_nodes]` the chunk of each node, from 0 to `num_chunks - 1`; no chunk is empty.
+    """Return `[num_nodes]` the chunk of each node; no chunk is empty.
 
-    Args:
-        edge_index: `[2, num_edges]`, directed or not.
-        num_nodes: Nodes, N.
-        num_chunks: Chunks, K.
-        method: "metis", "random", "contiguous" (ranges of node numbers), or the answer itself.
-            Chunks of the first two weigh at most 5 % more than the mean wherever the weights of
-            single nodes allow it.
-        seed: Seed of "metis" and "random".
-
-    Raises:
-        ConfigError: If `num_chunks` is not between 1 and N.
-        GraphError: If a given partition is malformed.
+    `method`: "metis", "random", "contiguous" (ranges of node numbers), or the assignment itself.
+    Chunks of the first two weigh at most 5 % more than the mean if single nodes allow it.
     """
     check_num_chunks(num_chunks, num_nodes)
     if isinstance(method, Tensor):
         check_assignment(method, num_nodes, num_chunks)
         return method.long().cpu()
+    # The work of a node: its row and its in-edges.
     weights = 1 + torch.bincount(edge_index[1].long(), minlength=num_nodes)
     if num_chunks == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
@@ -80,7 +70,7 @@ def _metis(links: Tensor, weights: Tensor, num_chunks: int, seed: int) -> Tensor
 
 
 def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return each pair of joined nodes once in each direction, without self-loops, sorted."""
+    """Return each pair of linked nodes once per direction, without self-loops, sorted."""
     source, target = edge_index.long()
     is_proper = source != target
     source, target = source[is_proper], target[is_proper]
@@ -91,12 +81,12 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
-    """Cut the nodes, in this order, into runs of about equal weight, none empty."""
+    """Cut the nodes, in this order, into non-empty runs of about equal weight."""
     ordered = weights[order].double()
     total = ordered.cumsum(0)
     targets = total[-1] * torch.arange(1, num_chunks) / num_chunks
     cuts = torch.searchsorted(total - ordered / 2, targets).tolist()
-    for i in range(num_chunks - 1):  # at least one node before each cut, and enough behind it
+    for i in range(num_chunks - 1):  # leave at least one node for each run
         least = cuts[i - 1] + 1 if i else 1
         cuts[i] = min(max(cuts[i], least), order.numel() - (num_chunks - 1 - i))
     assignment = torch.empty_like(order)

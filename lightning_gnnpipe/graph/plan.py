@@ -1,4 +1,4 @@
-"""A plan: chunk-contiguous nodes, edges in the chunk they end in; the same for reversed edges."""
+"""Chunk plan: nodes in chunk-contiguous order, edges in the chunk of their target."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ class ChunkPlan:
     """A graph cut into chunks.
 
     Attributes:
-        num_nodes: Nodes, N.
-        num_edges: Edges, E; fewer than the user's where some were left out.
+        num_edges: Edges, E, without dropped ones.
         perm: `[num_nodes]` the node at each position.
         edge_perm: `[num_edges]` the user's edge in each slot, sorted by the position of its target.
-        chunks: The chunks.
-        edge_sizes: `[num_edge_sets]` edges in each of several edge sets over the same nodes, which
-            follow each other in the user's order; empty for one.
-        shard: The part of a larger graph that this plan is of; None for all of it.
+        edge_sizes: Edges in each of several consecutive edge sets; empty for one set.
+        shard: The part of a larger graph that this plan covers; None for the whole graph.
     """
 
     num_nodes: int
@@ -43,34 +40,33 @@ class ChunkPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks, K."""
         return len(self.chunks)
 
     @property
     def globe(self) -> ChunkPlan:
-        """The plan of the whole graph; other than this one if this is of a shard."""
+        """The plan of the whole graph; this plan itself without shards."""
         return self if self.shard is None else self.shard.globe
 
     @property
     def first_slot(self) -> int:
-        """The slot in `globe` of this plan's first edge."""
+        """The slot of this plan's first edge in `globe`."""
         if self.shard is None:
             return 0
         return self.globe.chunks[self.shard.index * self.shard.num_chunks].edge_start
 
     @property
     def num_rows(self) -> int:
-        """Rows that histories have: nodes, and ghosts of other shards."""
+        """Rows of a history: nodes, then ghosts of other shards."""
         return self.num_nodes if self.shard is None else self.shard.num_rows
 
     @property
     def row_nodes(self) -> Tensor:
-        """`[num_rows]` the node in each row."""
+        """`[num_rows]` the node of each row."""
         return self.perm if self.shard is None else self.shard.row_nodes
 
     @property
     def whole(self) -> ChunkPlan:
-        """The plan of one chunk over the same positions."""
+        """The plan with one chunk over the same positions."""
         if self.num_chunks == 1:
             return self
         if "whole" not in self._cache:
@@ -79,10 +75,7 @@ class ChunkPlan:
 
     @property
     def reverse(self) -> ChunkPlan:
-        """The plan of the same chunks with all edges turned round.
-
-        A chunk then has all edges that start in it, and its halo is what they end in.
-        """
+        """The plan of the same chunks with reversed edges: each has the edges that start in it."""
         if "reverse" not in self._cache and self.shard is not None:
             turned = replace(self.shard, globe=self.globe.reverse)
             self._cache["reverse"] = plan_of_shard(turned).with_edge_sets(self.edge_sizes)
@@ -95,12 +88,12 @@ class ChunkPlan:
 
     @property
     def num_edge_sets(self) -> int:
-        """Edge sets over the nodes."""
+        """Edge sets over the nodes, at least 1."""
         return max(len(self.edge_sizes), 1)
 
     @property
     def between_chunks(self) -> ChunkPlan:
-        """The plan of a graph whose nodes are the chunks: each is one, and reads all others."""
+        """The plan of the complete graph over chunks: one node per chunk."""
         if "between chunks" not in self._cache:
             with torch.inference_mode(False):
                 number = torch.arange(self.num_chunks, device=self.perm.device)
@@ -109,7 +102,7 @@ class ChunkPlan:
         return self._cache["between chunks"]
 
     def with_edge_sets(self, sizes: Sequence[int]) -> ChunkPlan:
-        """Return the plan of edges that are several sets, one after the other, of these sizes."""
+        """Return the plan with edges in consecutive sets of these sizes."""
         shard = self.shard
         if shard is not None:
             shard = replace(shard, globe=shard.globe.with_edge_sets(sizes))
@@ -117,20 +110,17 @@ class ChunkPlan:
         return replace(self, edge_sizes=edge_sizes, shard=shard, _cache={})
 
     def edge_set(self, number: int) -> ChunkPlan:
-        """Return the plan of one edge set: the same chunks and halos, fewer edges.
-
-        Its slots and edges are numbered within the set.
-        """
+        """Return the plan of one edge set: same chunks and halos, slots numbered in the set."""
         if not self.edge_sizes:
             return self
         key = f"set {number}"
         if key not in self._cache:
-            with torch.inference_mode(False):  # training reads it as well
+            with torch.inference_mode(False):  # training uses the cached plan too
                 self._cache[key] = self._take_edges(sum(self.edge_sizes[:number]), number)
         return self._cache[key]
 
     def _take_edges(self, first: int, number: int) -> ChunkPlan:
-        """Return the plan of edge set `number`, whose edges begin with `first`."""
+        """Return the plan of edge set `number`, whose first edge is `first`."""
         edge = self.edge_perm - first
         keep = (edge >= 0) & (edge < self.edge_sizes[number])
         shard = self.shard
@@ -149,35 +139,34 @@ class ChunkPlan:
 
     @property
     def sources(self) -> dict[int, tuple[int, ...]]:
-        """For each chunk the other chunks that it reads."""
+        """The chunks in each chunk's halo."""
         return {chunk.index: chunk.halo_chunks for chunk in self.chunks}
 
     @property
     def is_disjoint(self) -> bool:
-        """Whether no edge joins two chunks, and all of the graph is here."""
+        """Whether no edge joins two chunks and the plan is not a shard."""
         return self.shard is None and not any(chunk.num_halo for chunk in self.chunks)
 
     @property
     def halo_counts(self) -> dict[int, dict[int, int]]:
-        """For each chunk the halo rows in each of the other chunks that it reads."""
+        """Halo rows of each chunk, by source chunk."""
         return {c.index: dict(zip(c.halo_chunks, c.halo_counts, strict=True)) for c in self.chunks}
 
     def chunk_of_row(self) -> Tensor:
-        """Return `[num_rows]` the chunk that each row lies in."""
+        """Return `[num_rows]` the chunk of each row."""
         return self.chunk_of_position() if self.shard is None else self.shard.chunk_of_row()
 
     def localize(self, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return those of the whole graph's edges that end here, between rows; see `Shard`."""
+        """Return the whole graph's edges that end here, and values; see `Shard.localize`."""
         return (edges, values) if self.shard is None else self.shard.localize(edges, values)
 
     def chunk_of_position(self) -> Tensor:
-        """Return `[num_nodes]` the chunk that each position lies in."""
+        """Return `[num_nodes]` the chunk of each position."""
         sizes = [chunk.num_nodes for chunk in self.chunks]
         owners = torch.repeat_interleave(torch.arange(self.num_chunks), torch.tensor(sizes))
         return owners.to(self.perm.device)
 
     def to(self, device: torch.device | str) -> ChunkPlan:
-        """Return the plan with its tensors on `device`."""
         return replace(
             self,
             perm=self.perm.to(device),
@@ -196,18 +185,9 @@ def shard_plan(
     *,
     index: int,
     num_shards: int,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None,  # [num_kept] edges; None for all
 ) -> ChunkPlan:
-    """Return the plan of one shard of a graph.
-
-    Args:
-        edge_index: `[2, num_edges]`.
-        assignment: `[num_nodes]` the chunk of each node.
-        shards: `[num_nodes]` the shard of each node; each has one.
-        index: The shard.
-        num_shards: Shards, G.
-        kept: `[num_kept]` the edges that the plan has; None for all.
-    """
+    """Return the plan of shard `index`; no shard may be empty."""
     num_chunks = int(assignment.max()) + 1
     pieces = shards * num_chunks + assignment
     globe = _in_chunks(edge_index, pieces, num_chunks * num_shards, kept)
@@ -217,17 +197,7 @@ def shard_plan(
 def plan_from_assignment(
     edge_index: Tensor, num_nodes: int, assignment: Tensor, *, kept: Tensor | None = None
 ) -> ChunkPlan:
-    """Return the plan in which node `n` lies in chunk `assignment[n]`.
-
-    Args:
-        edge_index: `[2, num_edges]`.
-        num_nodes: Nodes, N.
-        assignment: `[num_nodes]` chunk numbers from 0, without gaps.
-        kept: `[num_kept]` the edges that the plan has; None for all.
-
-    Raises:
-        GraphError: If a chunk has no node.
-    """
+    """Return the plan of edges `kept` (None: all), with node `n` in chunk `assignment[n]`."""
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
     return _in_chunks(edge_index, assignment, num_chunks, kept)
@@ -251,7 +221,7 @@ def _in_chunks(
 
 
 def plan_of_shard(shard: Shard) -> ChunkPlan:
-    """Return the plan of what a shard holds."""
+    """Return the plan of a shard's nodes, ghosts and edges."""
     first, end = shard.bounds(shard.index)
     pieces = shard.globe.chunks[shard.index * shard.num_chunks :][: shard.num_chunks]
     edges = shard.globe.edge_perm[pieces[0].edge_start : pieces[-1].edge_end]
@@ -263,7 +233,7 @@ def plan_of_shard(shard: Shard) -> ChunkPlan:
 def _assemble(
     perm: Tensor, source: Tensor, target: Tensor, edge_of_slot: Tensor, ends: Tensor
 ) -> ChunkPlan:
-    """Return the plan of edges between positions; `ends` are the last positions of the chunks."""
+    """Return the plan of edges between positions; `ends` holds the end position of each chunk."""
     target, order = target.sort(stable=True)
     edges = torch.stack([source[order], target])
     edge_ends = torch.searchsorted(target, ends)
@@ -284,20 +254,7 @@ def build_chunk_plan(
     partition: Partition = "metis",
     seed: int = 0,
 ) -> ChunkPlan:
-    """Cut a graph into chunks.
-
-    Args:
-        edge_index: `[2, num_edges]` sources and targets; multi-edges and self-loops are kept as
-            they are.
-        num_nodes: Nodes, N.
-        num_chunks: Chunks, K, at most N.
-        partition: A method, or `[num_nodes]` the chunk of each node.
-        seed: Seed of the methods.
-
-    Raises:
-        GraphError: If the graph or the partition is malformed.
-        ConfigError: If `num_chunks` is not between 1 and N.
-    """
+    """Partition a graph into chunks; multi-edges and self-loops are kept."""
     check_graph(edge_index, num_nodes)
     assignment = partition_nodes(
         edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
@@ -306,16 +263,10 @@ def build_chunk_plan(
 
 
 def chunk_order(num_chunks: int, *, epoch: int, seed: int, order: OrderName) -> tuple[int, ...]:
-    """Return the chunks in the order of the forward phase.
+    """Return the chunks in the order of the forward phase of training step `epoch`.
 
-    It depends on the arguments alone, so it is the same on every rank and in every run.
+    "shuffled" draws an order for each step, the same on every rank and in every run.
     Source: GNNPipe (arXiv 2308.10087), technique 1, for "shuffled".
-
-    Args:
-        num_chunks: Chunks, K.
-        epoch: Index of the training step.
-        seed: Seed of the run.
-        order: "shuffled" draws an order for each epoch. "fixed" is 0, 1, ..., K - 1.
     """
     chunks = list(range(num_chunks))
     if order == "shuffled":

@@ -1,14 +1,13 @@
-"""A graph split over the ranks of a stage: each holds the rows of its shard, and their edges.
+"""Shards: a graph split over the ranks of a stage. Each shard has a *piece* of every chunk.
 
-Every chunk is split over all shards, so that they share the work on it; a *piece* is the part of a
-chunk in a shard. Positions run through the pieces, shard by shard. A shard reads rows of others,
-its *ghosts*, behind its own:
+Positions run through the pieces, shard by shard. A shard keeps copies of the rows that it reads
+from other shards, its *ghosts*, behind its own rows:
 
     rows    0 .. num_own - 1            its own nodes, chunk by chunk
             num_own .. num_rows - 1     ghosts, by the shard and the chunk that they lie in
 
-A shard's plan looks like that of a smaller graph, whose chunks have part of their halo in ghosts.
-Whenever a chunk's rows are written, those that are ghosts elsewhere travel there; see `Peer`.
+A shard's plan looks like the plan of a smaller graph, in which part of the halos are ghosts.
+Whenever a chunk is written, its rows are sent to the shards that keep them as ghosts; see `Peer`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """What a shard's plan is cut from.
+    """Shard `index` of `num_shards`, before its plan is cut into `num_chunks` chunks.
 
     Attributes:
-        index: This shard.
-        num_shards: Shards, G.
-        num_chunks: Chunks, K.
         globe: The plan of all pieces: piece `c` of shard `g` is its chunk `g * num_chunks + c`.
         ghosts: `[num_ghosts]` their positions in `globe`, ascending, read along edges or against.
     """
@@ -44,7 +40,7 @@ class Shard:
     ghosts: Tensor
 
     def bounds(self, shard: int) -> tuple[int, int]:
-        """Return a shard's first position in `globe`, and that behind its last."""
+        """Return a shard's first position in `globe`, and the position after its last."""
         pieces = self.globe.chunks[shard * self.num_chunks : (shard + 1) * self.num_chunks]
         return pieces[0].start, pieces[-1].end
 
@@ -55,21 +51,19 @@ class Shard:
 
     @property
     def row_nodes(self) -> Tensor:
-        """`[num_rows]` the node in each row, own and ghosts."""
+        """`[num_rows]` the node of each row, own and ghosts."""
         return torch.cat([self.nodes(self.index), self.globe.perm[self.ghosts]])
 
     @property
     def num_rows(self) -> int:
-        """Rows of this shard, ghosts included."""
+        """Rows of this shard, with ghosts."""
         first, end = self.bounds(self.index)
         return end - first + self.ghosts.numel()
 
     def localize(self, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the edges that end in this shard, between its rows, and their values.
+        """Return the edges that end in this shard, as pairs of its rows, and their values.
 
-        Args:
-            edges: `[2, num_edges]` positions in `globe`, sorted by target.
-            values: `[num_edges, *]`, or None.
+        `edges`: `[2, num_edges]` positions in `globe` sorted by target. `values`: `[num_edges, *]`.
         """
         first, end = self.bounds(self.index)
         limits = torch.tensor([first, end], device=edges.device)
@@ -81,13 +75,12 @@ class Shard:
         return local, None if values is None else values[start:stop]
 
     def chunk_of_row(self) -> Tensor:
-        """Return `[num_rows]` the chunk that each row lies in."""
+        """Return `[num_rows]` the chunk of each row."""
         first, end = self.bounds(self.index)
         own = torch.arange(first, end, device=self.ghosts.device)
         return self.globe.chunk_of_position()[torch.cat([own, self.ghosts])] % self.num_chunks
 
     def to(self, device: torch.device | str) -> Shard:
-        """Return the shard with its tensors on `device`."""
         return replace(self, globe=self.globe.to(device), ghosts=self.ghosts.to(device))
 
 
@@ -102,7 +95,7 @@ def make_shard(globe: ChunkPlan, index: int, num_shards: int) -> Shard:
 
 
 def cut_shard(shard: Shard) -> tuple[tuple[Chunk, ...], Chunk]:
-    """Return the chunks of a shard's plan, and the one chunk that has all its nodes."""
+    """Return the chunks of a shard's plan, and one chunk of all its nodes."""
     globe, num_chunks = shard.globe, shard.num_chunks
     first, end = shard.bounds(shard.index)
     edges, _ = shard.localize(globe.whole.chunks[0].edge_index, None)
@@ -135,7 +128,7 @@ def cut_shard(shard: Shard) -> tuple[tuple[Chunk, ...], Chunk]:
 
 
 def _find_peers(shard: Shard) -> list[tuple[Peer, ...]]:
-    """Return for each chunk what it swaps with each other shard, in the direction of `globe`."""
+    """Return for each chunk its peers, one per other shard, along the edges of `globe`."""
     globe, num_nodes = shard.globe, shard.globe.num_nodes
     source, target = globe.whole.chunks[0].edge_index
     ends = torch.tensor(
@@ -161,7 +154,7 @@ def _find_peers(shard: Shard) -> list[tuple[Peer, ...]]:
 
 
 def _merge(peers: list[tuple[Peer, ...]], chunks: list[Chunk]) -> tuple[Peer, ...]:
-    """Return what all chunks swap together, counted from the first row."""
+    """Merge the peers of all chunks; rows are counted from the shard's first."""
     merged = []
     for others in zip(*peers, strict=True):
         sends = [peer.send + chunk.start for peer, chunk in zip(others, chunks, strict=True)]

@@ -1,8 +1,7 @@
-"""Splitting every chunk over the shards of the graph axis, with few rows between shards.
+"""Split every chunk over the shards, with few edges between shards.
 
-Chunks stay what they are on one shard, so that staleness does not depend on the number of shards.
-Each is cut by METIS into parts of equal weight; then parts are given to shards so that neighbours
-in different chunks meet in the same shard.
+Chunks are the same for any number of shards, so staleness is too. METIS cuts each chunk into parts
+of equal weight. Parts are then matched to shards so that neighbors in different chunks share one.
 """
 
 from __future__ import annotations
@@ -19,17 +18,7 @@ _NUM_SWEEPS = 3
 def split_chunks(
     edge_index: Tensor, assignment: Tensor, num_shards: int, *, seed: int = 0
 ) -> Tensor:
-    """Return `[num_nodes]` the shard of each node; no shard is empty.
-
-    Args:
-        edge_index: `[2, num_edges]`.
-        assignment: `[num_nodes]` the chunk of each node.
-        num_shards: Shards, G.
-        seed: Seed of METIS.
-
-    Raises:
-        ConfigError: If there are fewer nodes than shards.
-    """
+    """Return `[num_nodes]` the shard of each node, given its chunk; no shard is empty."""
     num_nodes = assignment.numel()
     if num_nodes < num_shards:
         raise ConfigError(
@@ -48,7 +37,7 @@ def split_chunks(
     for chunk in range(num_chunks):
         nodes = (assignment == chunk).nonzero().flatten()
         number[nodes] = torch.arange(nodes.numel())
-        if nodes.numel() < num_shards:  # not every shard has one
+        if nodes.numel() < num_shards:  # too few for all shards: assign in turn
             part[nodes] = (number[nodes] + chunk) % num_shards
             continue
         part[nodes] = partition_nodes(
@@ -62,7 +51,7 @@ def split_chunks(
 
 
 def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int) -> Tensor:
-    """Return the shard of each node: parts of chunks, renamed so that few edges join shards."""
+    """Return the shard of each node: parts of a chunk are permuted to cut fewer edges."""
     num_chunks = int(assignment.max()) + 1
     piece = assignment * num_shards + part
     num_pieces = num_chunks * num_shards
@@ -76,7 +65,7 @@ def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int
     for _ in range(_NUM_SWEEPS):
         for chunk in range(num_chunks):
             own = slice(chunk * num_shards, (chunk + 1) * num_shards)
-            if sizes[own].min() == 0:  # not a part for each shard: shards take turns
+            if sizes[own].min() == 0:  # an empty part: keep the shards assigned in turn
                 continue
             others = links[own].clone()
             others[:, own] = 0
@@ -87,7 +76,7 @@ def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int
 
 
 def _fill_empty(shard: Tensor, num_shards: int) -> Tensor:
-    """Return `shard` with a node of the largest shard in each empty one."""
+    """Move a node of the largest shard into each empty one."""
     counts = torch.bincount(shard, minlength=num_shards)
     for empty in (counts == 0).nonzero().flatten().tolist():
         largest = int(counts.argmax())
@@ -98,7 +87,7 @@ def _fill_empty(shard: Tensor, num_shards: int) -> Tensor:
 
 
 def _match(gain: Tensor) -> Tensor:
-    """Return for each row another column, largest entries first."""
+    """Return a different column for each row, largest entries first."""
     size = gain.size(0)
     found = torch.full((size,), -1)
     left = gain.clone()

@@ -1,4 +1,4 @@
-"""Checks of what a user hands in as a graph."""
+"""Validate the user's graph, number of chunks and partition."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_graph(edge_index: Tensor, num_nodes: int) -> None:
-    """Refuse an `edge_index` that is not `[2, num_edges]` integers in `[0, num_nodes)`.
-
-    Raises:
-        GraphError: With what was found.
-    """
+    """Raise GraphError unless `edge_index` holds `[2, num_edges]` integers in `[0, num_nodes)`."""
     if not isinstance(edge_index, Tensor):
         raise GraphError(
             explain(
@@ -63,11 +59,7 @@ def check_graph(edge_index: Tensor, num_nodes: int) -> None:
 
 
 def check_num_chunks(num_chunks: int, num_nodes: int) -> None:
-    """Refuse a number of chunks that is not between 1 and the number of nodes.
-
-    Raises:
-        ConfigError: With both numbers.
-    """
+    """Raise ConfigError unless `num_chunks` is an integer between 1 and `num_nodes`."""
     if not isinstance(num_chunks, int) or isinstance(num_chunks, bool):
         raise ConfigError(
             explain(
@@ -87,11 +79,7 @@ def check_num_chunks(num_chunks: int, num_nodes: int) -> None:
 
 
 def check_assignment(assignment: Tensor, num_nodes: int, num_chunks: int) -> None:
-    """Refuse a partition that is not one chunk number a node, or leaves a chunk empty.
-
-    Raises:
-        GraphError: With what was found.
-    """
+    """Raise GraphError unless each node has a chunk number and no chunk is empty."""
     if assignment.dtype not in _INTEGERS or tuple(assignment.shape) != (num_nodes,):
         raise GraphError(
             explain(

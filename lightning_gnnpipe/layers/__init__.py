@@ -1,4 +1,4 @@
-"""PyG's layers on one chunk: what each kind needs beside its messages."""
+"""PyG's layers on one chunk: interception, edge normalisation, norms, and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose messages flow against the edges of the batch, on one chunk."""
+"""Layers that pass messages against the edges of the batch, on one chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_gnnpipe.passing import MessageContext
 
 
 def replace_attributes(conv: nn.Module, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Put `attributes` into the instance and return what puts the old ones back."""
+    """Set attributes of the instance; return a function that restores the old ones."""
     missing = object()
     before = {key: conv.__dict__.get(key, missing) for key in attributes}
     conv.__dict__.update(attributes)
@@ -33,8 +33,8 @@ def replace_attributes(conv: nn.Module, attributes: Mapping[str, Any]) -> Callab
 def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
     """Return the layer's forward, with the chunk's edges in the direction that it reads them.
 
-    A layer that is given the flipped edges (DirGNNConv), or with flow "target_to_source", needs the
-    edges that start in the chunk. The latter runs as what it is: a layer on flipped edges.
+    A layer on flipped edges (DirGNNConv), or with flow "target_to_source", needs the edges that
+    start in the chunk. With this flow it runs as a "source_to_target" layer on flipped edges.
     """
     original = conv.forward
     is_upstream = conv.flow == "target_to_source"
@@ -48,7 +48,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
         given, number, is_flip = _find_edges(values, name, context)
         if given is None and is_upstream and not context.sees_all:
             raise _refuse_direction(name, "edges that the model changed, or several edge sets")
-        # On the whole graph with nothing to remember, reversed edges are read in PyG's own way.
+        # On the whole graph without histories, PyG handles reversed edges itself.
         is_turned = not context.is_plain and (is_flip or is_upstream)
         if given is None:
             return original(*args, **kwargs)
@@ -73,7 +73,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
 
 @contextmanager
 def _downstream(conv: MessagePassing) -> Iterator[None]:
-    """Have row 1 of the edges be the receivers within the block."""
+    """Set the flow to "source_to_target" within the block."""
     restore = replace_attributes(conv, {"flow": "source_to_target"})
     try:
         yield
@@ -84,9 +84,9 @@ def _downstream(conv: MessagePassing) -> Iterator[None]:
 def _find_edges(
     values: Sequence[Any], name: str, context: MessageContext
 ) -> tuple[Tensor | None, int, bool]:
-    """Return the argument that holds the chunk's edges, which set, whether its rows are swapped.
+    """Return the argument with the chunk's edges, their set, and whether its rows are swapped.
 
-    None if there are none, or those of several edge sets: `propagate` then tells them apart.
+    The argument is None if there are no edges, or several sets: `propagate` then finds the set.
     """
     found = [(value, i) for value in values if (i := context.find_edges(value)) is not None]
     if found:
@@ -103,7 +103,7 @@ def _find_edges(
 
 
 def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:
-    """Return an argument of a layer that runs on reversed edges."""
+    """Return `value` for the reversed edges, if it is an edge-level leaf of the batch."""
     if not isinstance(value, Tensor):
         return value
     part = context.reversed_leaf(value)

@@ -1,9 +1,8 @@
 """Interception of `MessagePassing.propagate` and `edge_updater` on the instances of a model.
 
-A layer runs on the rows of one chunk with a local `edge_index`; only what its messages read on the
-source side (`name_j` in PyG's signature) must also hold the halo rows. The wrapped methods live in
-the instance's `__dict__` for the time of a pass and are gone afterwards: the user's module is not
-changed.
+A layer runs on the rows of one chunk with a local `edge_index`. Only source-side arguments
+(`name_j` in PyG's signature) also hold halo rows. The wrapped methods are in the instance's
+`__dict__` during a pass only, so the user's module does not change.
 """
 
 from __future__ import annotations
@@ -40,41 +39,33 @@ def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
 
 @dataclass(frozen=True)
 class Intercepted:
-    """The layers of a model that see more than one row.
-
-    Attributes:
-        convs: The message-passing layers, by name.
-        norms: The norms with statistics over all nodes, by name.
-        batch_norms: The layers with BatchNorm's statistics, by name; some are norms as well.
-        blocks: PyG's blocks that would run layers again in backward, outside of a pass, and the
-            attributes that switch this off.
-    """
+    """The layers of a model that see more than one row."""
 
     convs: dict[str, MessagePassing]
-    norms: dict[str, nn.Module]
-    batch_norms: dict[str, nn.Module]
+    norms: dict[str, nn.Module]  # with statistics over all nodes
+    batch_norms: dict[str, nn.Module]  # with BatchNorm's statistics; some are in `norms` too
+    # PyG's blocks that would recompute layers outside of a pass, and attributes to prevent it.
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
     @property
     def has_messages(self) -> bool:
-        """Whether a layer does more with its neighbours' rows than a weighted sum."""
+        """Whether a layer does more than a weighted sum of its neighbours' rows."""
         return any(linear_rule(conv) is None for conv in self.convs.values())
 
     @property
     def sees_all_nodes(self) -> bool:
-        """Whether a layer takes statistics, or a mean, over all nodes."""
+        """Whether a layer computes statistics, or a mean, over all nodes."""
         return bool(self.norms) or any(isinstance(c, HANConv) for c in self.convs.values())
 
     @property
     def all(self) -> list[nn.Module]:
-        """All of these layers."""
         blocks = (block for block, _ in self.blocks)
         named = self.norms | self.batch_norms
         return [*self.convs.values(), *named.values(), *blocks]
 
 
 def find_layers(module: nn.Module) -> Intercepted:
-    """Return the layers of `module` that are to be intercepted."""
+    """Return the layers of `module` to intercept."""
     blocks: list[tuple[nn.Module, dict[str, bool]]] = []
     for m in module.modules():
         if isinstance(m, InvertibleModule):
@@ -86,7 +77,7 @@ def find_layers(module: nn.Module) -> Intercepted:
 
 @contextmanager
 def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> Iterator[None]:
-    """Let `layers` run on the chunk that `context` says is running, within the block."""
+    """Run `layers` on the running chunk of `context` within the block."""
     convs = layers.convs
     with ExitStack() as stack:
         for block, attributes in layers.blocks:
@@ -155,7 +146,7 @@ def _aggregate(
     kwargs: Mapping[str, Any],
     context: MessageContext,
 ) -> Tensor | None:
-    """Aggregate a linear layer's messages by one product; None if that is not possible."""
+    """Aggregate a linear layer's messages by one sparse product; None if not possible."""
     value = kwargs.get(ROWS)
     rows = value[0] if isinstance(value, tuple | list) else value
     weight = None if rule.weight is None else kwargs.get(rule.weight)
@@ -165,7 +156,7 @@ def _aggregate(
         return None
     if weight is not None and (weight.requires_grad or weight.dim() != 1):
         return None
-    if weight is not None:  # as the product of messages and weights would be
+    if weight is not None:  # the dtype of messages times weights
         rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
     aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
     if aggregation is None:
@@ -180,7 +171,7 @@ def _in_pieces(
     sources: frozenset[str],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Pass messages for one slice of the channels after the other, as `decomposed_layers` says."""
+    """Pass messages for one slice of the channels at a time; see PyG's `decomposed_layers`."""
     given = sources & kwargs.keys()
     pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
     outputs = []
@@ -222,7 +213,7 @@ def _widen(
 
 @contextmanager
 def _update_sees(conv: MessagePassing, rows: Mapping[str, Any]) -> Iterator[None]:
-    """Give `update` its node-level arguments unwidened: it runs on the chunk's rows."""
+    """Pass node-level arguments without halo rows to `update`, within the block."""
     if not rows:
         yield
         return

@@ -1,9 +1,8 @@
-"""What layers keep on themselves besides the rows that they return.
+"""Switch off the state that layers keep besides their outputs: caches and SuperGATConv's loss.
 
-A cache would hold the edges of whichever chunk, or sample, ran first. SuperGATConv draws pairs of
-nodes for a loss of its own, which the user asks for after the forward pass: a chunk sees neither
-all pairs nor the user's backward. Its rows do not depend on them, so they are left out, and the
-loss is refused.
+A cache would hold the edges of the first chunk or sample. SuperGATConv samples node pairs for a
+loss that the user asks for after the forward pass, but a chunk has neither all pairs nor the user's
+backward. Its outputs do not depend on the pairs, so none are sampled and the loss raises an error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lightning_gnnpipe.layers.direction import replace_attributes
 
 @contextmanager
 def without_memory(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
-    """Have the layers keep nothing but their parameters and buffers, within the block."""
+    """Switch off the layers' caches and losses within the block."""
     with ExitStack() as stack:
         for name, conv in convs.items():
             if getattr(conv, "cached", False):
@@ -42,7 +41,7 @@ def without_memory(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
 
 
 def guard_losses(convs: Mapping[str, MessagePassing]) -> Callable[[], None]:
-    """Refuse the losses that layers keep, from now on; return what gives them back."""
+    """Make the layers raise if their loss is asked for; return a function that undoes this."""
     stack = ExitStack()
     for name, conv in convs.items():
         if isinstance(conv, gnn.SuperGATConv):
@@ -52,7 +51,7 @@ def guard_losses(convs: Mapping[str, MessagePassing]) -> Callable[[], None]:
 
 
 def _without_pairs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return SuperGATConv's forward with no pairs of nodes to train its attention on."""
+    """Return SuperGATConv's forward without node pairs for its loss."""
 
     def forward(x: Tensor, edge_index: Tensor, *_: Any, **__: Any) -> Tensor:
         return original(x, edge_index, _no_edges(edge_index))
@@ -66,7 +65,7 @@ def _no_edges(edge_index: Tensor) -> Tensor:
 
 def _refuse_loss(name: str, conv: gnn.SuperGATConv) -> Callable[[], Tensor]:
     def get_attention_loss() -> Tensor:
-        if not conv.training:  # PyG's own answer: there is none
+        if not conv.training:  # PyG returns 0
             return type(conv).get_attention_loss(conv)
         raise UnsupportedError(
             explain(

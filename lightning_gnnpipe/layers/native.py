@@ -1,8 +1,7 @@
-"""How layers run on a micro-batch of whole graphs: as they are, with PyG's own code.
+"""Layers on a micro-batch of whole graphs: PyG's own code, except for BatchNorm.
 
-A graph has no neighbours in other micro-batches, so nothing is intercepted but BatchNorm, whose
-statistics are taken over all nodes of the mini-batch. Each micro-batch is normalised by its own
-statistics, and the running statistics are updated once, from those of the whole mini-batch.
+Graphs have no neighbours in other micro-batches. BatchNorm normalises each micro-batch by its own
+statistics, and updates running statistics once, from the whole mini-batch.
 Source: DeferredBatchNorm of torchgpipe (arXiv 2004.09910).
 """
 
@@ -23,34 +22,25 @@ from lightning_gnnpipe.passing import EdgeLeaves, Tape
 
 
 class NativeContext:
-    """Which micro-batch and which segment are running.
-
-    Args:
-        num_chunks: Micro-batches of the mini-batch, K.
-
-    Attributes:
-        leaves: The batch; layers have no use for it.
-    """
+    """The running segment of one of `num_chunks` micro-batches, and whether it is a replay."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
-        self.leaves: EdgeLeaves | None = None
+        self.leaves: EdgeLeaves | None = None  # set during a pass, not used by layers
         self._tape: Tape | None = None
         self._segment = 0
         self._calls: dict[str, int] = {}
 
     def enter(self, chunk: Any, segment: int, leaves: Mapping[str, Any] | None = None) -> None:
-        """Say that `segment` runs over `chunk` from now on."""
         self._segment = segment
         self._calls = {}
 
     def leave(self) -> None:
-        """Say that nothing runs any more."""
         self._calls = {}
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Know within the block whether activations are computed a second time."""
+        """Expose within the block whether `tape` is replayed."""
         self._tape = tape
         try:
             yield
@@ -59,11 +49,10 @@ class NativeContext:
 
     @property
     def is_replay(self) -> bool:
-        """Whether activations are computed a second time, for backward."""
         return self._tape is not None and self._tape.is_replay
 
     def next_key(self, layer: str) -> tuple[int, str, int]:
-        """Name the next call of `layer` in the running segment."""
+        """Return the key of the next call of `layer` in the running segment."""
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
         return self._segment, layer, call
@@ -75,13 +64,13 @@ def find_batch_norms(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def uses_batch_statistics(norm: Any) -> bool:
-    """Whether a BatchNorm looks at all rows now; in evaluation most have running statistics."""
+    """Whether a BatchNorm uses the statistics of its input, not running statistics."""
     return bool(norm.training or norm.running_mean is None)
 
 
 @contextmanager
 def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator[None]:
-    """Let `norms` update their running statistics once for all micro-batches, within the block."""
+    """Update running statistics of `norms` once for all micro-batches, within the block."""
     with ExitStack() as stack:
         if context.num_chunks > 1:
             sums: dict[tuple[int, str, int], list[Tensor]] = {}
@@ -120,7 +109,7 @@ def _defer(
 
 
 def _moments(x: Tensor) -> Tensor:
-    """Return count, sum and sum of squared distances from the mean, `[3, channels]`, in float64."""
+    """Return count, sum, and sum of squared deviations, `[3, channels]`, in float64."""
     rows = x.double().movedim(1, -1).flatten(0, -2)
     count = rows.new_full((rows.size(1),), rows.size(0))
     total = rows.sum(0)
@@ -128,11 +117,7 @@ def _moments(x: Tensor) -> Tensor:
 
 
 def _pooled(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and number of all rows, `[channels]` each.
-
-    Args:
-        moments: Those of each micro-batch, `[num_chunks, 3, channels]`; see `_moments`.
-    """
+    """Pool `moments`, `[num_chunks, 3, channels]`: mean, biased variance and count of rows."""
     count, total, spread = moments.unbind(1)
     num_rows = count.sum(0)
     mean = total.sum(0) / num_rows

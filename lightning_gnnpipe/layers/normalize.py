@@ -1,10 +1,8 @@
-"""What layers compute of the edges before they pass messages, right on a chunk.
+"""Edge normalisation on a chunk: `gcn_norm`, ChebConv's Laplacian, `degree` and self-loops.
 
-`gcn_norm`, Laplacians and `degree` look at all edges of a node, but a halo node's edges lie in
-another chunk. Layers that call them in their own methods get versions that know the halo: of the
-batch's edges and edge weights they are computed once, for the whole graph; where the model computes
-the weights, the chunk's own degrees are pushed and the halo's are pulled, like any other node-level
-value.
+They read all edges of a node, but a halo node's edges lie in another chunk. For edges and weights
+of the batch the result is computed once, on the whole graph. For weights that the model computes,
+the chunk's degrees are pushed and the halo's are pulled.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ _LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loo
 
 @contextmanager
 def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Let the methods of `convs` find functions that know the halo, within the block.
+    """Replace these functions for `convs` by versions for one chunk, within the block.
 
     The names are replaced in the modules that define the layers' classes, so that inherited
-    methods, and `super().forward(...)`, find them as well. What else runs there gets PyG's.
+    methods, and `super().forward(...)`, find them too. Other callers there get PyG's functions.
     """
     locals_: dict[Callable[..., Any], Callable[..., Any]] = {
         gcn_norm: _LocalNorm(context),
@@ -43,7 +41,7 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
             is_own = not str(names["__name__"]).startswith("torch_geometric.")
             for function, local in locals_.items():
                 name = function.__name__
-                # PyG's own layers call `degree` for the nodes they are about to update only.
+                # PyG's own layers call `degree` for target nodes only, which are all in the chunk.
                 if replaces(names.get(name), function) and (is_own or function is not degree):
                     stack.callback(names.__setitem__, name, names[name])
                     names[name] = InLayer(context, local, names[name])
@@ -55,7 +53,7 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
 
 
 def _namespaces(convs: Mapping[str, MessagePassing]) -> Iterator[dict[str, Any]]:
-    """Yield the globals of the modules in which the layers' classes are defined."""
+    """Yield the globals of the modules that define the layers' classes."""
     seen: set[int] = set()
     for conv in convs.values():
         for cls in type(conv).__mro__[: type(conv).__mro__.index(MessagePassing)]:
@@ -72,10 +70,7 @@ def _of_the_batch(
     weight: Tensor | None,
     function: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor] | None:
-    """Return what `function` gives for the whole graph, cut to the chunk.
-
-    None if the edges or their weights are not the batch's own.
-    """
+    """Return the chunk's part of `function` on the whole graph; None if inputs are computed."""
     if edge_index is not context.chunk.edge_index:
         return None
     whole = None if weight is None else context.whole_leaf(weight)
@@ -94,7 +89,7 @@ def _of_the_batch(
 
 
 class _LocalNorm:
-    """`gcn_norm` for the edges of one chunk."""
+    """`gcn_norm` for one chunk: local edges with self-loops, and the whole graph's weights."""
 
     def __init__(self, context: MessageContext) -> None:
         self.context = context
@@ -109,13 +104,9 @@ class _LocalNorm:
         flow: str = "source_to_target",
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return local edges, self-loops included, and their weights.
-
-        They are those that PyG's function gives for the whole graph.
-        """
         context = self.context
         options = (improved, add_self_loops, flow, dtype)
-        if flow != "source_to_target":  # the model calls it for itself, or changed the edges
+        if flow != "source_to_target":  # called by the model itself, or with edges that it changed
             if not context.sees_all:
                 raise UnsupportedError(
                     explain(
@@ -139,7 +130,7 @@ class _LocalNorm:
         if known is not None:
             return known
         if edge_weight is None:
-            # PyG gives the loops it adds to them weight 1, even if `improved`.
+            # Without weights PyG gives self-loops weight 1, even if `improved`.
             if add_self_loops:
                 edge_index, _ = add_remaining_self_loops(
                     edge_index, None, 1.0, context.chunk.num_nodes
@@ -152,7 +143,7 @@ class _LocalNorm:
         return self._by_history(edge_index, cast(Tensor, edge_weight))
 
     def _by_history(self, edges: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise by the chunk's own degrees, pushed, and those of its halo, pulled."""
+        """Normalise by the chunk's degrees, pushed, and the halo's, pulled."""
         own = _inverse_root(edges[1], weight, self.context.chunk.num_nodes)
         call = self.context.next_call("gcn_norm")
         wide = self.context.widen("gcn_norm", call, "degree", own)
@@ -160,7 +151,7 @@ class _LocalNorm:
 
 
 class _LocalLaplacian:
-    """ChebConv's rescaled Laplacian for the edges of one chunk."""
+    """ChebConv's rescaled Laplacian for one chunk: local edges with self-loops, and weights."""
 
     def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
         self.context = context
@@ -176,7 +167,6 @@ class _LocalLaplacian:
         dtype: torch.dtype | None = None,
         batch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return local edges, self-loops included, and their weights."""
         context = self.context
         is_number = lambda_max is None or not isinstance(lambda_max, Tensor)
         known = None
@@ -210,7 +200,7 @@ class _LocalLaplacian:
 
 
 class _LocalDegree:
-    """`degree` for the nodes of one chunk, followed by those of its halo."""
+    """`degree` of the chunk's nodes and halo, `[num_nodes + num_halo]`; `index` has targets."""
 
     def __init__(self, context: MessageContext) -> None:
         self.context = context
@@ -218,7 +208,6 @@ class _LocalDegree:
     def __call__(
         self, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return `[num_nodes + num_halo]` degrees of the nodes; `index` is the edges' targets."""
         chunk = self.context.chunk
         if self.context.is_passing:
             return degree(index, num_nodes, dtype)
@@ -237,10 +226,7 @@ class _LocalDegree:
 
 
 class _LocalLoops:
-    """Self-loops for the nodes of one chunk, where a layer leaves the number of nodes open.
-
-    PyG then takes the largest number in the edges for the last node, and nodes behind it get none.
-    """
+    """Self-loops for the nodes of one chunk, if a layer does not pass `num_nodes`."""
 
     def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
         self.context = context
@@ -253,7 +239,6 @@ class _LocalLoops:
         fill_value: Any = None,
         num_nodes: Any = None,
     ) -> tuple[Tensor, Any]:
-        """Return the edges with one loop for each node of the chunk that PyG would give one."""
         if num_nodes is not None:
             return cast(
                 tuple[Tensor, Any], self.original(edge_index, edge_attr, fill_value, num_nodes)
@@ -268,6 +253,7 @@ class _LocalLoops:
             )
         chunk = self.context.chunk
         edges, attr = self.original(edge_index, edge_attr, fill_value, chunk.num_nodes)
+        # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
         nodes = self.context.perm[chunk.start : chunk.end]
         keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
         keep[edges.size(1) - chunk.num_nodes :] = nodes < self.context.num_numbered
@@ -275,7 +261,7 @@ class _LocalLoops:
 
 
 def _inverse_root(receivers: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
-    """Return the degrees to the power of -1/2, `[num_nodes]`; 0 where a node has no edge."""
+    """Return degrees to the power of -1/2, `[num_nodes]`; 0 for nodes without edges."""
     total = scatter(weight, receivers, dim=0, dim_size=num_nodes, reduce="sum")
     root = total.pow(-0.5)
     return root.masked_fill(root == float("inf"), 0.0)

@@ -1,8 +1,8 @@
-"""HANConv, HGTConv and mesh convolutions: what they do beside passing messages.
+"""Operations of HANConv, HGTConv and mesh convolutions besides passing messages.
 
-MeshCNNConv reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by their
-targets and keep the order of edges with one target. Such a group stays whole if its edges have one
-target. Otherwise it is torn apart, on one chunk as well, and refused.
+MeshCNNConv reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by
+target and keep the order of edges with one target, so a group with one target stays together. Any
+other group would be split, even on one chunk, so it is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rows = dict[str, Tensor]
 
 @contextmanager
 def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Let HANConv and HGTConv see the other chunks, within the block."""
+    """Let HANConv and HGTConv read other chunks within the block."""
     hans = {name: conv for name, conv in convs.items() if isinstance(conv, gnn.HANConv)}
     with ExitStack() as stack:
         if hans:
@@ -43,12 +43,12 @@ def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Ite
 
 
 def passes_wide_rows(conv: MessagePassing) -> bool:
-    """Whether `conv` hands rows to `propagate` that are wide already."""
+    """Whether `conv` has widened its rows before it calls `propagate`."""
     return isinstance(conv, gnn.HGTConv)
 
 
 def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., Any]:
-    """Return HANConv's `group`; `names` are those of the layers, by the id of their `k_lin`."""
+    """Return HANConv's `group`; `names` maps the id of a layer's `k_lin` to its name."""
     original = han_conv.group
 
     def group(
@@ -65,7 +65,7 @@ def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., A
 
 
 def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tensor:
-    """Return the mean of the rows, `[num_nodes_of_chunk, *]`, of all chunks."""
+    """Return the mean over all chunks; `rows` of this chunk: `[num_nodes_of_chunk, *]`."""
     store, between = context.store, context.plan.between_chunks
     assert store is not None
     is_whole = context.is_whole
@@ -82,7 +82,7 @@ def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tenso
 def _build_sources(
     name: str, conv: gnn.HGTConv, context: MessageContext
 ) -> Callable[[Rows, Rows, dict[Any, Tensor]], Any]:
-    """Return HGTConv's method that copies keys and values, for a chunk and its halo."""
+    """Return HGTConv's method that copies keys and values, widened by halo rows."""
     original = source_rows(conv)
 
     def build(keys: Rows, values: Rows, edge_sets: dict[Any, Tensor]) -> Any:
@@ -102,12 +102,7 @@ _GROUP = 4
 def check_order(
     name: str, conv: MessagePassing, edge_index: Tensor, context: MessageContext
 ) -> None:
-    """Refuse edges, given to `propagate` of layer `name`, whose order the layer would misread.
-
-    Raises:
-        UnsupportedError: If the layer reads them in groups, and a group's edges differ in their
-            targets, or the model changed the edges.
-    """
+    """Raise unless MeshCNNConv `name` gets the batch's edges, in groups with one target each."""
     if not isinstance(conv, MESH_CNN_CONV):
         return
     is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]

@@ -1,15 +1,12 @@
-"""Norms whose statistics are taken over all nodes, on one chunk.
+"""Norms with statistics over all nodes, on one chunk.
 
-Where the whole graph is one chunk they run as they are, and their statistics are kept. In a chunk
-they use statistics of the rows that have run in this step, and assume that the other rows have
-moved in the same way since the last step: see `RowMoments`. Gradients flow through these statistics
-to the rows of all chunks that have run. Running statistics of BatchNorm are updated once a step,
-with those of all rows, as full-batch training would. These rows come from stale inputs; in exact
-evaluation the rows of a deep network are different. So validation replaces running statistics by
-those of the rows that it computes.
+On the whole graph they run unchanged, and their statistics are stored. A chunk uses statistics of
+the rows that have run in this step, and assumes that the remaining rows moved alike since the last
+step: see `RowMoments`. Gradients flow through the statistics to all chunks that have run. BatchNorm
+updates running statistics once a step from all rows, as in full-batch training. These rows come
+from stale inputs, so validation replaces the statistics by its own.
 
-All of these norms scale and shift each channel. So a norm is one scale and one shift of each
-channel, which depend on mean and variance, and a product with the rows.
+All these norms scale and shift channels: `Formula` computes both from mean and variance.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ def _batch_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _graph_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    spread = var + ((1 - norm.mean_scale) * mean) ** 2  # of x - mean_scale * mean, around zero
+    spread = var + ((1 - norm.mean_scale) * mean) ** 2  # mean of (x - mean_scale * mean)^2
     scale = norm.weight * (spread + norm.eps).rsqrt()
     return scale, norm.bias - norm.mean_scale * mean * scale
 
@@ -82,7 +79,7 @@ def find_norms(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_statistics(layer: nn.Module) -> bool:
-    """Whether `layer` is a norm over all nodes that is right on chunks."""
+    """Whether `layer` is a norm over all nodes that is exact on chunks."""
     if type(layer) is gnn.LayerNorm:
         return layer.mode == "graph"
     return type(layer) in _FORMULAS or type(layer) in (gnn.BatchNorm, gnn.GraphSizeNorm)
@@ -90,7 +87,7 @@ def has_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) -> Iterator[None]:
-    """Let `norms` normalise chunks with the statistics of the whole graph, within the block."""
+    """Let `norms` normalise chunks by statistics of the whole graph, within the block."""
     with ExitStack() as stack:
         for name, norm in norms.items():
             norm.__dict__["forward"] = _wrap(name, norm, context)
@@ -115,7 +112,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             return cast(Tensor, original(*args, **kwargs))
         key = context.next_key(name)
         if kind is gnn.BatchNorm and (is_split or not context.is_whole):
-            return cast(Tensor, norm.module(x))  # around nn.BatchNorm1d
+            return cast(Tensor, norm.module(x))  # an nn.BatchNorm1d, also wrapped
         has_formula = kind in _FORMULAS and x.dim() == 2 and not others
         if not has_formula and (is_split or not context.is_whole):
             raise _refuse(name, norm, x)
@@ -147,7 +144,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
 
 def _means_one_graph(value: Any) -> bool:
-    """Whether an argument of a norm says that there is one graph: a batch vector, or a number."""
+    """Whether an argument means a single graph: a batch vector of zeros, or the number 1."""
     if isinstance(value, Tensor):
         return value.dim() == 1 and not value.is_floating_point() and not value.any()
     return value == 1
@@ -156,16 +153,14 @@ def _means_one_graph(value: Any) -> bool:
 def _keep(
     rows: Tensor, moments: MomentSource, key: CallKey, context: MessageContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the statistics of the whole graph's rows for the next step; return all rows'.
-
-    Rows of nodes belong to chunks; of others, such as messages, it is not known.
-    """
+    """Store the whole graph's statistics for the next step; return mean, variance and count."""
+    # Inside `propagate` rows may be messages, which belong to no chunk.
     counts = [chunk.num_nodes for chunk in context.plan.chunks]
     return moments.keep(key, rows.detach(), None if context.is_passing else counts)
 
 
 def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:
-    """Replace running statistics by those of all rows, unless they have been frozen."""
+    """Replace running statistics by statistics of all rows, unless they are frozen."""
     if norm.running_mean is None or not norm.track_running_stats or norm.momentum == 0:
         return
     if context.store is not None:  # on shards
@@ -179,13 +174,13 @@ def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageCont
 
 
 def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """Return the rows, `[num_rows, channels]`, normalised by statistics of `[channels]`."""
+    """Normalise rows, `[num_rows, channels]`, by mean and variance, `[channels]`."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     rows, mean, var = rows.to(dtype), mean.to(dtype), var.to(dtype)
     scale, shift = _FORMULAS[type(norm)](norm, mean, var)
     if scale is not None:
         zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-        return F.batch_norm(rows, zeros, ones, scale, shift, False, 0.0, 0.0)  # in one go
+        return F.batch_norm(rows, zeros, ones, scale, shift, False, 0.0, 0.0)  # one kernel
     rows = rows + shift
     if isinstance(norm, gnn.PairNorm):
         return norm.scale * rows / (norm.eps + rows.norm(2, -1, keepdim=True))
@@ -193,11 +188,10 @@ def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
 
 
 class _RowSums(torch.autograd.Function):
-    """The rows of a chunk as they are, and their sums, `[3, channels]`: see `row_sums`."""
+    """Return a chunk's rows unchanged, and their sums, `[3, channels]`: see `row_sums`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, moments: RowMoments) -> tuple[Tensor, Tensor]:
-        """Return `rows`, `[num_rows, channels]`, and their sums."""
         sums = moments.sums_of(rows)
         ctx.save_for_backward(rows)
         ctx.center = moments.center
@@ -209,7 +203,6 @@ class _RowSums(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, of_sums: Tensor | None
     ) -> tuple[Tensor | None, None]:
-        """Return the gradient of the rows, that through their sums included."""
         if of_sums is None:
             return grad, None
         (rows,) = ctx.saved_tensors
@@ -222,39 +215,35 @@ class _RowSums(torch.autograd.Function):
 
 
 class _Pooled(torch.autograd.Function):
-    """The sums of a chunk and of those that ran before it."""
+    """Sums, `[3, channels]`, of a chunk and the chunks before it; backward adds those after it."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
-        """Return the sums of all chunks so far from those of the chunk, `[3, channels]`."""
         ctx.moments = moments
         return moments.add(chunk, sums.detach()).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the chunk's own sums, later chunks' use of them included."""
         return ctx.moments.add_grad(grad), None, None
 
 
 class _SumOverShards(torch.autograd.Function):
-    """The sum of what all ranks of a stage have; each of them gets all of it."""
+    """Sum a tensor over all ranks of a stage; backward sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shards: ShardLink) -> Tensor:
-        """Return the sum of `own` over ranks."""
         ctx.shards = shards
         return shards.sum(own)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of the gradients that ranks have for the sum."""
         return ctx.shards.sum(grad), None
 
 
 def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor:
-    """Return the rows normalised by moments of those of all ranks, with gradients through both."""
+    """Normalise by statistics of all ranks' rows, with gradients through the statistics."""
     x = rows.to(torch.promote_types(rows.dtype, torch.float32))
     total = cast(Any, _SumOverShards).apply
     count = shards.sum(x.new_tensor([x.size(0)]))
@@ -264,7 +253,7 @@ def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor
 
 
 def _uses_statistics(norm: Any) -> bool:
-    """Whether `norm` looks at all rows now; in evaluation some have running statistics instead."""
+    """Whether `norm` uses statistics of its input now, not running statistics."""
     if type(norm) is nn.BatchNorm1d:
         return norm.training or norm.running_mean is None
     if type(norm) is gnn.InstanceNorm:
@@ -279,25 +268,18 @@ def tracks_statistics(norm: Any) -> bool:
 
 
 def update_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update running statistics as one pass over all rows does.
-
-    Args:
-        norm: The layer.
-        mean: Of all rows, `[channels]`.
-        var: Their biased variance, `[channels]`.
-        count: How many they are.
-    """
+    """Update running statistics like one pass over `count` rows; `var` is biased."""
     if not tracks_statistics(norm):
         return
     share = norm.momentum
-    if type(norm) is not gnn.InstanceNorm:  # which does not count
+    if type(norm) is not gnn.InstanceNorm:  # has no counter
         norm.num_batches_tracked.add_(1)
         share = 1.0 / float(norm.num_batches_tracked) if share is None else share
     _write_running(norm, mean, var, count, share)
 
 
 def _write_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor, share: float) -> None:
-    """Move running statistics by a share of the way to these."""
+    """Move running statistics by the fraction `share` towards `mean` and unbiased `var`."""
     unbiased = var * (count / (count - 1).clamp(min=1))
     with torch.no_grad():
         norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)

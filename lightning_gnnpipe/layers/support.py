@@ -1,9 +1,8 @@
-"""Which of PyG's layers are exact on chunks, and why the rest is refused.
+"""Which PyG layers are exact on chunks, and checks that refuse the rest.
 
-With one chunk everything is exact. With several, a layer runs on the rows of one chunk at a time.
-Message-passing layers of PyG must be on the list of layers whose exactness a test shows. Layers of
-the user's own are tried out on a small graph before training. Layers that mix rows outside of
-message passing are refused, with a remedy.
+With one chunk every layer is exact. With several, PyG's message-passing layers must be in
+`EXACT_CONVS`, which tests verify. Layers of the user are tried on a small graph before training.
+Layers that mix rows outside of message passing are refused, with a remedy.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ EXACT_CONVS: frozenset[type] = frozenset(
     }
 )
 
-# Aggregations whose result for a node depends on its own messages alone. Not so LSTM and others
-# that pad to the largest neighbourhood of the graph.
+# Aggregations whose result for a node depends on its own messages only. LSTM and similar ones pad
+# to the largest neighbourhood of the graph.
 EXACT_AGGREGATIONS: frozenset[type] = frozenset(
     {
         aggr.AttentionalAggregation,
@@ -126,7 +125,7 @@ REFUSED_CONVS: dict[type, str] = {
 """Layers of `torch_geometric.nn.conv` that are not exact on chunks, and why."""
 
 
-# Modules that look at all rows at once. PyG's norms take part in the names that errors show.
+# Modules that compute over all rows at once, and the reason that errors show.
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (BATCH_NORM, "its statistics are taken over all nodes"),
     (INSTANCE_NORM, "its statistics are taken over all nodes"),
@@ -149,11 +148,7 @@ _REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm),
 
 
 def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
-    """Refuse what is not known to be exact on `num_chunks` chunks, split over `num_shards`.
-
-    Raises:
-        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
-    """
+    """Refuse layers not known to be exact on `num_chunks` chunks over `num_shards` shards."""
     problems = list(_refused(module, num_chunks * num_shards))
     if num_shards > 1:
         alone = "num_chunks=1 and graph_parallel=1"
@@ -163,11 +158,7 @@ def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> No
 
 
 def check_graph_batches(num_shards: int) -> None:
-    """Refuse to split batches of graphs over shards.
-
-    Raises:
-        UnsupportedError: If there are several.
-    """
+    """Refuse to split batches of graphs over shards."""
     if num_shards > 1:
         raise UnsupportedError(
             explain(
@@ -180,14 +171,9 @@ def check_graph_batches(num_shards: int) -> None:
 
 
 def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
-    """Refuse norms that micro-batches of graphs would change, but for BatchNorm.
+    """Refuse norms, other than BatchNorm, whose result micro-batches of graphs would change.
 
-    Args:
-        module: The pipelined module, in the mode that it runs in.
-        without_batch: Names of the norms that are called without a batch vector.
-
-    Raises:
-        UnsupportedError: With the name and the class of each layer that is refused, and a remedy.
+    `without_batch`: names of norms that are called without a batch vector.
     """
     problems = list(_refused_norms(module, without_batch))
     if problems:
@@ -264,7 +250,7 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterat
 
 
 def _node_types(layer: nn.Module) -> set[str]:
-    """Return the types of nodes that a layer for heterogeneous graphs was built for."""
+    """Return the node types that a heterogeneous layer was built for."""
     if isinstance(layer, gnn.HeteroConv):
         return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
     if isinstance(layer, gnn.HANConv):

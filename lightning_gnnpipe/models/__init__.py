@@ -1,8 +1,4 @@
-"""Reference stacks in plain PyG, and the LightningModules that train them.
-
-The stacks know nothing of pipelines: each is written for one device and for one whole graph, or for
-mini-batches of graphs.
-"""
+"""Reference stacks in plain PyG, and the LightningModules that train them."""
 
 from lightning_gnnpipe.models.classifier import NodeClassifier
 from lightning_gnnpipe.models.gcnii import GCNII

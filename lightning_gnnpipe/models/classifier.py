@@ -1,4 +1,4 @@
-"""NodeClassifier: an ordinary LightningModule that trains any node-level network on masks."""
+"""NodeClassifier: an ordinary LightningModule for any node-level network and masks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Split = Literal["train", "val", "test"]
 class NodeClassifier(L.LightningModule):
     """Classify the nodes of one graph; written for one device, unaware of any strategy.
 
-    A batch is a whole graph: ``x``, ``edge_index``, class labels ``y`` ``[num_nodes]`` and the
-    boolean masks ``train_mask``, ``val_mask`` and ``test_mask`` ``[num_nodes]``. The loss is the
-    mean cross-entropy over the nodes of the mask. Logs ``train_loss``, ``train_acc``, ``val_loss``,
-    ``val_acc`` and ``test_acc``; predicts the logits ``[num_nodes, num_classes]`` of all nodes.
+    A batch is a whole graph: ``x``, ``edge_index``, labels ``y`` ``[num_nodes]``, and the boolean
+    masks ``train_mask``, ``val_mask`` and ``test_mask`` ``[num_nodes]``. The loss is the mean
+    cross-entropy over the mask. Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc`` and
+    ``test_acc``. Predicts the logits ``[num_nodes, num_classes]`` of all nodes.
 
     Example::
 
@@ -66,7 +66,7 @@ class NodeClassifier(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _shared_step(self, batch: Data, split: Split) -> Tensor:
-        """Return the loss on the split's nodes; log loss (but for test) and accuracy."""
+        """Return the loss on the split; log accuracy and, except for test, the loss."""
         mask = batch[f"{split}_mask"]
         logits, labels = self(batch)[mask], batch.y[mask]
         loss = F.cross_entropy(logits, labels)

@@ -1,4 +1,4 @@
-"""GCNII: every layer mixes in the first representation, which lets the stack go deep."""
+"""GCNII: a deep stack in which every layer mixes in the first representation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class GCNII(nn.Module):
 
         X' = relu(((1 - alpha) P X + alpha X_0) ((1 - beta_l) I + beta_l W_l))
 
-    Every layer reads X_0. Two tensors cross each cut of a pipeline, X and X_0, unless each stage
-    computes X_0 again (`repeat_encoder`).
+    X and X_0 cross each cut of a pipeline, unless each stage computes X_0 again (`repeat_encoder`).
 
     Source: Chen, Wei, Huang, Ding and Li, "Simple and Deep Graph Convolutional Networks",
     https://arxiv.org/abs/2007.02133
@@ -24,7 +23,7 @@ class GCNII(nn.Module):
         in_channels: Features of a node.
         hidden_channels: Channels of every layer.
         out_channels: Classes.
-        num_layers: Graph convolutions; the linear maps at both ends are not counted.
+        num_layers: Graph convolutions, without the linear maps at both ends.
         dropout: Share of every layer's input that is zeroed in training.
         alpha: Weight of X_0 in each layer.
         theta: Strength of the layers' own weights; it fades with depth.

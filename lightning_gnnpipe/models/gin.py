@@ -1,4 +1,4 @@
-"""GIN: sums over neighbours, for molecules and other small graphs that are classified whole."""
+"""GIN: sums over neighbours, for the classification of small graphs, e.g. molecules."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ _POOLS = {"mean": global_mean_pool, "sum": global_add_pool, "max": global_max_po
 
 
 class GIN(nn.Module):
-    r"""Graph isomorphism network: sums over neighbours, each sum through a network of two layers.
+    r"""Graph isomorphism network: an MLP of two layers on the sum over neighbours.
 
     Each layer computes, with E the encoded features of the edges,
 
         X' = dropout(relu(norm(mlp((1 + eps) X[n] + sum(relu(X[m] + E[m, n]) for m -> n)))))
 
-    For edges without features the sum is that of X[m]. The last layer leaves out its ReLU. A
-    virtual node is one more row V a graph, which every layer reads and all but the last renew:
+    Without edge features the sum is over X[m]. The last layer has no ReLU. A virtual node adds a
+    row V to each graph. Every layer reads it, and every layer but the last updates it:
 
         X <- X + V[graph of n];  layer;  V <- mlp(V + sum(X of the graph, as the layer read it))
 
-    A linear classifier reads what is pooled of each graph's nodes.
+    A linear classifier reads the pooled nodes of each graph.
 
     Source: Xu, Hu, Leskovec and Jegelka, "How Powerful are Graph Neural Networks?",
     https://arxiv.org/abs/1810.00826; features, edges and virtual node as in Hu et al., "Open Graph
     Benchmark", https://arxiv.org/abs/2005.00687
 
     Args:
-        in_channels: Features of a node: their number, or for integers such as those of OGB's
-            molecules the number of values that each can take.
+        in_channels: Number of features of a node. For integer features (OGB's molecules), the
+            number of values of each.
         hidden_channels: Channels of every layer.
         out_channels: Classes.
         num_layers: Graph convolutions.
         dropout: Share of every layer's output that is zeroed in training.
-        edge_channels: Features of an edge, in the same way; None for edges without.
+        edge_channels: Features of an edge, like ``in_channels``; None for edges without features.
         virtual_node: Whether each graph has a virtual node.
         jk: "cat" or "max" joins the outputs of all layers (jumping knowledge); None takes the last.
         pool: "mean", "sum" or "max" over the nodes of each graph.
-        norm: "layer", over the channels of one node, or "batch", over the nodes of all graphs that
-            are in the mini-batch, or in the micro-batch where there are several.
+        norm: "layer", over the channels of one node, or "batch", over all nodes of the mini-batch,
+            or of the micro-batch if there are several.
 
     Shapes:
-        - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``,
-          batch ``[num_nodes]``, in ascending order, edge_attr ``[num_edges, edge_channels]``;
-          of integers one column for each number of values
+        - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``, batch
+          ``[num_nodes]``, in ascending order, edge_attr ``[num_edges, edge_channels]``; integer
+          features have one column per entry of ``in_channels`` or ``edge_channels``
         - output: ``[num_graphs, out_channels]``
     """
 
@@ -106,11 +106,7 @@ class GIN(nn.Module):
 
 
 class GINLayer(nn.Module):
-    """dropout(relu(norm(conv(X, edges)))), the last one without ReLU; encodes the edges itself.
-
-    Raises:
-        ValueError: There are features of edges for a network without, or none for one with them.
-    """
+    """dropout(relu(norm(conv(X, encoder(edge_attr))))), the last one without ReLU."""
 
     def __init__(
         self,
@@ -146,7 +142,7 @@ class GINLayer(nn.Module):
 
 
 class VirtualNodeUpdate(nn.Module):
-    """mlp(V + sum over the graph of X): ``[num_graphs, channels]``, or ``[1, channels]`` in."""
+    """mlp(V + sum over the graph of X); V: ``[num_graphs, channels]`` or ``[1, channels]``."""
 
     def __init__(self, channels: int, dropout: float, norm: Norm) -> None:
         super().__init__()
@@ -159,7 +155,7 @@ class VirtualNodeUpdate(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A linear map of what is pooled of each graph's nodes."""
+    """A linear map of the pooled nodes of each graph."""
 
     def __init__(self, channels: int, out_channels: int, pool: Pool) -> None:
         super().__init__()
@@ -171,7 +167,7 @@ class Classifier(nn.Module):
 
 
 class CategoricalEncoder(nn.Module):
-    """Sum over the columns of an embedding for each value that a column of integers can take."""
+    """Sum of the embeddings of the columns ``[num_rows, num_columns]`` of integers."""
 
     def __init__(self, num_values: Sequence[int], channels: int) -> None:
         super().__init__()

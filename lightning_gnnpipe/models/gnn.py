@@ -1,4 +1,4 @@
-"""GNN: graph convolutions with the norms and skips that let them go deep."""
+"""GNN: graph convolutions with norms and skips for deep stacks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class GNN(nn.Module):
 
         X' = dropout(relu(norm(conv(X) + skip(X))))
 
-    where skip is a linear map of its own, or absent. With skips a linear map gives the outputs, as
-    in Luo, Shi and Wu. Without them the last convolution does, without norm and ReLU, as in Kipf
-    and Welling.
+    where skip is a linear map, or absent. With skips, a final linear map returns the outputs (Luo,
+    Shi and Wu). Without them, the last convolution does, without norm and ReLU (Kipf and Welling).
 
     Sources: Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks",
     https://arxiv.org/abs/1609.02907; Luo, Shi and Wu, "Classic GNNs are Strong Baselines",
@@ -30,9 +29,9 @@ class GNN(nn.Module):
         out_channels: Classes.
         num_layers: Graph convolutions, at least one.
         dropout: Share of the entries that is zeroed in training after each ReLU.
-        conv: "gcn", "sage" (with the mean), or "gat" (one head).
+        conv: "gcn", "sage" (mean aggregation), or "gat" (one head).
         norm: "batch", over all nodes, "layer", over the channels of one node, or None.
-        skip: Whether a linear map beside each convolution is added to what it gives.
+        skip: Whether to add a linear map of the input to each convolution.
         input_dropout: Share of the features that is zeroed in training.
 
     Shapes:

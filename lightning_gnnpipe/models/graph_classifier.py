@@ -1,4 +1,4 @@
-"""GraphClassifier: an ordinary LightningModule that trains any graph-level network on batches."""
+"""GraphClassifier: an ordinary LightningModule for any graph-level network and mini-batches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ Split = Literal["train", "val", "test"]
 class GraphClassifier(L.LightningModule):
     """Classify whole graphs; written for one device, unaware of any strategy.
 
-    A batch is a mini-batch of graphs as PyG's ``DataLoader`` makes it, with one class label a
-    graph in ``y`` ``[num_graphs]`` or ``[num_graphs, 1]``. The loss is the mean cross-entropy over
-    the graphs. Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc`` and ``test_acc``
-    (``..._auroc`` instead of ``..._acc`` with ``metric="auroc"``); predicts the logits
-    ``[num_graphs, num_classes]``.
+    A batch is a mini-batch from PyG's ``DataLoader``, with one label a graph in ``y``
+    ``[num_graphs]`` or ``[num_graphs, 1]``. The loss is the mean cross-entropy over the graphs.
+    Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc`` and ``test_acc`` (``..._auroc``
+    with ``metric="auroc"``). Predicts the logits ``[num_graphs, num_classes]``.
 
     Example::
 
@@ -38,8 +37,8 @@ class GraphClassifier(L.LightningModule):
         lr: Learning rate of AdamW.
         weight_decay: Decay of AdamW, on all parameters.
         inputs: Attributes of the batch that ``net`` is called with, in this order.
-        metric: "acc", the share of graphs that are classified rightly, or "auroc", for two
-            classes, the area under the ROC curve of the second against the first.
+        metric: "acc", the share of graphs classified correctly, or "auroc", the area under the ROC
+            curve of the second of two classes.
 
     Raises:
         ValueError: ``metric`` is "auroc" and there are not two classes.
@@ -89,7 +88,7 @@ class GraphClassifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _shared_step(self, batch: Data, split: Split) -> Tensor:
-        """Return the loss on the batch's graphs; log loss (but for test) and the metric."""
+        """Return the loss on the graphs; log the metric and, except for test, the loss."""
         logits, labels = self(batch), batch.y.view(-1).long()
         loss = F.cross_entropy(logits, labels)
         metric = getattr(self, f"{split}_metric")

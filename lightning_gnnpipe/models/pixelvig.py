@@ -1,4 +1,4 @@
-"""PixelViG: the image-graph network of a study of pipelines, to compare times with."""
+"""PixelViG: the image-graph network of a pipeline study, for comparing step times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Norm = Literal["layer", "batch"]
 
 
 class PixelViG(nn.Module):
-    r"""ViG's blocks on the grid of an image's pixels: wide inside, a pixel's colours in between.
+    r"""ViG's blocks on the grid of an image's pixels; few channels between the blocks, many inside.
 
     Each block computes, with the sum over a pixel's neighbours in the grid,
 
@@ -20,10 +20,10 @@ class PixelViG(nn.Module):
         Y  = X + norm(gelu(H W_self + sum(H[m] for each edge m -> n) W) W_out)
         X' = Y + norm(gelu(norm(Y W_1)) W_2)
 
-    and a classifier with one hidden layer reads the sum over the image. With its defaults it has
-    the study's 1,120,410 parameters, 138,258 of them in each block; edges are those of
-    ``torch_geometric.utils.grid(32, 32)`` but for the self-loops. The study took norm="batch", of
-    each micro-batch by itself. It is there for its time: for accuracy take ``ViG``.
+    and a classifier with one hidden layer reads the sum over the image. Its defaults give the
+    study's 1,120,410 parameters, 138,258 in each block. The study used norm="batch" on each
+    micro-batch, and the edges of ``torch_geometric.utils.grid(32, 32)`` without self-loops. Use
+    ``ViG`` for accuracy.
 
     Source: Raffi and Dazzi, University of Pisa, https://github.com/JacopoRaffi/DistributedGNN
 
@@ -32,14 +32,14 @@ class PixelViG(nn.Module):
         out_channels: Classes.
         num_blocks: Blocks, each with one graph convolution.
         grapher_channels: Channels of the graph convolutions.
-        feed_forward_channels: Channels inside of the feed-forward networks.
-        head_channels: Channels inside of the classifier.
-        norm: "layer", over the channels of one node, or "batch", over the nodes of all images that
-            are in the mini-batch, or in the micro-batch where there are several.
+        feed_forward_channels: Channels inside the feed-forward networks.
+        head_channels: Channels inside the classifier.
+        norm: "layer", over the channels of one node, or "batch", over all nodes of the mini-batch,
+            or of the micro-batch if there are several.
 
     Shapes:
-        - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``,
-          batch ``[num_nodes]``, in ascending order
+        - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``, batch
+          ``[num_nodes]``, in ascending order
         - output: ``[num_graphs, out_channels]``
     """
 

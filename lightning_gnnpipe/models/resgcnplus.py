@@ -1,4 +1,4 @@
-"""ResGCN+: residual blocks that normalise and activate before they convolve."""
+"""ResGCN+: residual blocks with norm and activation before the convolution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_geometric.nn import LayerNorm, SAGEConv
 class ResGCNPlus(nn.Module):
     r"""A deep stack of pre-activation residual blocks between two linear maps.
 
-    Each block computes, with SAGEConv under mean aggregation as its convolution,
+    Each block computes, with mean-aggregating SAGEConv as its convolution,
 
         X' = X + conv(dropout(relu(norm(X))))
 
@@ -24,10 +24,10 @@ class ResGCNPlus(nn.Module):
         in_channels: Features of a node.
         hidden_channels: Channels of every block.
         out_channels: Classes.
-        num_layers: Residual blocks; the linear maps at both ends are not counted.
+        num_layers: Residual blocks, without the linear maps at both ends.
         dropout: Share of every block's activation that is zeroed in training.
-        norm: "layer", over the channels of one node (PyG's default mode would average over all
-            nodes), or "batch", over all nodes.
+        norm: "layer", over the channels of one node (PyG's default mode averages over all nodes),
+            or "batch", over all nodes.
 
     Shapes:
         - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``

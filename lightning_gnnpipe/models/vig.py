@@ -1,8 +1,4 @@
-"""ViG: an image as a graph of its patches, each joined to those that are most like it.
-
-A mini-batch of images is a mini-batch of graphs in PyG's form: the nodes of one image after those
-of the other, and `batch`, which says whose they are. Nothing but BatchNorm looks across images.
-"""
+"""ViG: an image as a graph of its patches, each joined to the most similar ones."""
 
 from __future__ import annotations
 
@@ -25,18 +21,18 @@ Norm = Literal["layer", "batch"]
 
 
 class ViG(nn.Module):
-    r"""Vision GNN in its isotropic form: a stem, blocks that are all alike, a classifier.
+    r"""Vision GNN in its isotropic form: a stem, equal blocks, a classifier.
 
     Each block computes, with edges E(H) from every node's `num_neighbours` most similar nodes of
-    the same image, itself among them,
+    the same image, itself included,
 
         H  = norm(X W_in)
         Y  = X + norm(gelu(conv(H, E(H))) W_out)          Grapher
         X' = Y + norm(gelu(norm(Y W_1)) W_2)              feed-forward network
 
-    The classifier reads the mean over an image's nodes. Neighbours are as many in all blocks and
-    are not dilated. With its defaults, 48 features (4 x 4 pixels of 3 colours), 96 channels and a
-    grid of 8 x 8, it has 1.14 million parameters.
+    The classifier reads the mean over an image's nodes. All blocks use as many neighbours, without
+    dilation. With its defaults, 48 features (4 x 4 pixels of 3 colours), 96 channels and a grid of
+    8 x 8, it has 1.14 million parameters.
 
     Source: Han, Wang, Guo, Tang and Wu, "Vision GNN: An Image is Worth Graph of Nodes",
     https://arxiv.org/abs/2206.00272
@@ -48,12 +44,12 @@ class ViG(nn.Module):
         num_blocks: Blocks, each with one graph convolution.
         dropout: Share of each branch's output that is zeroed in training, before it is added to X.
         num_neighbours: Neighbours of a node, itself included; smaller images have fewer.
-        grid: Rows and columns of the patches of an image, whose nodes are in row-major order: the
-            stem then convolves over 3 x 3 patches, which tells what is where. None for graphs of
-            any number of nodes, without positions.
+        grid: Rows and columns of an image's patches, nodes in row-major order. The stem convolves
+            over 3 x 3 patches, which encodes positions. None for graphs of any size, without
+            positions.
         conv: "max_relative", "edge" (EdgeConv), "gin" or "sage", the four that the paper compares.
-        norm: "layer", over the channels of one node, or "batch", over the nodes of all images that
-            are in the mini-batch, or in the micro-batch where there are several.
+        norm: "layer", over the channels of one node, or "batch", over all nodes of the mini-batch,
+            or of the micro-batch if there are several.
 
     Raises:
         ValueError: The nodes of the mini-batch do not fill grids.
@@ -139,11 +135,10 @@ class FeedForward(nn.Module):
 
 
 class NearestNeighbours(nn.Module):
-    """Join every node to the nodes of its graph whose features point most nearly its way.
+    """Join every node to the most similar nodes of its graph (cosine), itself included.
 
-    Similarity is that of the directions (cosine). A node counts as its own neighbour; a graph of
-    fewer than ``num_neighbours`` nodes is joined completely. All graphs are compared at once,
-    padded to the largest, so the time is that of the largest squared.
+    A graph of fewer than ``num_neighbours`` nodes is joined completely. Graphs are padded to the
+    largest, so time and memory grow with the square of its size.
 
     Shapes:
         - input: x ``[num_nodes, channels]``, batch ``[num_nodes]``, in ascending order
@@ -185,10 +180,7 @@ class MaxRelativeConv(MessagePassing):  # type: ignore[misc]
 
 
 class GridConv(nn.Module):
-    """X W plus its convolution, channel by channel, over the grid of each image's nodes.
-
-    Zeros stand for what is outside of the grid, so that the sums tell how near the border is.
-    """
+    """X W plus its depthwise 3 x 3 convolution, zero padded, over the grid of each image."""
 
     def __init__(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> None:
         super().__init__()

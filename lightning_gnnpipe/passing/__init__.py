@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, aggregate, linear_rule
-from lightning_gnnpipe.passing.context import MessageContext
+from lightning_gnnpipe.passing.context import InLayer, MessageContext, replaces
 from lightning_gnnpipe.passing.interfaces import (
     CallKey,
     EdgeLeaves,
     MomentSource,
     RowMoments,
     ShardLink,
+    Tape,
 )
 from lightning_gnnpipe.passing.pushpull import push_pull
-from lightning_gnnpipe.passing.running import InLayer, Tape, replaces
 
 __all__ = [
     "ROWS",

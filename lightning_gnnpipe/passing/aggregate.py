@@ -1,9 +1,8 @@
-"""Fused aggregation for layers whose messages are a source's row, or a constant multiple of it.
+"""Fused aggregation for layers whose messages are source rows, or rows times a constant weight.
 
-Forward, a chunk's rows are pushed and its outputs are taken from the history in place, by global
-index: no row is copied for the halo and no message is written down. In backward the gradient is
-pulled, from a buffer of the outputs' gradients. Rows of chunks that are not yet back-propagated,
-which have read stale rows, are zero.
+Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It copies no
+halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer of output
+gradients. Chunks whose backward has not run are zero there: they read stale rows, as constants.
 
 Source: the gradient of `PushPull`, transposed; GNNPipe (arXiv 2308.10087).
 """
@@ -25,14 +24,13 @@ from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.passing.sparse import Adjacency, entry_sums, multiply
 
 if TYPE_CHECKING:
-    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-    from lightning_gnnpipe.passing.running import Tape
+    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, Tape
     from lightning_gnnpipe.types import ChunkView
 
 ROWS = "x"
 
-# Messages `x_j` and `weight * x_j`, and the argument that holds the weight. A subclass with a
-# message of its own is not among them.
+# Methods that return `x_j` or `weight * x_j`, and the argument that holds the weight. A subclass
+# that overrides `message` is not listed.
 _LINEAR: dict[Callable[..., Any], str | None] = {
     MessagePassing.message: None,
     gnn.APPNP.message: "edge_weight",
@@ -56,19 +54,14 @@ _AGGREGATIONS: dict[type, bool] = {aggr.SumAggregation: False, aggr.MeanAggregat
 
 @dataclass(frozen=True, slots=True)
 class LinearRule:
-    """How a layer aggregates.
-
-    Attributes:
-        weight: The argument of `propagate` that holds one factor an edge, if any.
-        is_mean: Whether sums are divided by the number of messages.
-    """
+    """How a layer aggregates. `weight`: the argument of `propagate` with one factor per edge."""
 
     weight: str | None
     is_mean: bool
 
 
 def linear_rule(conv: MessagePassing) -> LinearRule | None:
-    """Return how `conv` aggregates, or None if it is not a weighted sum or mean of rows."""
+    """Return how `conv` aggregates; None unless by a weighted sum or mean of source rows."""
     kind = type(conv)
     is_mean = _AGGREGATIONS.get(type(conv.aggr_module))
     is_plain = (
@@ -87,27 +80,16 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """One call of a linear layer on one chunk.
-
-    Attributes:
-        adjacency: The edges and their weights.
-        chunk: The chunk.
-        store: The histories; None where nothing is remembered: the whole graph runs, or a chunk
-            that no edge joins to others.
-        key: Names the history.
-        is_whole: Whether the chunk is the whole graph: the rows themselves are the table then.
-        tape: Where the sums are kept, if the chunk's activations are not.
-    """
+    """One call of a linear layer on one chunk."""
 
     adjacency: Adjacency
     chunk: ChunkView
-    store: HaloStore | None
+    store: HaloStore | None  # None for whole-graph inference, or without cross-chunk edges
     key: CallKey
-    is_whole: bool
-    tape: Tape | None
+    is_whole: bool  # whether the chunk is the whole graph, or the whole shard
+    tape: Tape | None  # set if activations are recomputed; then the store keeps the outputs
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return `[num_nodes, channels]`: the weighted sums of the sources' rows."""
         if self.store is None:
             return self._multiply_block(rows, by_source=False)
         is_replay = self.tape is not None and self.tape.is_replay
@@ -136,7 +118,6 @@ class Aggregation:
         return multiply(self.adjacency.block(self.chunk, own.dtype, by_source=by_source), own)
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the chunk's rows from that of its outputs."""
         if self.store is None:
             return self._multiply_block(grad, by_source=True)
         if self.is_whole:
@@ -155,7 +136,7 @@ class Aggregation:
     def _with_ghosts(
         self, own: Tensor, table: Tensor, scale: float, done: tuple[int, ...] | None
     ) -> Tensor:
-        """Return the rows' gradient, with what other ranks have; they get that of their rows."""
+        """Send ghost gradients to other shards; return `own` plus the gradients received."""
         assert self.store is not None
         shards = self.store.shards
         if shards is None:
@@ -166,26 +147,19 @@ class Aggregation:
 
 
 class LinearAggregate(torch.autograd.Function):
-    """Aggregate a chunk's messages from the history."""
+    """Autograd function of `Aggregation`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return `[num_nodes, channels]` from `rows`, `[num_nodes, channels]`."""
         ctx.aggregation = aggregation
         return aggregation.forward(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the chunk's rows, those of later chunks' outputs included."""
         return ctx.aggregation.backward(grad), None
 
 
 def aggregate(rows: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return the weighted sums of the sources' rows, `[num_nodes, channels]`.
-
-    Args:
-        rows: The chunk's, `[num_nodes, channels]`.
-        aggregation: The call.
-    """
+    """Return the weighted sums of source rows; input and output are `[num_nodes, channels]`."""
     return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation))

@@ -1,14 +1,19 @@
-"""What an intercepted layer knows while it runs: its chunk, and where other chunks' rows are.
+"""Context of intercepted layers: the running chunk, its edges, and the store of halo rows.
 
-In goes a tensor with one row for each node of the chunk; out comes the same tensor widened by the
-chunk's halo rows. The context keys every such read by (segment, layer, call, argument), so that a
-layer that passes messages several times in one forward pass has a history for each time.
+Each history has the key (segment, layer, call, argument). A layer that passes messages several
+times in one forward pass has one history for each call.
+
+A batch may hold several edge sets over the same nodes. Each chunk has one halo for all of its edge
+sets, so local indices mean the same in each. Reversed edges have a halo of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,38 +21,191 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.passing.aggregate import Aggregation
-from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
+from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, Tape
 from lightning_gnnpipe.passing.pushpull import push_pull
-from lightning_gnnpipe.passing.running import RunningChunk, Tape
 from lightning_gnnpipe.passing.whole import EdgeFunctions
-from lightning_gnnpipe.types import PlanView
+from lightning_gnnpipe.types import ChunkView, PlanView
+
+_layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  # per thread
 
 
-class MessageContext(RunningChunk):
-    """The chunk and the segment that are running now, and the store behind them.
+@dataclass(slots=True)
+class Scope:
+    """One run of a segment over one chunk."""
 
-    Args:
-        store: Histories, or None where nothing is to be remembered: the whole graph is one chunk
-            (inference), or no edge joins two chunks.
-        plan: The graph's chunks.
-        functions: Normalised edges and the like of other contexts over the same chunks, to share.
-    """
+    chunk: ChunkView  # on reversed edges, with the edges that start in its nodes
+    segment: int
+    leaves: dict[int, tuple[str, int]]  # by tensor id: name of the leaf, version of the tensor
+    edge_set: int | None  # None while unknown; `chunk` then has the edges of all sets
+    is_reverse: bool = False  # whether messages flow against the batch's edges
+    calls: dict[str, int] = field(default_factory=dict)
+    widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class MessageContext:
+    """The running chunk and segment, and the store of histories."""
 
     def __init__(
         self, store: HaloStore | None, plan: PlanView, functions: EdgeFunctions | None = None
     ) -> None:
-        super().__init__(plan)
-        self.store = store
+        self.store = store  # None for whole-graph inference, or without cross-chunk edges
+        # Contexts over the same chunks share this cache.
         self.functions = EdgeFunctions(plan) if functions is None else functions
-        self.tape: Tape | None = None  # while activations may be computed again in backward
-        self.dtypes: dict[Hashable, torch.dtype] = {}  # of norms' results on the whole graph
-        self.replaced: Collection[str] = ()  # norms whose running statistics are replaced
-        self.is_refresh = False  # an exact pass for the histories alone
-        self.is_passing = False  # inside of `propagate` or `edge_updater`
+        self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
+        self.tape: Tape | None = None  # set while reads are recorded or replayed
+        self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
+        self.replaced: Collection[str] = ()  # norms whose running statistics this pass replaces
+        self.is_refresh = False  # in an exact pass that only refreshes histories
+        self.is_passing = False  # inside `propagate` or `edge_updater`
+        self._plan = plan
+        self._scope: Scope | None = None
+        self._flips: dict[tuple[int, str, int], int | None] = {}
+        self._num_numbered: dict[int | None, int] = {}
+
+    def enter(
+        self, chunk: ChunkView, segment: int, leaves: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
+        names = {id(tensor): (name, version_of(tensor)) for name, tensor in (leaves or {}).items()}
+        self._scope = Scope(chunk, segment, names, 0 if self._plan.num_edge_sets == 1 else None)
+
+    def leave(self) -> None:
+        """Forget the running chunk and the tensors that it widened."""
+        self._scope = None
+
+    @property
+    def chunk(self) -> ChunkView:
+        """The running chunk, with the running layer's edges."""
+        return self._running.chunk
+
+    @property
+    def edges_key(self) -> tuple[int | None, bool]:
+        """The running layer's edge set (None while unknown), and whether it is reversed."""
+        return self._running.edge_set, self._running.is_reverse
+
+    @property
+    def plan(self) -> PlanView:
+        """The plan, with the running layer's edges."""
+        return self._plan_of(*self.edges_key)
+
+    @property
+    def whole(self) -> ChunkView:
+        """The whole graph (all shards) as one chunk, with the running layer's edges."""
+        return self.plan.globe.whole.chunks[0]
+
+    @property
+    def perm(self) -> Tensor:
+        """The node at each position of this shard, `[num_nodes]`."""
+        return self._plan.perm
+
+    @property
+    def num_numbered(self) -> int:
+        """The number of nodes that PyG infers from the edges: the largest index plus one."""
+        edge_set = self._running.edge_set
+        if edge_set not in self._num_numbered:
+            nodes = self._plan.globe.perm[self.whole.edge_index]
+            self._num_numbered[edge_set] = int(nodes.max()) + 1 if nodes.numel() else 0
+        return self._num_numbered[edge_set]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the running chunk is the whole graph, or the whole shard."""
+        return self.chunk.is_whole
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the running chunk is the whole graph, on this rank alone."""
+        return self.is_whole and self._plan.globe is self._plan
+
+    def next_call(self, layer: str) -> int:
+        """Count a call of `layer` in the running segment and chunk; return its index."""
+        call = self._running.calls.get(layer, 0)
+        self._running.calls[layer] = call + 1
+        return call
+
+    def find_edges(self, edges: Any) -> int | None:
+        """Return the edge set whose edges in the chunk are the tensor `edges` itself, or None."""
+        scope = self._running
+        if scope.edge_set is not None:
+            return scope.edge_set if edges is scope.chunk.edge_index else None
+        numbers = range(self._plan.num_edge_sets)
+        return next(
+            (i for i in numbers if edges is self._chunk_of(i, scope.is_reverse).edge_index), None
+        )
+
+    def find_flip(self, layer: str, edges: Tensor) -> int | None:
+        """Return the edge set whose edges in the chunk are `edges` with swapped rows, or None."""
+        scope = self._running
+        key = (scope.segment, layer, self.next_call(f"edges of {layer}"))
+        numbers = range(self._plan.num_edge_sets)
+        # The whole graph decides: the few edges of a chunk may fit several sets.
+        if key not in self._flips or self.is_whole:
+            found = (i for i in numbers if self._is_flip_of(edges, i))
+            self._flips[key] = next(found, None)
+        known = self._flips[key]
+        return known if known is not None and self._is_flip_of(edges, known) else None
+
+    @contextmanager
+    def in_layer(self) -> Iterator[None]:
+        """Mark this thread as running a layer within the block; see `InLayer`."""
+        token = _layer.set(self)
+        try:
+            yield
+        finally:
+            _layer.reset(token)
+
+    @contextmanager
+    def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
+        """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""
+        before = self._running
+        self._scope = replace(
+            before,
+            chunk=self._chunk_of(edge_set, is_reverse),
+            leaves=dict(before.leaves),
+            edge_set=edge_set,
+            is_reverse=is_reverse,
+        )
+        try:
+            yield self._scope.chunk.edge_index
+        finally:
+            self._scope = before
+
+    @contextmanager
+    def along(self, edges: Tensor) -> Iterator[None]:
+        """Switch to the edge set of `edges`, if there is one, within the block."""
+        found = self.find_edges(edges)
+        if found is None or found == self._running.edge_set:
+            yield
+            return
+        with self.directed(found, is_reverse=False):
+            yield
+
+    def reversed_leaf(self, tensor: Tensor) -> Tensor | None:
+        """Return the reversed chunk's part of the edge-level leaf of `tensor`, or None."""
+        whole = self.whole_leaf(tensor)
+        if whole is None:
+            return None
+        scope, first = self._running, self.plan.first_slot
+        part = whole[first + scope.chunk.edge_start : first + scope.chunk.edge_end]
+        scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
+        return part
+
+    def whole_leaf(self, tensor: Tensor) -> Tensor | None:
+        """Return the edge-level leaf of `tensor`, in the order of `whole.edge_index`, or None."""
+        name = self.leaf_name(tensor)
+        if name is None or self.leaves is None:
+            return None
+        edge_set, is_reverse = self.edges_key
+        return self.leaves.whole_edge_leaf(name, edge_set=edge_set, reverse=is_reverse)
+
+    def leaf_name(self, tensor: Tensor) -> str | None:
+        """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
+        name, version = self._running.leaves.get(id(tensor), (None, 0))
+        return name if version == version_of(tensor) >= 0 else None
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Record what layers read of other chunks within the block, or play it back."""
+        """Record halo reads on `tape` within the block, or replay them."""
         self.tape = tape
         try:
             yield
@@ -56,33 +214,25 @@ class MessageContext(RunningChunk):
 
     @property
     def is_replay(self) -> bool:
-        """Whether activations are computed a second time, for backward."""
+        """Whether activations are recomputed for backward."""
         return self.tape is not None and self.tape.is_replay
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole graph is one chunk, and nothing is remembered."""
+        """Whether the whole graph runs as one chunk without histories."""
         return self.store is None and self.is_whole
 
     def next_key(self, layer: str) -> CallKey:
-        """Name the next call of a layer with statistics over all nodes."""
+        """Return the key for the next statistics of `layer` over all nodes."""
         call = self.next_call(f"statistics of {layer}")
         return CallKey(self._running.segment, layer, call, "statistics")
 
     def aggregation(
         self, key: tuple[str, int, str], edges: Tensor, weight: Tensor | None, *, is_mean: bool
     ) -> Aggregation | None:
-        """Return how to aggregate over `edges` without copies of the halo.
+        """Return the fused aggregation over `edges` with factors `weight`, `[num_edges]`.
 
-        Args:
-            key: (layer, call, argument).
-            edges: `[2, num_edges]` as given to `propagate`.
-            weight: Their factors, `[num_edges]`, or None for ones.
-            is_mean: Whether sums are divided by the number of messages.
-
-        Returns:
-            None unless edges and weights are the batch's own, or a function of them, and the
-            history can be read in place.
+        None if the model computes either, or if the histories are on another device.
         """
         scope = self._running
         if self.store is not None and not self.store.is_local and not self.is_whole:
@@ -110,15 +260,9 @@ class MessageContext(RunningChunk):
         *,
         is_linear: bool = False,
     ) -> Tensor:
-        """Return `rows` with the halo's behind the chunk's in dimension `dim`.
-
-        A tensor that is widened twice in one segment (attention weights, then messages) is widened
-        once. With `is_linear` the layer makes a weighted sum of them.
-
-        Raises:
-            UnsupportedError: If `rows` does not have one row a node of the chunk.
-        """
+        """Append halo rows to `rows` in dimension `dim`; `is_linear`: used in a weighted sum."""
         scope = self._running
+        # Attention widens a tensor twice in a segment: push it once.
         memo = (id(rows), version_of(rows), scope.is_reverse)
         if version_of(rows) >= 0 and memo in scope.widened:
             return scope.widened[memo][1]
@@ -141,3 +285,45 @@ class MessageContext(RunningChunk):
             wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide
+
+    @property
+    def _running(self) -> Scope:
+        assert self._scope is not None, "a layer ran outside of the pipeline"
+        return self._scope
+
+    def _plan_of(self, edge_set: int | None, is_reverse: bool) -> PlanView:
+        plan = self._plan.reverse if is_reverse else self._plan
+        return plan if edge_set is None else plan.edge_set(edge_set)
+
+    def _chunk_of(self, edge_set: int, is_reverse: bool) -> ChunkView:
+        scope = self._running
+        if (edge_set, is_reverse) == (scope.edge_set, scope.is_reverse):
+            return scope.chunk
+        plan = self._plan_of(edge_set, is_reverse)
+        return plan.whole.chunks[0] if self.is_whole else plan.chunks[scope.chunk.index]
+
+    def _is_flip_of(self, edges: Tensor, edge_set: int) -> bool:
+        other = self._chunk_of(edge_set, self._running.is_reverse).edge_index
+        return edges.shape == other.shape and bool(
+            (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InLayer:
+    """Calls `local` inside layers of `context`; hooks and other threads get `original`."""
+
+    context: MessageContext
+    local: Callable[..., Any]
+    original: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.local if _layer.get() is self.context else self.original
+        return function(*args, **kwargs)
+
+
+def replaces(found: object, function: Callable[..., Any]) -> bool:
+    """Whether `found` is `function`, or its replacement."""
+    while isinstance(found, InLayer):
+        found = found.original
+    return found is function

@@ -1,8 +1,8 @@
-"""What message passing asks of the engine and the histories."""
+"""Protocols of the stores and links that message passing uses, and their keys and tapes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from lightning_gnnpipe.types import ChunkView
 
 
 class CallKey(NamedTuple):
-    """Names one history: the `call`-th time that `layer` in `segment` widens `argument`."""
+    """Key of one history: the `call`-th time that `layer` in `segment` widens `argument`."""
 
     segment: int
     layer: str
@@ -19,8 +19,16 @@ class CallKey(NamedTuple):
     argument: str
 
 
+class Tape:
+    """Halo reads of some layers over one chunk: recorded in forward, replayed in backward."""
+
+    def __init__(self) -> None:
+        self.is_replay = False
+        self.stale: dict[Hashable, Collection[int]] = {}  # stale chunks of each read
+
+
 class RowMoments(Protocol):
-    """The statistics of one call of a norm; see `history.RowMoments`."""
+    """Statistics of one call of a norm; see `staleness.RowMoments`."""
 
     @property
     def center(self) -> Tensor: ...
@@ -34,40 +42,36 @@ class RowMoments(Protocol):
 
 
 class MomentSource(Protocol):
-    """Where norms find the statistics of the whole graph."""
+    """Statistics of norms over the whole graph, by call."""
 
     def __getitem__(self, key: CallKey) -> RowMoments:
-        """Return those of a call."""
+        """Return the statistics of one call."""
 
     def keep(
         self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the statistics of the whole graph's rows; see `history.MomentStore.keep`."""
+        """Store the statistics of the whole graph's rows; return mean, variance and count."""
 
 
 class ShardLink(Protocol):
-    """The other ranks that hold a part of each chunk."""
+    """Connection to the ranks that hold the other shards of each chunk."""
 
     def ghosts(self, chunk: ChunkView) -> Tensor:
-        """Return the rows, `[num_ghosts]`, that lie in the chunk and on other ranks; ascending."""
+        """Return the chunk's rows on other ranks, `[num_ghosts]`, ascending."""
 
     def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
-        """Send the gradient of `ghosts`, `[num_ghosts, *]`, to where they are.
-
-        Returns:
-            `[num_nodes_of_chunk, *]`: what other ranks send for the chunk's own rows.
-        """
+        """Send gradients of `ghosts` to their ranks; return the received ones, `[num_nodes, *]`."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors of all ranks of the stage; a collective call."""
+        """Return the sum of the tensors of all ranks of the stage; collective."""
 
 
 class HaloStore(Protocol):
-    """Where rows are pushed to and halo rows are pulled from."""
+    """Store to which chunks push rows, and from which they pull halo rows."""
 
     @property
     def is_local(self) -> bool:
-        """Whether histories are where the layers compute, so that they can be read in place."""
+        """Whether histories are on the layers' device, so that they can be read in place."""
 
     @property
     def moments(self) -> MomentSource:
@@ -75,54 +79,52 @@ class HaloStore(Protocol):
 
     @property
     def by_chunk(self) -> HaloStore:
-        """The store for histories with one row a chunk instead of one a node."""
+        """The store for histories with one row per chunk instead of one per node."""
 
     @property
     def shards(self) -> ShardLink | None:
-        """The other ranks that hold a part of each chunk, if there are any."""
+        """The link to other shards; None without graph parallelism."""
 
     def scale_of(self, key: CallKey) -> float:
-        """Return the factor on gradients of the call between chunks."""
+        """Return the factor on gradients between chunks for this call."""
 
     def push(
         self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
-        """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
+        """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` saves the previous rows."""
 
     def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return the chunk's sources that are read stale, and how far their rows have moved."""
+        """Return the chunks read stale and the drift, `[*]`, to add to their rows, or None."""
 
     def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+        """Read the halo rows into `out`, `[num_halo, *]`; return the stale chunks."""
 
     def pull_again(
         self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
     ) -> None:
-        """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
+        """Repeat the `pull` that returned `stale`, after later chunks have pushed."""
 
     def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
 
     def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
-        """Return what other chunks have added for the chunk's rows, or None if nobody has."""
+        """Return the scaled gradient that other chunks added for the chunk's rows, or None."""
 
     def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        """Return the history, `[num_nodes_of_graph, *]`, for the chunk to read its sources from."""
+        """Return the whole history, `[num_rows, *]`, which holds the chunk's sources."""
 
     def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
-        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
+        """Keep the chunk's outputs, `[num_nodes, *]`, until `add_output_grad`."""
 
     def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        """Return a copy of them."""
+        """Return a copy of the outputs that `keep_output` stored."""
 
     def add_output_grad(
         self, key: CallKey, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+        """Write the gradient of the chunk's outputs; return the gradients of all, `[num_rows, *]`.
 
-        Returns:
-            `[num_nodes_of_graph, *]`: those of all chunks so far, and these chunks; or None for
-            them if it is zero elsewhere.
+        Also return the chunks whose rows are valid. None means all: missing gradients are zero.
         """
 
 
@@ -130,7 +132,7 @@ class EdgeLeaves(Protocol):
     """The edge-level tensors of the batch that need no gradient."""
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
-        """Return leaf `name`, `[num_edges, *]`, in the slots of the plan or of its reverse.
+        """Return leaf `name` in the edge order of the plan, or of its reverse.
 
-        None if it does not belong to the edges of `edge_set`, or needs a gradient.
+        None if the leaf belongs to another edge set, or needs a gradient.
         """

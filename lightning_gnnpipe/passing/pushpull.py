@@ -1,10 +1,9 @@
-"""The one autograd function through which chunks see each other.
+"""Autograd function that exchanges rows and gradients between chunks.
 
-Forward: the chunk's rows are written to the history (push) and its halo rows are read from it
-(pull).
-Backward, run over the chunks in reverse order: the halo rows' gradient is added to the gradient
-buffer, and what later chunks added for this chunk's rows flows on. A row read stale was consumed
-before its gradient arrives: the gradient stays behind in the buffer, and is dropped.
+Forward writes (pushes) the chunk's rows to the history and reads (pulls) its halo rows.
+Backward runs over the chunks in reverse order. It adds the halo rows' gradients to a buffer, and
+takes what later chunks added for this chunk's rows. Gradients of stale rows arrive after the
+backward of their chunk, so they are dropped.
 
 Source: GNNPipe (arXiv 2308.10087), as the exact gradient of what was computed: a stale row
 is a constant.
@@ -19,13 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore
-    from lightning_gnnpipe.passing.running import Tape
+    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, Tape
     from lightning_gnnpipe.types import ChunkView
 
 
 class PushPull(torch.autograd.Function):
-    """Widen a chunk's rows by its halo rows."""
+    """Append halo rows to a chunk's rows."""
 
     @staticmethod
     def forward(
@@ -37,7 +35,6 @@ class PushPull(torch.autograd.Function):
         tape: Tape | None,
         is_linear: bool,
     ) -> Tensor:
-        """Return `[num_nodes + num_halo, *]` from `rows`, `[num_nodes, *]`."""
         ctx.store, ctx.key, ctx.chunk, ctx.is_linear = store, key, chunk, is_linear
         if tape is None or not tape.is_replay:
             store.push(key, chunk, rows, keeps_old=tape is not None)
@@ -57,7 +54,6 @@ class PushPull(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """Return the gradient of the chunk's rows, those of later chunks included."""
         chunk: ChunkView = ctx.chunk
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
@@ -76,14 +72,5 @@ def push_pull(
     *,
     is_linear: bool,
 ) -> Tensor:
-    """Return the chunk's rows, `[num_nodes, *]`, and behind them its halo rows.
-
-    Args:
-        rows: The chunk's.
-        store: The histories.
-        key: Names the history.
-        chunk: The chunk.
-        tape: Where reads are noted, if activations are not kept.
-        is_linear: Whether what is made of the rows is a weighted sum of them.
-    """
+    """Return the chunk's rows, `[num_nodes, *]`, followed by its halo rows."""
     return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_linear))

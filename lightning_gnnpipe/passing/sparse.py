@@ -1,8 +1,8 @@
 """The graph as a sparse matrix, and products of some of its rows with a dense table.
 
-Products are bags of an embedding: one thread adds the entries of a row in their order, on CPU and
-on GPUs, in every dtype. So the rounding is the same in each run. On CPU bags are 5 to 8 times
-faster than torch's sparse matrices (`examples/benchmarks/aggregation`).
+Products use `embedding_bag`: one thread adds the entries of a row in order, on CPU and GPU, in
+every dtype, so rounding is reproducible. On CPU it is 5 to 8 times faster than torch's sparse
+matrices (`examples/benchmarks/aggregation`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,20 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Some rows of a sparse matrix.
+    """Some rows of a sparse matrix."""
 
-    Attributes:
-        offsets: `[num_rows + 1]` where each row begins in `indices`.
-        indices: `[num_entries]` columns.
-        values: `[num_entries]`, or None where all entries are 1.
-    """
-
-    offsets: Tensor
-    indices: Tensor
-    values: Tensor | None
+    offsets: Tensor  # `[num_rows + 1]` start of each row in `indices`
+    indices: Tensor  # `[num_entries]` columns
+    values: Tensor | None  # `[num_entries]`; None for ones
 
 
 class Pattern:
-    """The places of a graph's edges in both orders.
+    """The edges of a graph, sorted by target and by source.
 
     Args:
         edges: `[2, num_edges]` positions of sources and targets, sorted by target.
-        num_nodes: Rows: nodes, N, or those of a shard and its ghosts.
-        owner: `[num_nodes]` the chunk that each row lies in.
+        num_nodes: Nodes, N, or rows of a shard with its ghosts.
+        owner: `[num_nodes]` the chunk of each row.
     """
 
     def __init__(self, edges: Tensor, num_nodes: int, owner: Tensor) -> None:
@@ -66,18 +60,12 @@ class Pattern:
 
     @property
     def degrees(self) -> Tensor:
-        """`[num_nodes]` how many edges end in each node."""
+        """Number of edges that end in each node, `[num_nodes]`."""
         return self.starts.diff()
 
 
 class Adjacency:
-    """A pattern with values.
-
-    Args:
-        pattern: Where the entries are.
-        values: `[num_edges]` in the order of targets, or None for ones.
-        is_mean: Divide each entry by the number of entries with the same target.
-    """
+    """A pattern with values, `[num_edges]` by target; `is_mean` divides by the target's degree."""
 
     def __init__(self, pattern: Pattern, values: Tensor | None, *, is_mean: bool) -> None:
         self._pattern = pattern
@@ -88,7 +76,7 @@ class Adjacency:
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._entries: dict[_Key, Tensor] = {}
-        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `kernels.entry_sums`
+        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `entry_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
@@ -101,7 +89,7 @@ class Adjacency:
         return self._parts[key]
 
     def rows_of(self, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return `[num_nodes, 1]`: 1 for the rows of `chunks`, 0 for others."""
+        """Return `[num_nodes, 1]`: 1 for the rows of `chunks`, 0 elsewhere."""
         owner = self._pattern.chunk_of_row
         flags = torch.zeros(self._pattern.num_owners, 1, dtype=dtype, device=owner.device)
         # A shard may have no row of the last chunks.
@@ -109,10 +97,7 @@ class Adjacency:
         return flags[owner]
 
     def block(self, chunk: ChunkView, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
-        """Return the rows, or the columns, of a chunk that no edge joins to others.
-
-        Their indices are counted from the chunk's first position.
-        """
+        """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
         key = ("block", chunk.start, chunk.end, dtype, by_source)
         if key not in self._parts:
             part = self.columns(chunk, dtype) if by_source else self.rows(chunk, dtype)
@@ -129,11 +114,8 @@ class Adjacency:
     ) -> SparseRows:
         """Return the chunk's columns as rows: the edges that start in it, by their targets.
 
-        Args:
-            chunk: The chunk.
-            dtype: Of the values.
-            scale: Factor on the entries between different chunks.
-            targets: The chunks whose entries count; None for all.
+        `scale` multiplies entries between different chunks. Entries whose target is in a chunk
+        outside `targets` are zero; None keeps all.
         """
         key = ("columns", chunk.start, chunk.end, dtype, scale)
         pattern = self._pattern
@@ -158,10 +140,7 @@ class Adjacency:
         scale: float = 1.0,
         targets: tuple[int, ...] | None = None,
     ) -> SparseRows:
-        """Return the columns of rows `ghosts`, which lie in `chunk` and in other shards.
-
-        The other arguments are those of `columns`.
-        """
+        """Return the columns of rows `ghosts`, the chunk's rows in other shards; see `columns`."""
         key = ("ghosts", chunk.index, chunk.is_whole, dtype, scale)
         pattern = self._pattern
         if key not in self._parts:
@@ -182,7 +161,7 @@ class Adjacency:
     def _mask(
         self, rows: SparseRows, owner: Tensor, targets: tuple[int, ...], dtype: torch.dtype
     ) -> SparseRows:
-        """Return `rows` with the entries of other targets zero; `owner` has each entry's chunk."""
+        """Zero the entries whose target's chunk, in `owner`, is not in `targets`."""
         counts = torch.zeros(self._pattern.num_owners, dtype=dtype, device=rows.indices.device)
         # A shard may have no row of the last chunks.
         counts[[target for target in targets if target < counts.numel()]] = 1.0
@@ -213,7 +192,7 @@ def _cut(chunk: ChunkView, starts: Tensor, indices: Tensor, values: Tensor | Non
 
 
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
-    """Return `[num_rows, channels]`: the rows times `table`, `[num_columns, channels]`."""
+    """Return `rows @ table`, `[num_rows, channels]`, without autocast."""
     if not torch.is_autocast_enabled(table.device.type):
         return _bag(rows, table)
     with torch.autocast(table.device.type, enabled=False):
@@ -223,16 +202,7 @@ def multiply(rows: SparseRows, table: Tensor) -> Tensor:
 def entry_sums(
     adjacency: Adjacency, chunk: ChunkView, sources: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return `[num_nodes_of_chunk]`: the sum of a row's entries in the columns of some chunks.
-
-    The last sums of each chunk are kept, for all layers with the same edges and weights.
-
-    Args:
-        adjacency: The edges and their weights.
-        chunk: The chunk whose rows they are.
-        sources: The chunks whose columns count.
-        dtype: Of the sums.
-    """
+    """Return each row's sum of entries in columns of chunks `sources`, `[num_nodes_of_chunk]`."""
     known = adjacency.sums.get((chunk.index, dtype))
     if known is None or known[0] != sources:
         counts = adjacency.rows_of(sources, dtype)
@@ -242,7 +212,7 @@ def entry_sums(
 
 
 def _bag(rows: SparseRows, table: Tensor) -> Tensor:
-    """Sum rows of the table as bags of an embedding: at the memory's bandwidth on CPU."""
+    """Return `rows @ table` by `embedding_bag`, which reaches memory bandwidth on CPU."""
     result: Tensor = torch.embedding_bag(
         table.contiguous(), rows.indices, rows.offsets, False, 0, False, rows.values, True
     )[0]

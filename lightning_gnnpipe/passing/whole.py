@@ -1,7 +1,7 @@
-"""Functions of the graph's edges alone: computed once on the whole graph, then cut by chunk.
+"""Functions of the edges alone (degrees, Laplacians), computed on the whole graph, cut by chunk.
 
-Degrees, Laplacians and the like look at all edges of a node, and those of a halo node lie in other
-chunks. What they are computed from does not change from step to step, so neither do they.
+They need all edges of a node, but a halo node's edges lie in other chunks. Their inputs do not
+change between steps, so results are cached.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ Compute = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class WholeEdges:
-    """Edges of the whole graph with one value for each.
-
-    Args:
-        source: The tensor that they were computed from, if any.
-        edges: `[2, num_edges]` rows, sorted by target.
-        values: `[num_edges]`, or None for ones.
-        pattern: The places of `edges`, if another has them.
-    """
+    """Edges of the graph, sorted by target, with values (None for ones) computed from `source`."""
 
     def __init__(
         self, source: Tensor | None, edges: Tensor, values: Tensor | None, pattern: Pattern | None
@@ -36,17 +29,12 @@ class WholeEdges:
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
-        """The part of a chunk that is the whole graph."""
         assert self.values is not None
         return self.edges, self.values
 
 
 class EdgeFunctions:
-    """Remembers what functions of the edges gave on one graph.
-
-    Args:
-        plan: The graph's chunks.
-    """
+    """Cache of functions of the edges of one graph."""
 
     def __init__(self, plan: PlanView) -> None:
         self._plan = plan
@@ -55,10 +43,7 @@ class EdgeFunctions:
         self._has_groups: dict[tuple[PlanView, int], bool] = {}
 
     def has_groups(self, edges: PlanView, size: int) -> bool:
-        """Whether each `size` edges of the user's, from the first, end in one node.
-
-        They then follow each other in the plan `edges` as well, in the same order.
-        """
+        """Whether every `size` user edges share a target and stay together in the plan `edges`."""
         if (edges, size) not in self._has_groups:
             target = edges.whole.chunks[0].edge_index[1]
             edge = edges.edge_perm
@@ -77,14 +62,10 @@ class EdgeFunctions:
     def part(
         self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Return edges that end in `chunk`, `[2, E']` local numbers, and one value for each.
+        """Return edges that end in `chunk`, `[2, E']` local indices, with one value each.
 
-        Args:
-            key: Names the function and its options.
-            source: The edge weights of the whole graph that it reads, if any; others give a new
-                result.
-            chunk: The chunk.
-            compute: Gives edges between positions, `[2, E'']`, and their values, for the graph.
+        `key` identifies the function and its options. `compute` returns positions `[2, E'']` and
+        values for the whole graph. It runs again if `source`, its edge weights, is a new tensor.
         """
         known = self._get(key, source, compute, is_sorted=False)
         place = -1 if chunk.is_whole else chunk.index
@@ -96,10 +77,7 @@ class EdgeFunctions:
         return known.parts[place]
 
     def adjacency(self, edges: Tensor, values: Tensor | None, *, is_mean: bool) -> Adjacency | None:
-        """Return the matrix of which `part` gave a chunk's `edges` and `values`.
-
-        None if it did not.
-        """
+        """Return the matrix for `edges` and `values` that `part` returned; None for any other."""
         known, place = self._owners.get(id(edges), (None, 0))
         if known is None:
             return None
@@ -110,14 +88,7 @@ class EdgeFunctions:
     def batch_adjacency(
         self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
     ) -> Adjacency:
-        """Return the matrix of the batch's own edges.
-
-        Args:
-            key: Names their direction and their weight.
-            edges: `[2, num_edges]` positions, sorted by target.
-            weight: `[num_edges]` their weights in the same order, or None for ones.
-            is_mean: Divide each entry by the number of entries with the same target.
-        """
+        """Return the matrix of the batch's edges and weights, sorted by target."""
         known = self._get(("batch", key), weight, lambda: (edges, weight), is_sorted=True)
         return self._matrix(known, is_mean)
 

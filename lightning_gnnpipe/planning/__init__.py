@@ -1,4 +1,4 @@
-"""Plans: what layouts would cost, measured on one process and simulated."""
+"""Forecasts of layouts: costs measured in one process, steps simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training will be like, before it begins: cuts, times, bytes, memory.
+"""Forecast training before it begins: cuts, times, bytes, memory.
 
 model -> layers, measured  \
     graph -> chunks            > stages x shards, simulated steps -> a PipelinePlan
@@ -29,6 +29,7 @@ from lightning_gnnpipe.layers import check_support, find_convs, find_layers, wit
 from lightning_gnnpipe.planning.layouts import compare_layouts, possible_layouts
 from lightning_gnnpipe.planning.measured import LayoutOptions, Measured
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout, with_advice
+from lightning_gnnpipe.planning.plain_step import time_plain_step
 from lightning_gnnpipe.selfcheck import check_layers, raising_own_errors
 from lightning_gnnpipe.stages import (
     Layers,
@@ -44,17 +45,7 @@ from lightning_gnnpipe.types import CrossChunkEdges, Partition
 
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
-    """What training would be.
-
-    Attributes:
-        num_devices: Devices to assign.
-        layout: Numbers of stages and shards, S and G; None for the best.
-        num_chunks: Chunks, K.
-        partition: How nodes are assigned to chunks.
-        self_check: Whether the module is tried out on a small graph.
-        layouts: What all layouts have in common.
-        cross_edges: Whether edges between chunks are kept, or left out in training.
-    """
+    """Settings of a forecast; `layout` is (stages, shards), None for the best."""
 
     num_devices: int
     layout: tuple[int, int] | None
@@ -74,18 +65,7 @@ def forecast(
 ) -> PipelinePlan:
     """Cut `module` and the graph of `call`, time each layer on a few chunks, simulate steps.
 
-    Args:
-        module: The pipelined module.
-        call: Its arguments.
-        inputs: What they are.
-        options: See `ForecastOptions`.
-        time_loss: Takes an output of `module`, returns the seconds that the step goes on for.
-
-    Raises:
-        GraphError: If the graph is malformed.
-        UnsupportedError: If the module cannot be pipelined.
-        ConfigError: If there are more stages than layers, or more chunks than nodes, or if so many
-            devices cannot be assigned.
+    `time_loss` takes an output of `module` and returns the seconds of loss, metrics and backward.
     """
     num_shards = 1 if options.layout is None else options.layout[1]
     is_cut = options.num_chunks * num_shards > 1
@@ -121,13 +101,14 @@ def forecast(
         lambda num_shards: split_chunks(edge_index, assignment, num_shards),
         sum(leaf.nbytes for leaf in call.leaves),
         time_loss(_blank_output(layers, inputs)),
+        time_plain_step(module, call, inputs, plan),
         options.layouts,
     )
     return _compare(measured, options, edge_index)
 
 
 def _blank_output(layers: Layers, inputs: Inputs) -> Any:
-    """Return what the module would return, in shape."""
+    """Return zeros in the structure and shapes of the module's output."""
     known = (layers.values[name] for name in layers.outputs)
     tensors = [
         torch.zeros(
@@ -149,7 +130,7 @@ def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:
 
 
 def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -> PipelinePlan:
-    """Return the plan of the layout that is asked for, or of the best, beside all others."""
+    """Return the plan of the requested or else the best layout, with forecasts of all layouts."""
     chunks, layers = measured.chunks, measured.layers
     pairs = _layouts(measured, options)
     made = compare_layouts(measured, pairs)
@@ -174,6 +155,8 @@ def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -
             bubble_frac=own.bubble_frac,
             step_bytes=own.step_bytes,
             one_device_s=measured.one_device_s,
+            plain_s=measured.plain_s,
+            plain_bytes=measured.plain_bytes,
             layouts=layouts,
             link_gbit_per_s=measured.options.link.gbit_per_s,
             message_us=measured.options.link.message_s * 1e6,
@@ -182,11 +165,7 @@ def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -
 
 
 def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, int]]:
-    """Return the layouts to compare: those that training would take, and the one asked for.
-
-    Raises:
-        ConfigError: If there are none.
-    """
+    """Return the layouts to compare, with the requested one; raise `ConfigError` without any."""
     num_layers, num_nodes = len(measured.layers.segments), measured.chunks.num_nodes
     possible = possible_layouts(
         measured.module,
@@ -211,6 +190,6 @@ def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, in
 
 
 def _has_own_norms(measured: Measured, layout: tuple[int, int]) -> bool:
-    """Whether each norm with running statistics would be called by one stage."""
+    """Whether each norm with running statistics is called by one stage only."""
     users = find_users(measured.cut(*layout), measured.module)
     return not stages_of_norms(find_layers(measured.module).norms, users)

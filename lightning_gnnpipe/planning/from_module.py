@@ -1,4 +1,4 @@
-"""From a LightningModule and its data to a forecast of training, before any Trainer runs."""
+"""Forecast training from a LightningModule and its data, before any Trainer runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_gnnpipe.steps import graph_of_node, num_nodes
 log = logging.getLogger(__name__)
 
 _NUM_TIMED = 3
-_LINK_GBIT_PER_S = 10.0  # usual between machines
+_LINK_GBIT_PER_S = 10.0  # typical between machines
 
 
 class _Captured(Exception):
@@ -56,23 +56,22 @@ def plan_pipeline(
     message_us: float | None = None,
     memory_gib: float | None = None,
 ) -> PipelinePlan:
-    """Return how `module` and `data` would be cut and what a training step would take.
+    """Return how `module` and `data` would be cut, and what a training step would take.
 
-    The plan is for `num_stages` stages of `num_shards` shards, or for the layout of `num_devices`
-    devices that it finds to be the best; it lists the others as well, on the same chunks.
+    The plan is for `num_stages` stages of `num_shards` shards, or for the best layout of
+    `num_devices` devices. It lists all layouts of as many devices, on the same chunks.
 
     Args:
-        module: The module; its `training_step` runs up to its call of the pipelined module.
+        module: Its `training_step` runs up to its call of the pipelined module.
         data: A graph, a data set of one, or a data module.
-        options: Of the strategy; the number of stages is given apart.
+        options: Options of the strategy; its number of stages is ignored.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
-        num_shards: Shards, G; None for what the strategy's `graph_parallel` says.
-        num_devices: Devices to assign to stages and shards, instead of `num_stages`; the
-            strategy's `num_chunks` is then best given ("auto" takes 4 a device).
-        link_gbit_per_s: Speed of the link of each device, in Gbit/s each way; None for 10.
-        message_us: Microseconds of a message between devices, whatever its size; None for those of
-            gloo where all cores compute.
-        memory_gib: Memory of a device, in GiB, that layouts should fit into; None for any.
+        num_shards: Shards, G; None for the strategy's `graph_parallel`.
+        num_devices: Devices to assign to stages and shards, instead of `num_stages`. Set the
+            strategy's `num_chunks` as well ("auto" takes 4 a device).
+        link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
+        message_us: Microseconds of a message of any size; None for gloo's while all cores compute.
+        memory_gib: Memory of a device, in GiB, that a layout must fit into; None for no limit.
 
     Raises:
         ConfigError: If `training_step` cannot run outside of a Trainer.
@@ -140,7 +139,7 @@ def _asked_layout(
     num_shards: int | None,
     num_devices: int | None,
 ) -> tuple[int, tuple[int, int] | None]:
-    """Return the number of devices, and those of stages and shards; None for the best."""
+    """Return the number of devices, and the requested stages and shards; None for the best."""
     if num_devices is None:
         layout = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
         return layout[0] * layout[1], layout
@@ -187,7 +186,7 @@ def _capture(
     except _Captured as captured:
         return captured.arguments
     except (RuntimeError, AttributeError, TypeError) as error:
-        if "trainer" not in str(error).lower():  # the user's own
+        if "trainer" not in str(error).lower():  # an error of the user's code
             raise
         raise ConfigError(
             explain(
@@ -206,17 +205,14 @@ def _capture(
 
 
 def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -> float:
-    """Return the seconds that `training_step` and backward take around the pipelined module.
-
-    Run on a copy of `module`, whose metrics are its own; 0 if that is not possible.
-    """
+    """Time `training_step` and backward without the pipelined module, on a copy; 0 if it fails."""
     try:
         twin = copy.deepcopy(module)
         twin.get_submodule(name).__dict__["forward"] = lambda *args, **kwargs: output
         with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")  # `self.log` without a Trainer
+            warnings.simplefilter("ignore")  # Lightning warns of `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
-    except Exception as error:  # the user's code, on outputs that are zeros
+    except Exception as error:  # user code may fail on outputs of zeros
         Fallbacks(log).tell(
             f"The loss could not be timed ({error!r})",
             origin="a plan of the whole training step",

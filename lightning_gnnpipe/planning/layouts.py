@@ -1,4 +1,4 @@
-"""Ways to assign devices to stages and shards, each forecast from the same measured layers."""
+"""Forecast each layout of stages and shards from the same measured layers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from lightning_gnnpipe.chunks import LayerCost, work_of
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.graph import SplitSizes
 from lightning_gnnpipe.layers import find_layers
-from lightning_gnnpipe.planning.measured import Measured
+from lightning_gnnpipe.planning.measured import TRAINED, Measured, bytes_of
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
 from lightning_gnnpipe.planning.schedule_layout import LayoutWork, factorize, simulate_layout
 from lightning_gnnpipe.schedule import graph_parallel_bytes
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 from lightning_gnnpipe.steps import group_tied
 
-_TRAINED = 4  # a weight, its gradient, two states of the optimizer
-_MANY_ROWS = 2**10  # of a message, so that what it has but once does not count
+_MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
 
 
 def possible_layouts(
     module: nn.Module, *, num_devices: int, num_layers: int, num_nodes: int
 ) -> list[tuple[int, int]]:
-    """Return the numbers of stages and shards that training could take, fewest stages first.
-
-    A stage has one layer at least, and a shard one node.
-    """
+    """Return the (num_stages, num_shards) that training could use, fewest stages first."""
     can_split = not any(isinstance(m, HANConv) for m in module.modules())
     most_shards = num_nodes if can_split else 1
     pairs = factorize(num_devices, most_stages=num_layers)
@@ -39,7 +35,7 @@ def possible_layouts(
 def compare_layouts(
     measured: Measured, layouts: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], LayoutForecaster]:
-    """Return what forecasts each of `layouts`, numbers of stages and shards."""
+    """Return a forecaster for each of `layouts`, (num_stages, num_shards)."""
     splits = {num_shards: measured.split(num_shards) for num_shards in {g for _, g in layouts}}
     return {
         (num_stages, num_shards): LayoutForecaster(
@@ -50,13 +46,7 @@ def compare_layouts(
 
 
 class LayoutForecaster:
-    """Forecasts one layout.
-
-    Args:
-        measured: Model and graph.
-        stages: The layers of each rank.
-        sizes: The pieces of the graph of each rank.
-    """
+    """Forecasts one layout; `sizes` are the sizes of the pieces of the graph."""
 
     def __init__(self, measured: Measured, stages: tuple[Stage, ...], sizes: SplitSizes) -> None:
         self._measured, self._stages, self._sizes = measured, stages, sizes
@@ -66,7 +56,7 @@ class LayoutForecaster:
         self._num_ranks = len(stages) * self._num_shards
 
     def forecast(self) -> LayoutForecast:
-        """Return what a step takes."""
+        """Simulate a step, and add up its bytes and memory."""
         measured, options = self._measured, self._measured.options
         times = simulate_layout(self._work())
         outputs = measured.row_bytes(measured.layers.outputs) * measured.chunks.num_nodes
@@ -85,7 +75,7 @@ class LayoutForecaster:
         )
 
     def stages(self) -> list[StageForecast]:
-        """Return what each stage computes and keeps."""
+        """Forecast time and memory of each stage."""
         found = []
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = self._costs(stage)
@@ -95,7 +85,7 @@ class LayoutForecaster:
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
                     compute_s=sum(cost.compute_s for cost in costs),
-                    memory_bytes=_TRAINED * _bytes_of(weights)
+                    memory_bytes=TRAINED * bytes_of(weights)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(self._node_frac() * self._activations(stage, costs)),
                 )
@@ -125,7 +115,7 @@ class LayoutForecaster:
             work_fracs=work.tolist(),
             halo_rows=swapped.tolist(),
             halo_peers=sizes.peers.amax(1).tolist(),
-            weight_bytes=[_bytes_of(weights) for weights in self._weights()],
+            weight_bytes=[bytes_of(weights) for weights in self._weights()],
             tied_bytes=self._tied_bytes(),
             num_ties=self._num_ties(),
             output_bytes=outputs * measured.chunks.num_nodes,
@@ -137,13 +127,13 @@ class LayoutForecaster:
         )
 
     def _sent(self, stage: Stage, is_grad: bool) -> list[float]:
-        """Return for each chunk the bytes that the busiest rank of a stage sends on, or gets."""
+        """Return for each chunk the bytes over a stage's cut, on its busiest rank."""
         sizes = self._sizes
         parts = torch.maximum(_largest_frac(sizes.nodes), _largest_frac(sizes.edges)).tolist()
         return [part * self._bytes(stage, chunk, is_grad) for chunk, part in enumerate(parts)]
 
     def _cut_bytes(self) -> int:
-        """Return what crosses the cuts: values forth, and gradients back where there are any."""
+        """Return the bytes of rows and gradients over all cuts."""
         return sum(
             self._bytes(stage, chunk, is_grad)
             for stage in self._stages[:-1]
@@ -162,7 +152,7 @@ class LayoutForecaster:
         )
 
     def _shard_bytes(self) -> int:
-        """Return what the ranks of a stage swap and sum."""
+        """Return the bytes between shards: halo rows, and gradients of rows and weights."""
         measured = self._measured
         if self._num_shards == 1:
             return 0
@@ -172,18 +162,18 @@ class LayoutForecaster:
             replicas_per_node=int(self._sizes.received.sum()) / num_nodes,
             num_nodes=num_nodes,
             row_bytes=sum(map(self._halo_row_bytes, measured.costs.layers)),
-            weight_bytes=_bytes_of(list(measured.module.parameters())),
+            weight_bytes=bytes_of(measured.module.parameters()),
             num_shards=self._num_shards,
         )
 
     def _halo_row_bytes(self, cost: LayerCost) -> int:
-        """Return the bytes of a layer's row as it is sent, mean of forth and back; about."""
+        """Return the encoded bytes of a layer's row, mean of both directions; approximate."""
         shape = (_MANY_ROWS, cost.pushed_row_bytes // 4)
         num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in self._halo_codecs)
         return num_bytes // (len(self._halo_codecs) * _MANY_ROWS)
 
     def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
-        """Return the bytes that are kept between forward and backward, of all shards."""
+        """Return the bytes kept between forward and backward, of all shards."""
         measured = self._measured
         if not measured.options.histories.recomputes:
             return sum(cost.saved_bytes for cost in costs)
@@ -192,14 +182,14 @@ class LayoutForecaster:
         return sum(v.row_bytes * measured.num_rows(v, chunk) for v in values for chunk in chunks)
 
     def _node_frac(self) -> float:
-        """Return the largest share of the nodes that a shard has."""
+        """Return the share of the nodes in the largest shard."""
         return float(self._sizes.nodes.sum(0).max()) / self._measured.chunks.num_nodes
 
     def _row_frac(self) -> float:
-        """Return the rows of histories, of the shard with the most, over all nodes."""
+        """Return the history rows of the shard with the most, over the number of nodes."""
         is_disjoint = self._num_shards == 1 and self._measured.chunks.is_disjoint
         if is_disjoint and not find_layers(self._measured.module).sees_all_nodes:
-            return 0.0  # none are kept
+            return 0.0  # disjoint chunks keep no histories
         rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
         return float(rows.max()) / self._measured.chunks.num_nodes
 
@@ -207,13 +197,13 @@ class LayoutForecaster:
         return self._measured.costs.of(stage)
 
     def _tied_bytes(self) -> int:
-        """Return the bytes of the weights that stages share, once for each stage but the first."""
+        """Return the bytes of weights shared by stages, once for each stage but the first."""
         users = find_users(self._stages, self._measured.module)
         named = dict(self._measured.module.named_parameters())
         return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named.items() if n in users)
 
     def _num_ties(self) -> int:
-        """Return the messages with gradients of weights that stages share, one way."""
+        """Return the number of messages with gradients of shared weights, one way."""
         users = find_users(self._stages, self._measured.module)
         return sum(len(stages) - 1 for stages, _ in group_tied(self._measured.module, users))
 
@@ -225,9 +215,5 @@ class LayoutForecaster:
 
 
 def _largest_frac(counts: Tensor) -> Tensor:
-    """Return `[num_chunks]` the largest share of a row's sum; 0 where that is 0."""
+    """Return `[num_chunks]` the largest count in each row over its sum; 0 for empty rows."""
     return counts.amax(1).double() / counts.sum(1).clamp(min=1)
-
-
-def _bytes_of(weights: Sequence[Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in weights)

@@ -1,17 +1,17 @@
-"""What a forecast starts from: the measured model, the graph, the link between devices.
+"""Inputs of a forecast: the measured model, the graph, the link between devices.
 
 A message of `num_bytes` over a link takes
 
     seconds = message_s + num_bytes / bytes_per_s
 
-Most of `message_s` is the time that a waiting rank needs to wake up where all cores compute.
+Most of `message_s` is the time to wake up a waiting rank while all cores compute.
 
 Source: Hockney, The communication challenge for MPP (1994).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
+from lightning_gnnpipe.planning.plain_step import PlainStep
 from lightning_gnnpipe.stages import (
     Layers,
     Stage,
@@ -38,16 +39,7 @@ from lightning_gnnpipe.types import RepeatOption
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """What all layouts have in common.
-
-    Attributes:
-        balance: How layers are assigned to stages.
-        histories: How histories are kept, and whether activations are not.
-        messages: How ranks send rows to each other.
-        link: What messages cost.
-        memory_gib: Memory of a rank; None for any.
-        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
-    """
+    """Options shared by all layouts; `memory_gib` is the memory of a rank, None for no limit."""
 
     balance: Balance
     histories: HistoryOptions
@@ -62,16 +54,10 @@ class Measured:
     """A model and a graph, cut and timed.
 
     Attributes:
-        module: The pipelined module.
-        layers: Its layers.
-        costs: What they cost.
         copied_bytes_per_s: See `measure_copies`.
-        chunks: The chunks of the graph.
         edge_index: `[2, num_edges]` on the CPU.
-        find_shards: Returns `[num_nodes]` the shard of each node, given how many there are.
-        batch_bytes: Bytes of the batch.
-        loss_s: Seconds that the step goes on for behind the module.
-        options: What all layouts have in common.
+        find_shards: Returns `[num_nodes]` the shard of each node, given the number of shards.
+        loss_s: Seconds of loss, metrics and their backward.
     """
 
     module: nn.Module
@@ -83,12 +69,27 @@ class Measured:
     find_shards: Callable[[int], Tensor]
     batch_bytes: int
     loss_s: float
+    plain: PlainStep | None
     options: LayoutOptions
 
     @property
     def one_device_s(self) -> float:
         """Seconds of a step of the same chunks on one device."""
         return sum(cost.compute_s for cost in self.costs.layers) + self.loss_s
+
+    @property
+    def plain_s(self) -> float | None:
+        """Seconds of a step of a plain Trainer; None if unknown."""
+        return None if self.plain is None else self.plain.seconds + self.loss_s
+
+    @property
+    def plain_bytes(self) -> int | None:
+        """Bytes of activations, outputs, batch and weights of a plain Trainer."""
+        if self.plain is None:
+            return None
+        outputs = self.row_bytes(self.layers.outputs) * self.chunks.num_nodes
+        weights = TRAINED * bytes_of(self.module.parameters())
+        return self.plain.saved_bytes + self.batch_bytes + 2 * outputs + weights
 
     @cached_property
     def assignment(self) -> Tensor:
@@ -98,27 +99,27 @@ class Measured:
         return found
 
     def row_bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of a row of all these values."""
+        """Return the bytes of one row of each of these values together."""
         return sum(self.layers.values[name].row_bytes for name in names)
 
     def total_rows(self, kind: Kind, edge_set: int) -> int:
-        """Return the rows of a tensor of nodes, or of the edges of one set."""
+        """Return the number of nodes, or of edges in one edge set."""
         chunks = self.chunks
         return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
 
     def num_rows(self, value: Value, chunk: int) -> int:
-        """Return the rows that `value` has in a chunk."""
+        """Return the number of rows of `value` in a chunk."""
         own = self.chunks.edge_set(value.edge_set).chunks[chunk]
         return own.num_nodes if value.kind is Kind.NODE else own.num_edges
 
     def split(self, num_shards: int) -> SplitSizes:
-        """Return the sizes of the pieces over so many shards, as training would split them."""
+        """Return the sizes of the pieces of the graph, split as in training."""
         is_split = num_shards > 1
         shards = self.find_shards(num_shards) if is_split else torch.zeros_like(self.assignment)
         return measure_split(self.edge_index, self.assignment, shards, num_shards)
 
     def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
-        """Return the stages, as training would assign layers to them."""
+        """Return the stages, with layers assigned as in training."""
         layers, options = self.layers, self.options
         num_layers, balance = len(layers.segments), options.balance
         repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
@@ -131,6 +132,14 @@ class Measured:
         return split_layers(layers, counts, repeated)
 
 
+TRAINED = 4  # a weight, its gradient, two optimizer states
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all `tensors`."""
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
 MESSAGE_S = 1.4e-3
 """Seconds of a message between two processes of one machine, by gloo, both of its cores computing;
 the median in `examples/benchmarks/prediction`."""
@@ -138,22 +147,17 @@ the median in `examples/benchmarks/prediction`."""
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of a rank to the others.
-
-    Attributes:
-        bytes_per_s: Its speed, each way.
-        message_s: Seconds of a message, whatever its size.
-    """
+    """The link of a rank: bytes per second each way, and seconds per message of any size."""
 
     bytes_per_s: float
     message_s: float = MESSAGE_S
 
     @staticmethod
     def of(gbit_per_s: float, message_s: float = MESSAGE_S) -> Link:
-        """Return a link of a known speed in Gbit/s, each way."""
+        """Return a link from its speed in Gbit/s, each way."""
         return Link(gbit_per_s * 1e9 / 8, message_s)
 
     @property
     def gbit_per_s(self) -> float:
-        """Its speed in Gbit/s, each way."""
+        """Speed in Gbit/s, each way."""
         return self.bytes_per_s * 8 / 1e9

@@ -1,4 +1,4 @@
-"""What a forecast says: cuts, times, bytes and memory of a training step, and advice."""
+"""Results of a forecast: cuts, times, bytes and memory of a training step, and advice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from lightning_gnnpipe.chunks import LayerCost
 
 _FEW_LAYERS = 8
-_SHORT_CHUNK_S = 2e-3  # below it, Python's share of a chunk's time is large
-_NOTABLY = 0.95  # another layout is advised where it takes less than this share of the time
+_SHORT_CHUNK_S = 2e-3  # below, Python takes a large share of a chunk's time
+_NOTABLY = 0.95  # advise another layout if it takes less than this share of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,12 @@ class StageForecast:
     """One stage, in a training step over all nodes.
 
     Attributes:
-        first_layer: Number of its first layer, from 0.
+        first_layer: Index of its first layer, from 0.
         num_layers: Message-passing layers.
-        num_parameters: Numbers in its weights, those that other stages use as well included.
-        compute_s: Seconds, forward and backward, of all its shards together; with what it computes
-            again of earlier layers.
-        memory_bytes: Histories, gradient buffers, activations and weights with two optimizer
-            states, of the shard that needs most; the batch and its edges are not in it.
+        num_parameters: Entries of its weights, shared ones included.
+        compute_s: Seconds, forward and backward, of all its shards, repeated layers included.
+        memory_bytes: Of its largest shard: histories, gradient buffers, activations, weights,
+            gradients and two optimizer states; without the batch and its edges.
     """
 
     first_layer: int
@@ -35,17 +34,17 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """A training step on so many stages of so many shards each.
+    """A training step on `num_stages` stages of `num_shards` shards each.
 
     Attributes:
         num_stages: Stages, S.
         num_shards: Shards of the graph, G.
         step_s: Predicted seconds, without the optimizer.
-        bubble_frac: Share of all ranks' time, forward and back, in which they do not compute.
-        step_bytes: Bytes a step sends; statistics of norms are not in it.
-        memory_bytes: Of the rank that needs most: what `StageForecast` says of its shard, and the
-            batch and the outputs with their gradient, which every rank has of all nodes.
-        fits: Whether that is within the memory given.
+        bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
+        step_bytes: Bytes sent in a step, without statistics of norms.
+        memory_bytes: Of the largest rank: `StageForecast.memory_bytes`, the batch, and the outputs
+            of all nodes with their gradient.
+        fits: Whether `memory_bytes` is within the limit.
     """
 
     num_stages: int
@@ -58,7 +57,7 @@ class LayoutForecast:
 
     @property
     def options(self) -> str:
-        """What to write for it, of the options of `GNNPipeStrategy`."""
+        """Options of `GNNPipeStrategy` for this layout."""
         return f"num_stages={self.num_stages}, graph_parallel={self.num_shards}"
 
 
@@ -69,26 +68,30 @@ class PipelinePlan:
     Attributes:
         num_nodes: Nodes, N.
         num_edges: Edges, E.
-        layer_names: The message-passing layers, by name.
-        layer_costs: What each costs in a step.
-        stages: The stages.
+        layer_names: Names of the message-passing layers.
+        layer_costs: Costs of each layer in a step.
+        stages: Forecast of each stage.
         num_shards: Shards of the graph, G: ranks of each stage.
         chunk_rows: Nodes of each chunk.
         chunk_edges: Edges that end in each chunk.
-        halo_rows: Nodes outside that each chunk reads.
-        edge_cut_frac: Share of the edges that join two chunks, whether they are dropped or not.
-        step_s: Predicted seconds a training step of the pipeline, without the optimizer, on one
-            device a rank: ranks that share a memory's bandwidth slow each other down.
-        loss_s: Its part behind the pipelined module: loss and metrics, which every device takes of
-            all nodes; 0 if it cannot be timed without a Trainer.
-        bubble_frac: Share of all ranks' time, forward and back, in which they do not compute.
-        step_bytes: Bytes a step sends.
+        halo_rows: Nodes of other chunks that each chunk reads.
+        edge_cut_frac: Share of the edges between two chunks, dropped or not.
+        step_s: Predicted seconds of a step, without the optimizer, on one device a rank. Ranks that
+            share a memory's bandwidth are slower.
+        loss_s: Part of `step_s` for loss and metrics of all nodes, which every device computes; 0
+            if it cannot be timed without a Trainer.
+        bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
+        step_bytes: Bytes sent in a step.
         one_device_s: Predicted seconds of the same chunks on one device.
-        layouts: The same step, on the same chunks, for all ways to assign the devices to stages
-            and shards; those with one stage are graph parallelism.
-        link_gbit_per_s: The link's speed that times are for.
-        message_us: Microseconds of a message, whatever its size, that they are for.
-        advice: What speaks against a pipeline here; empty if nothing does.
+        plain_s: Predicted seconds of a step of a plain Trainer, from the module as PyG runs it on a
+            part of the graph; None if it does not run on a part.
+        plain_bytes: Memory of a plain Trainer, as `LayoutForecast.memory_bytes`, but without what
+            layers use only while they run, such as one message an edge; None if unknown.
+        layouts: Forecasts of all layouts of the devices, on the same chunks. One stage means graph
+            parallelism.
+        link_gbit_per_s: Link speed assumed, in Gbit/s.
+        message_us: Microseconds assumed for a message of any size.
+        advice: Arguments against a pipeline here; empty if there are none.
     """
 
     num_nodes: int
@@ -106,6 +109,8 @@ class PipelinePlan:
     bubble_frac: float
     step_bytes: int
     one_device_s: float
+    plain_s: float | None
+    plain_bytes: int | None
     layouts: tuple[LayoutForecast, ...]
     link_gbit_per_s: float
     message_us: float
@@ -113,17 +118,17 @@ class PipelinePlan:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """The numbers of stages and shards that the plan is for."""
+        """Numbers of stages and shards of the plan."""
         return len(self.stages), self.num_shards
 
     @property
     def best(self) -> LayoutForecast:
-        """The fastest of `layouts` that fits; if none does, that which needs least memory."""
+        """The fastest of `layouts` that fits; if none fits, the one with the least memory."""
         return choose_layout(self.layouts)
 
 
 def choose_layout(layouts: Sequence[LayoutForecast]) -> LayoutForecast:
-    """Return the fastest layout that fits; if none does, that which needs least memory."""
+    """Return the fastest layout that fits; if none fits, the one with the least memory."""
     fitting = [one for one in layouts if one.fits]
     if not fitting:
         return min(layouts, key=lambda one: one.memory_bytes)
@@ -131,7 +136,7 @@ def choose_layout(layouts: Sequence[LayoutForecast]) -> LayoutForecast:
 
 
 def with_advice(plan: PipelinePlan) -> PipelinePlan:
-    """Return `plan` with what speaks against it."""
+    """Return `plan` with its `advice`."""
     advice = []
     (num_stages, num_shards), num_layers = plan.layout, len(plan.layer_names)
     chunk_s = plan.one_device_s / len(plan.chunk_rows) / num_stages / num_shards

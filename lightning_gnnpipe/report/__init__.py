@@ -1,4 +1,4 @@
-"""What is shown of a pipeline: its stages as a table, a training step as a picture and a trace."""
+"""Reports of a pipeline: table of stages, picture and trace of a training step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A measured training step as a trace that Perfetto and Chrome (about:tracing) open.
+"""A measured training step in Chrome's "Trace Event Format", for Perfetto and about:tracing.
 
-The format is Chrome's "Trace Event Format": complete events (ph "X") with start and duration in
-microseconds, one thread a stage, and metadata events (ph "M") that name process and threads.
+Thread 0 shows the phases, thread 1 + r the actions of rank r.
 """
 
 from __future__ import annotations
@@ -15,12 +14,7 @@ _NAMES = {Op.F: "forward", Op.B: "backward"}
 
 
 def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str, Any]:
-    """Return the trace of a step, ready for `json.dump`.
-
-    Args:
-        stats: The step, as `strategy.collect_stats()` returns it.
-        title: Name of the process in the viewer.
-    """
+    """Return the trace of a step, ready for `json.dump`; the viewer shows `title`."""
     return {
         "traceEvents": [*_names(stats, title), *_phases(stats), *_actions(stats)],
         "displayTimeUnit": "ms",
@@ -36,7 +30,6 @@ def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str
 
 
 def _names(stats: PipelineStats, title: str) -> list[dict[str, Any]]:
-    """Return what names the process and its threads: 0 for the phases, 1 + r for rank r."""
     threads = ["phase", *(" ".join(name) for name in stats.rank_names())]
     named = [_metadata("process_name", 0, name=title)]
     for thread, name in enumerate(threads):

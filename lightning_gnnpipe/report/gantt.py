@@ -1,11 +1,9 @@
-"""A measured training step as a picture: one row a rank, time to the right, bubbles grey.
+"""A measured training step as a picture: one row a rank, time to the right.
 
     rank 0  |F2|F0|F3|F1|#####|      |#####|B1|B3|B0|B2|
     rank 1  |##|F2|F0|F3|F1|   loss   |B1|B3|B0|B2|####|
 
-Grey is time of the forward or backward phase in which the rank did not compute. Between the phases
-the outputs are shared and the loss is taken; that time is left white. Where forward and backward
-alternate there is one phase.
+Idle time within a phase is grey; time between the phases (outputs, loss) is white.
 """
 
 from __future__ import annotations
@@ -27,20 +25,16 @@ COLOURS = {Op.F: FORWARD, Op.B: BACKWARD}
 LABELS = {"forward": FORWARD, "backward": BACKWARD, "bubble: not computing": IDLE}
 
 _LEAST_INCHES, _MOST_INCHES = 12.0, 26.0
-_MARGIN_INCHES = 1.0  # of the figure's width: the names of the rows
+_MARGIN_INCHES = 1.0  # width of the row names
 _FONT_SIZES = (9, 8, 7, 6, 5)
-_DIGIT_WIDTH = 0.64 / 72  # inches, of one digit in font size 1
+_DIGIT_WIDTH = 0.64 / 72  # inches per digit, at font size 1
 _DIGIT_HEIGHT = 0.9 / 72
 _PADDING_INCHES = 0.03
 _BAR_HEIGHT = 0.84
 
 
 def check_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises:
-        ImportError: With how to install it.
-    """
+    """Raise ImportError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ImportError(
             explain(
@@ -52,14 +46,9 @@ def check_matplotlib() -> None:
 
 
 def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
-    """Return one line on the step: replicas, stages, chunks, its bubble share.
+    """Return one line about the step, with its idle share.
 
-    At best that is (R - 1) / (V K + R - 1), with R ranks of V stages, and chunks of equal cost that
-    are sent in no time.
-
-    Args:
-        stats: The step.
-        epoch: Its epoch, if it is to be named.
+    At best that share is (R - 1) / (V K + R - 1): R ranks of V stages, equal costs, free transfers.
     """
     stages, chunks = stats.num_stages, stats.num_chunks
     num_places = stages // stats.num_virtual
@@ -74,16 +63,7 @@ def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
 
 
 def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
-    """Return a picture of the compute actions among `events`.
-
-    Args:
-        events: Of a training step, as in `PipelineStats.events`.
-        title: Its heading; see `timeline_title`.
-
-    Raises:
-        ConfigError: If there is nothing to draw.
-        ImportError: Without matplotlib.
-    """
+    """Return a picture of the compute actions in `events`."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -110,7 +90,7 @@ def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
 
 
 def _scale(boxes: Sequence[tuple[TraceEvent, Action]], span_us: float) -> tuple[float, int]:
-    """Return inches a microsecond and the font size for most chunk numbers to fit their boxes."""
+    """Return inches per microsecond, and a font size at which most numbers fit their boxes."""
     digits = max(len(str(action.chunk)) for _, action in boxes)
     widths_us = sorted(event.end_us - event.start_us for event, _ in boxes)
     usual_us = widths_us[len(widths_us) // 5]  # four in five are at least as wide

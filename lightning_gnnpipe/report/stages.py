@@ -1,4 +1,4 @@
-"""How layers were assigned to stages, as a table."""
+"""Table of the layers of each stage."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from lightning_gnnpipe.chunks import LayerNames
 from lightning_gnnpipe.stages import Stage
 
 _HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
-_LEFT = 1  # the column of words
+_LEFT = 1  # the left-aligned column
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage, or what lies outside of all of them.
+    """One stage; or, with `index=None`, the parameters outside of the pipelined module.
 
     Attributes:
-        index: The stage; None for parameters outside of the pipelined module, which every rank has.
-        layers: Names of its layers.
-        num_parameters: Numbers in its parameters; one that several stages use counts on the first.
-        cost_s: Seconds that its layers took in the timed pass that they were assigned by, scaled
-            to a training step; None if they were assigned otherwise.
-        repeated: What it computes again of earlier layers.
+        num_parameters: Parameter values; a parameter of several stages counts on the first.
+        cost_s: Seconds of its layers, scaled to a training step; None if not measured.
+        repeated: Names of earlier layers that the stage computes again.
     """
 
     index: int | None
@@ -45,12 +42,8 @@ def describe_stages(
 ) -> tuple[StageRow, ...]:
     """Return a row for each stage, and one for the rest of `root` if it has parameters.
 
-    Args:
-        root: The whole module, all of its parameters on this rank.
-        pipelined: The pipelined module in it.
-        stages: Its stages.
-        users: Which stages use a parameter or buffer of `pipelined`, by name.
-        costs: Of each stage, in seconds; empty if they were not measured.
+    `users`: by name, the stages that use a parameter or buffer of `pipelined`. `costs`: seconds by
+    stage; empty if not measured.
     """
     sizes = {name: p.numel() for name, p in pipelined.named_parameters()}
     owners = {name: min(users[name]) for name in sizes if users.get(name)}
@@ -67,12 +60,7 @@ def describe_stages(
 
 
 def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
-    """Return `rows` as a table, drawn by rich where it is installed.
-
-    Args:
-        rows: See `describe_stages`.
-        num_columns: Width of the screen.
-    """
+    """Return `rows` as a table of `num_columns` characters, drawn by rich if installed."""
     cells = [_cells(row) for row in rows]
     has_costs = any(row.cost_s is not None for row in rows)
     table = [_HEADINGS, *cells]

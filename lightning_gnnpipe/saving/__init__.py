@@ -1,4 +1,4 @@
-"""Checkpoints in files: whole or not there, histories beside them, one file or many."""
+"""Checkpoint files: histories beside a checkpoint, and checkpoints as sharded folders."""
 
 from __future__ import annotations
 

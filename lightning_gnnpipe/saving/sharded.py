@@ -1,11 +1,11 @@
-"""Checkpoints as a folder that all ranks write at once, each its own weights.
+"""Sharded checkpoints: a folder to which each rank writes its own weights.
 
     epoch=9.ckpt/
         __0_0.distcp, .metadata, ...    weights, optimizer states (torch.distributed.checkpoint)
-        meta.pt                         all that is not a tensor of a stage
+        meta.pt                         everything but the tensors of stages
         histories/stage_0.pt, ...       see `sidecar`
 
-Read, it is the same as a stock checkpoint, on any number of ranks.
+It loads like a stock checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RENAME_EXCHANGE = 2  # of <stdio.h>
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether `path` is such a folder."""
+    """Whether `path` is a sharded checkpoint."""
     return (path / _META).is_file()
 
 
 def part_of(path: Path) -> Path:
-    """Return the folder that is written, to become `path` once it is whole."""
+    """Return the temporary folder that moves to `path` when it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -47,17 +47,10 @@ def write_shards(
     weights: Mapping[str, Any],
     optimizers: Sequence[Mapping[Any, Mapping[str, Any]]],
 ) -> dict[str, Any]:
-    """Write the tensors of a checkpoint beside `path`; a collective call.
+    """Write tensors to `part_of(path)`, and return the metadata for `finish`; collective.
 
-    Args:
-        transport: The ranks.
-        path: The folder that it will be.
-        checkpoint: As Lightning dumps it, without weights and optimizer states of parameters.
-        weights: Those of the state dict that this rank writes.
-        optimizers: Of each optimizer the states, by number of parameter, that this rank writes.
-
-    Returns:
-        What else there is to write, for `finish`.
+    `checkpoint`: Lightning's dump without weights and optimizer states. `weights` and `optimizers`
+    (for each optimizer, states by parameter number) hold only the part that this rank writes.
     """
     tensors = {f"model/{key}": value for key, value in weights.items() if isinstance(value, Tensor)}
     plain = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
@@ -80,7 +73,7 @@ def write_shards(
 
 
 def finish(path: Path, meta: Mapping[str, Any]) -> None:
-    """Write the rest and let the whole be `path`; on the first rank."""
+    """Write the metadata and move the folder to `path`; on the first rank only."""
     with open(part_of(path) / _META, "wb") as file:
         torch.save(dict(meta), file)
         file.flush()
@@ -89,7 +82,7 @@ def finish(path: Path, meta: Mapping[str, Any]) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """Let what was written be `path`; an earlier checkpoint of that name gives way to it."""
+    """Move the temporary folder to `path`, and delete an earlier checkpoint of that name."""
     part = part_of(path)
     if not path.exists():
         part.rename(path)
@@ -102,11 +95,7 @@ def put_in_place(path: Path) -> None:
 
 
 def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint in the form that Lightning dumps it.
-
-    Raises:
-        CheckpointError: If it is damaged.
-    """
+    """Return the checkpoint in Lightning's format; raise `CheckpointError` if it is damaged."""
     try:
         meta = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
         checkpoint: dict[str, Any] = dict(meta["checkpoint"])
@@ -134,12 +123,12 @@ def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Exchange two paths in one move, where the system can."""
+    """Swap two paths, atomically if the system can."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc 2.28
     names = os.fsencode(first), os.fsencode(second)
     if rename is None or rename(_CWD, names[0], _CWD, names[1], _RENAME_EXCHANGE):
         third = first.with_suffix(".old")
-        shutil.rmtree(third, ignore_errors=True)  # of a move that was cut off
+        shutil.rmtree(third, ignore_errors=True)  # left by an interrupted save
         second.rename(third)
         first.rename(second)
         third.rename(first)

@@ -1,7 +1,7 @@
-"""A folder into which every rank writes the tensors that it has, by torch.distributed.checkpoint.
+"""A folder to which every rank writes its tensors, by torch.distributed.checkpoint.
 
-Read whole, on any number of ranks. What is pickled in such a folder is read by name, from a list of
-types that hold data alone: no file can make the reader run code.
+It is read as a whole, on any number of ranks. The unpickler only loads listed types that hold
+data, so no file can make the reader run code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_gnnpipe.errors import CheckpointError, explain
 
 
 def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's tensors, under names that no other rank uses; a collective call."""
+    """Write this rank's tensors, under names that no other rank uses; collective."""
     writer = FileSystemWriter(folder)
     group = transport.everyone.members.group
     with transport.explained(f"write the shards of {folder}", UNKNOWN_BYTES):
@@ -36,11 +36,7 @@ def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor
 
 
 def load_shards(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of all ranks, on the CPU.
-
-    Raises:
-        CheckpointError: If the folder is damaged, or holds more than tensors.
-    """
+    """Return all ranks' tensors on CPU; raise `CheckpointError` if the folder is damaged."""
     reader = _SafeReader(folder)
     try:
         entries = reader.read_metadata().state_dict_metadata
@@ -50,10 +46,7 @@ def load_shards(folder: Path) -> dict[str, Tensor]:
             if isinstance(entry, dcp_metadata.TensorStorageMetadata)
         }
         load_tensors(tensors, reader)
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # what damaged files raise is not told by torch
+    except (Exception, CheckpointException) as error:  # torch does not say what damage raises
         raise CheckpointError(
             explain(
                 expected=f"the shards of a checkpoint in {folder}",

@@ -1,11 +1,11 @@
-"""Histories beside a checkpoint, in files that plain Lightning does not look at.
+"""Histories beside a checkpoint, in files that plain Lightning ignores.
 
-    folder/last.ckpt                         names the id of its histories
-    folder/.gnnpipe/<id>/stage_0.pt ...      written first, by each rank its own
+    folder/last.ckpt                         contains the id of its histories
+    folder/.gnnpipe/<id>/stage_0.pt ...      written first, one by each rank
                          checkpoint          name of the checkpoint they belong to
 
-A folder becomes visible under its id when all ranks have written, and the checkpoint that names it
-replaces the last one in one move: whenever a save is cut off, a whole checkpoint is left.
+The folder gets the name <id> when all ranks have written. Then the checkpoint replaces the previous
+one in one move. An interrupted save always leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _ABANDONED_S = 3600.0
 
 
 def new_id() -> str:
-    """Return a name for the histories of one checkpoint."""
+    """Return a new id for the histories of one checkpoint."""
     return uuid.uuid4().hex[:16]
 
 
 def is_id(ident: object) -> bool:
-    """Whether `ident` is such a name: one that a checkpoint gives is joined to a path."""
+    """Whether `ident`, read from a checkpoint, is an id, and so safe to join to a path."""
     return isinstance(ident, str) and re.fullmatch(r"[0-9a-f]{16}", ident) is not None
 
 
 def histories_folder(checkpoint: Path, ident: str) -> Path:
-    """Return where the histories of `checkpoint` are; a link to a checkpoint has its target's."""
+    """Return the folder of a checkpoint's histories; links are resolved."""
     return checkpoint.resolve().parent / _FOLDER / ident
 
 
 def unfinished_folder(checkpoint: Path, ident: str) -> Path:
-    """Return where they are written."""
+    """Return the folder to which ranks write, before `finish` renames it."""
     return checkpoint.parent / _FOLDER / (ident + _PART)
 
 
 def write_stage(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
-    """Write what one rank has saved."""
+    """Write and sync the histories of one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"stage_{stage}.pt", "wb") as file:
         torch.save(dict(saved), file)
@@ -60,19 +60,17 @@ def write_stage(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
 
 
 def finish(checkpoint: Path, ident: str) -> None:
-    """Make what all ranks have written on this host's file system visible."""
+    """Rename the folder to its id, when all ranks on this file system have written."""
     folder = unfinished_folder(checkpoint, ident)
     (folder / _OWNER).write_text(checkpoint.name)
     folder.rename(folder.with_name(ident))
 
 
 def prune(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> None:
-    """Delete the histories of earlier checkpoints of this name, and what was never finished.
+    """Delete histories of earlier checkpoints with this name, and abandoned partial folders.
 
-    Args:
-        checkpoint: The checkpoint.
-        keep: The id of its own; None if it has none.
-        keeps_last: Keep those of the one before as well: the file may be written later.
+    `keep` is the id of the checkpoint's histories, if any. `keeps_last` also keeps the previous
+    ones, since an asynchronous save may write the new checkpoint later.
     """
     folder = checkpoint.parent / _FOLDER
     newest_first = sorted(folder.glob("*"), key=_age) if folder.is_dir() else []
@@ -86,12 +84,12 @@ def prune(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> No
         is_left = one.name.endswith(_PART) and time.time() + _age(one) > _ABANDONED_S
         if is_old or is_left:  # another run may be writing to the same folder
             shutil.rmtree(one, ignore_errors=True)
-    with suppress(OSError):  # it is not empty, or not there
+    with suppress(OSError):  # not empty, or missing
         folder.rmdir()
 
 
 def _age(path: Path) -> float:
-    """Return a number that is the larger the older `path` is."""
+    """Return the negative modification time, which is larger for older paths."""
     try:
         return -path.stat().st_mtime
     except OSError:  # another run has deleted it
@@ -99,7 +97,7 @@ def _age(path: Path) -> float:
 
 
 def _owner(folder: Path) -> str:
-    """Return the name of the checkpoint that histories belong to; empty where there is none."""
+    """Return the checkpoint name in a histories folder; empty if there is none."""
     try:
         return (folder / _OWNER).read_text()
     except OSError:  # not finished, or another run has deleted it
@@ -107,12 +105,9 @@ def _owner(folder: Path) -> str:
 
 
 def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
-    """Return what each rank has saved, mapped into memory; nothing unless all of it is there.
+    """Return each rank's histories, memory-mapped; empty unless all files are there.
 
-    Hosts without a common file system have the files of their own ranks only.
-
-    Raises:
-        CheckpointError: If a file is damaged.
+    Without a shared file system, a host has the files of its own ranks only.
     """
     paths = [folder / f"stage_{stage}.pt" for stage in range(num_stages)]
     if not all(path.is_file() for path in paths):

@@ -1,4 +1,4 @@
-"""Schedules as data: number of stages and chunk order in, the list of actions of each rank out."""
+"""Pipeline schedules as data: for each rank, the list of its actions in one step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The vocabulary of a schedule: one `Action` is one thing that is done to one chunk at one stage.
-
-Schedules are data: they are printed, compared, rewritten and checked as text (`2F0` is stage 2,
-forward, chunk 0) before any device sees them, and the engine is a table from `Op` to method.
-"""
+"""Actions of a schedule; they print and parse as text: `2F0` is stage 2, forward, chunk 0."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from lightning_gnnpipe.errors import ScheduleError, explain
 
 
 class Op(str, Enum):
-    """What is done. A transfer bears its phase: `_F` carries activations, `_B` gradients."""
+    """Operation of an action; `_F` transfers carry activations, `_B` transfers gradients."""
 
     F = "F"
     """Roughly: take the chunk's rows from the previous stage (or the batch),
@@ -42,24 +38,17 @@ class Op(str, Enum):
 
     @property
     def is_backward(self) -> bool:
-        """Whether the operation belongs to the backward phase."""
         return self in (Op.B, Op.SEND_B, Op.RECV_B)
 
     @property
     def is_compute(self) -> bool:
-        """Whether the operation occupies the stage; the others move data."""
+        """Whether the operation occupies the rank; transfers run beside it."""
         return self in (Op.F, Op.B)
 
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class Action:
-    """One operation of one stage on one chunk; prints as `2F0` and parses back.
-
-    Attributes:
-        stage: The stage that acts, from 0. Which rank holds it is for the schedule to say.
-        op: What it does.
-        chunk: The chunk, or micro-batch, it does it to, from 0.
-    """
+    """One operation of one stage on one chunk (or micro-batch); prints as `2F0`, parses back."""
 
     stage: int
     op: Op
@@ -70,7 +59,7 @@ class Action:
         """Return the action that prints as `text`.
 
         Raises:
-            ScheduleError: If no action prints so.
+            ScheduleError: If `text` is not an action.
         """
         number, names = "(0|[1-9][0-9]*)", "|".join(op.value for op in Op)
         match = re.fullmatch(f"{number}({names}){number}", text)
@@ -86,10 +75,7 @@ class Action:
 
     @property
     def served(self) -> Action:
-        """The compute action that a transfer serves: of `2SEND_F0` and of `2RECV_F0` it is `2F0`.
-
-        Of a compute action, the action itself.
-        """
+        """The compute action of a transfer: `2F0` for `2SEND_F0` and `2RECV_F0`."""
         return Action(self.stage, Op.B if self.op.is_backward else Op.F, self.chunk)
 
     @property
@@ -117,7 +103,6 @@ class Action:
         )
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
         return f"{self.stage}{self.op.value}{self.chunk}"
 
     __repr__ = __str__

@@ -1,13 +1,11 @@
-"""Which messages are known to have arrived, and need not be kept any longer by who sent them.
+"""Find sends that are known to have arrived, so that the sender can free their buffers.
 
-Goes in: a schedule with transfers. Comes out: for each compute action the sends of its rank that
-must have been received when it runs. What a rank computes has waited for messages of others, and
-these were made after others, which had been received::
+Data received from a rank proves that this rank had received its own inputs before::
 
-    rank 0   0F0 0SEND_F0 ........................ 0B0      the gradient is of what 1F0 has made:
-    rank 1            1RECV_F0 1F0 1B0 1SEND_B0             0SEND_F0 has arrived
+    rank 0   0F0 0SEND_F0 ........................ 0B0      needs the gradient from 1B0,
+    rank 1            1RECV_F0 1F0 1B0 1SEND_B0             which needed 0SEND_F0
 
-So nobody has to ask: gloo cannot tell whether a message has left without waiting for it.
+A query would block: gloo cannot report a completed send without waiting for it.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ Arrived = dict[Action, tuple[Action, ...]]
 
 
 def arrived_sends(schedule: Schedule, rank: int) -> Arrived:
-    """Return the sends of `rank` that have arrived by each of its compute actions.
+    """Return, for each compute action of `rank`, the sends of `rank` that have arrived by then.
 
-    A send is named at the first action at which that is known; those of which it never is, are not
-    named.
+    Each send is listed once, at the first action that proves its arrival. Sends that are never
+    proven to have arrived are not listed.
     """
     found: Arrived = {}
-    seen = [0] * schedule.num_ranks  # how far the list of each rank must have run
+    seen = [0] * schedule.num_ranks  # for each rank, how many of its actions must have run
     for action in schedule.ranks[rank]:
         peer, source = _source(schedule, action)
         if source is None:
@@ -41,7 +39,7 @@ def arrived_sends(schedule: Schedule, rank: int) -> Arrived:
 
 
 def _source(schedule: Schedule, action: Action) -> tuple[int, Action | None]:
-    """Return the action whose message `action` waits for, and its rank; None if for none."""
+    """Return the rank and action that supply the data of `action`; -1 and None if on this rank."""
     stage = action.stage + (-1 if action.op is Op.F else 1)
     if not action.op.is_compute or not schedule.crosses_ranks(action.stage, stage):
         return -1, None
@@ -49,5 +47,4 @@ def _source(schedule: Schedule, action: Action) -> tuple[int, Action | None]:
 
 
 def _send_of(made: Action) -> Action:
-    """Return what sends the data of a compute action."""
     return Action(made.stage, Op.SEND_F if made.op is Op.F else Op.SEND_B, made.chunk)

@@ -1,9 +1,7 @@
-"""A step as data, `Schedule`, and fill-drain: stages and chunk order in, a list a rank out.
+"""The `Schedule` of a step, and fill-drain: all chunks forward, then all backward.
 
-All chunks flow forward through all stages, then all flow back. It is the one schedule for a loss
-that needs the outputs of all chunks, and the one for chunks of a single graph, which depend on each
-other: there they flow back in reverse order, so that every chunk that read a chunk's fresh rows
-goes back before that chunk does, and gradients that cross chunks are exact.
+Only fill-drain serves a loss on all outputs, and the chunks of one graph. Backward takes these in
+reverse order: the readers of a chunk's fresh rows come before it, so gradients are exact.
 """
 
 from __future__ import annotations
@@ -21,29 +19,27 @@ Loss = Literal["all", "each"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank does in one step, in order; prints as a grid.
+    """The actions of every rank in one step, in order; prints as a grid.
 
-    Stages are assigned to ranks in turn, one round of them a virtual stage::
+    Stages are assigned to ranks round-robin. Each round is one virtual stage::
 
         stage = virtual * num_ranks + rank
 
     Attributes:
         num_stages: Number of stages.
-        order: The chunk order of the forward phase, a permutation of `range(num_chunks)`. A chunk
-            is a part of the graph, or a micro-batch of many graphs.
-        ranks: For each rank its actions, in the order in which it runs them.
-        loss: What a loss needs before gradients can flow back: `"all"`, the outputs of all chunks;
-            `"each"`, those of its own chunk, which is independent of the others. With `"all"` every
-            stage goes back through the chunks in reverse order, for the sake of chunks that are
-            dependent. With `"each"` it goes back in the order of the forward phase, as 1F1B must:
-            so the gradients of a weight are summed in one order by all schedules and any number of
-            stages, that of plain accumulation on one device. The peak of memory of fill-drain is
-            the same for both, as all chunks are held at the loss.
+        order: Chunk order of the forward phase, a permutation of `range(num_chunks)`. A chunk is a
+            part of the graph, or a micro-batch of many graphs.
+        ranks: For each rank, its actions in the order in which they run.
+        loss: Outputs that backward waits for. `"all"`: the outputs of all chunks; backward takes
+            the chunks in reverse order, since they may depend on each other. `"each"`: the output
+            of the same chunk; backward takes the chunks in forward order, as in 1F1B. Every
+            schedule then sums the gradients of a weight in the order of gradient accumulation on
+            one device. Fill-drain has the same memory peak with both.
         num_virtual: Stages of each rank.
 
     Raises:
-        ScheduleError: If there is no stage, `order` is no permutation, `loss` is unknown, or a rank
-            has no list.
+        ScheduleError: If there is no stage, `order` is not a permutation, `loss` is unknown, or
+            `num_stages` is not `num_virtual` times the number of lists in `ranks`.
     """
 
     num_stages: int
@@ -53,7 +49,7 @@ class Schedule:
     num_virtual: int = 1
 
     def __post_init__(self) -> None:
-        """Check the shape; what the lists hold is for `check` to judge."""
+        """Check the shape; `check` checks the actions."""
         require_order(self.order)
         if self.num_stages < 1 or len(self.ranks) * self.num_virtual != self.num_stages:
             raise ScheduleError(
@@ -85,7 +81,7 @@ class Schedule:
 
     @property
     def backward_order(self) -> tuple[int, ...]:
-        """The chunk order of the backward phase, on every stage."""
+        """Chunk order of the backward phase, on every stage."""
         return self.order[::-1] if self.loss == "all" else self.order
 
     @property
@@ -103,26 +99,22 @@ class Schedule:
         return stage % self.num_ranks
 
     def crosses_ranks(self, stage: int, other: int) -> bool:
-        """Return whether data from `stage` to `other`, its neighbour, goes to another rank.
-
-        It does not if there is no stage `other`.
-        """
+        """Return whether neighbour stage `other` exists and is on another rank than `stage`."""
         return 0 <= other < self.num_stages and self.rank_of(stage) != self.rank_of(other)
 
     def row_label(self, rank: int) -> str:
-        """Return what a person calls `rank`: by its stage, if it has only one."""
+        """Return the name of `rank` in text: `stage 0` if it has one stage, else `rank 0`."""
         return f"{'stage' if self.num_virtual == 1 else 'rank'} {rank}"
 
     def forward(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of the forward phase of `rank`, in order."""
+        """Return the forward actions of `rank`, transfers included, in order."""
         return tuple(action for action in self.ranks[rank] if not action.op.is_backward)
 
     def backward(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of the backward phase of `rank`, in order."""
+        """Return the backward actions of `rank`, transfers included, in order."""
         return tuple(action for action in self.ranks[rank] if action.op.is_backward)
 
     def __str__(self) -> str:
-        """Return the grid of `format_grid`."""
         return format_grid(self)
 
 
@@ -134,35 +126,33 @@ def fill_drain(
     loss: Loss = "all",
     num_virtual: int = 1,
 ) -> Schedule:
-    """Return the schedule in which all chunks go forward in `order`, then all go back.
+    """Return the schedule that runs all chunks forward in `order`, then all backward.
 
-    Three stages, three chunks in the order 2, 0, 1. The loss needs the outputs of all chunks, so no
-    chunk goes back before the last one has come out::
+    Three stages, three chunks in the order 2, 0, 1, with a loss on the outputs of all chunks::
 
         stage 0  F2 F0 F1 .  .  .  .  B1 B0 B2
         stage 1  .  F2 F0 F1 .  .  B1 B0 B2 .
         stage 2  .  .  F2 F0 F1 B1 B0 B2 .  .
 
-    Exact mode is the same schedule of a plan with one chunk: `fill_drain(num_stages, (0,))`.
+    Exact mode is this schedule with one chunk: `fill_drain(num_stages, (0,))`.
 
-    A rank with several stages takes all chunks through the first of them, then all through the
-    second, and back the other way round ("breadth-first"). With equal costs the share of idle time
-    is that of `interleaved`; all chunks are held on all stages at the loss.
+    A rank with several stages runs all chunks through its first stage, then all through its second
+    ("breadth-first"); backward in reverse. With equal costs it is idle as long as `interleaved`,
+    but it holds all chunks on all stages at the loss.
 
     Args:
         num_stages: Number of stages, at least 1.
-        order: The chunk order, a permutation of `range(num_chunks)`.
-        backward: Whether to add the backward phase; not for validation, test and predict.
-        loss: What a loss needs, see `Schedule`: with `"all"` chunks go back in reverse order, with
-            `"each"` in `order`.
-        num_virtual: Stages of each rank, of which `num_stages` is a multiple.
+        order: Chunk order, a permutation of `range(num_chunks)`.
+        backward: Whether to add the backward phase; False for validation, test and predict.
+        loss: See `Schedule`. Backward takes chunks in reverse with `"all"`, in order with `"each"`.
+        num_virtual: Stages of each rank; must divide `num_stages`.
 
     Returns:
-        Compute actions only; `add_transfers` adds the sends and receives.
+        Compute actions only; `add_transfers` adds sends and receives.
 
     Raises:
-        ScheduleError: If there is no stage, `order` is no permutation, or stages cannot be
-            assigned.
+        ScheduleError: If `order` is not a permutation, or `num_stages` is not a positive multiple
+            of `num_virtual`.
 
     Source: GPipe (arXiv 1811.06965) for the schedule; GNNPipe (arXiv 2308.10087) for its use on
         the chunks of one graph; Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv
@@ -182,11 +172,7 @@ def fill_drain(
 
 
 def require_order(order: Sequence[int]) -> None:
-    """Check that `order` is a permutation of `range(len(order))`, of one chunk or more.
-
-    Raises:
-        ScheduleError: If it is not.
-    """
+    """Raise unless `order` is a permutation of `range(len(order))` and not empty."""
     if not order or sorted(order) != list(range(len(order))):
         raise ScheduleError(
             explain(
@@ -198,11 +184,7 @@ def require_order(order: Sequence[int]) -> None:
 
 
 def require_positive(name: str, number: int) -> None:
-    """Check that the argument `name` is at least 1.
-
-    Raises:
-        ScheduleError: If it is not.
-    """
+    """Raise unless the argument `name` is at least 1."""
     if number < 1:
         raise ScheduleError(
             explain(

@@ -1,8 +1,4 @@
-"""Check that a schedule does the whole step: nothing twice, forgotten or out of order, no deadlock.
-
-Passes over schedules are easy to write and easy to get wrong; on devices, what is wrong shows as a
-hang or as a wrong number. Here it shows as the first bad action and its place.
-"""
+"""Check that a schedule runs the whole step, in a valid order and without a deadlock."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from lightning_gnnpipe.schedule.simulate import simulate
 
 
 def check(schedule: Schedule) -> None:
-    """Raise unless every stage computes every chunk once, in order, and gets all that it waits for.
+    """Raise unless every stage computes every chunk once, in order, without a deadlock.
+
+    Backward takes the chunks in the schedule's `backward_order`. With a loss on all outputs, it
+    follows all forward actions of the rank. Between two ranks each chunk is sent once a phase and
+    received in the order of the sends. Both ranks list their transfers in the same order.
 
     Raises:
-        ScheduleError: Names the first action that is foreign to its list, missing, doubled or out
-            of order (a stage goes back in the order that the schedule's `loss` asks for, with a
-            loss on all outputs behind all forward actions; a cut between two ranks carries each
-            chunk once a phase, received in the order in which it is sent; two ranks list the
-            transfers between them in the same order), or what each rank waits for if the schedule
-            deadlocks.
+        ScheduleError: Names the first action that is in the wrong list, missing, doubled or out of
+            order. In a deadlock, names the actions that each rank waits for.
     """
     ranks = range(schedule.num_ranks)
     for rank in ranks:
@@ -39,7 +35,6 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_members(schedule: Schedule, rank: int) -> None:
-    """Check that the list of `rank` holds actions of its stages, on chunks that there are."""
     stages = range(rank, schedule.num_stages, schedule.num_ranks)
     for place, action in enumerate(schedule.ranks[rank]):
         if action.stage not in stages or not 0 <= action.chunk < schedule.num_chunks:
@@ -52,7 +47,7 @@ def _check_members(schedule: Schedule, rank: int) -> None:
 
 
 def _check_phases(schedule: Schedule, rank: int) -> None:
-    """Check that the backward phase begins when the forward phase has ended."""
+    """Check that backward starts after the whole forward phase."""
     early: tuple[int, Action] | None = None
     for place, action in enumerate(schedule.ranks[rank]):
         if action.op.is_backward:
@@ -71,7 +66,7 @@ def _check_phases(schedule: Schedule, rank: int) -> None:
 
 
 def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
-    """Check that the actions of one kind on one stage are those expected, in their order."""
+    """Check that `stage` runs `op` once on each expected chunk, in order."""
     expected = [Action(stage, op, chunk) for chunk in _expected_chunks(schedule, stage, op)]
     rule = f"the {op.value} of stage {stage} to run through chunks {_chunks(expected)}"
     rank = schedule.rank_of(stage)
@@ -98,7 +93,6 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
 
 
 def _check_links(schedule: Schedule) -> None:
-    """Check that any two ranks list the transfers between them in the same order."""
     ends: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
         for place, action in enumerate(actions):
@@ -116,7 +110,6 @@ def _check_links(schedule: Schedule) -> None:
 
 
 def _expected_chunks(schedule: Schedule, stage: int, op: Op) -> tuple[int, ...]:
-    """Return the chunks that `op` must run through on `stage`, in order."""
     neighbour = stage - 1 if op in (Op.RECV_F, Op.SEND_B) else stage + 1
     is_served = schedule.has_transfers and schedule.crosses_ranks(stage, neighbour)
     if not op.is_compute and not is_served:
@@ -127,11 +120,9 @@ def _expected_chunks(schedule: Schedule, stage: int, op: Op) -> tuple[int, ...]:
 
 
 def _chunks(actions: Sequence[Action]) -> str:
-    """Return the chunks of `actions` as text."""
     return ", ".join(str(action.chunk) for action in actions) or "of which there are none"
 
 
 def _error(bad: Action, *, expected: str, found: str) -> ScheduleError:
-    """Return an error about `bad`."""
     remedy = f"Look at it with print(format_grid(schedule, bad=Action.parse('{bad}')))."
     return ScheduleError(explain(expected=expected, found=found, remedy=remedy))

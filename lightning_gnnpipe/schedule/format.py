@@ -1,7 +1,4 @@
-"""Show schedules as text: a grid of unit steps for tests and errors, a chart in time for a page.
-
-Both are plain characters of fixed width; paste them into a code block.
-"""
+"""Schedules as fixed-width text: a grid of unit steps, and a chart to scale in time."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
-    """Return one line a rank, one column a unit step, with the chunk that is computed in it.
+    """Return one line a rank and one column a unit step, with the chunk computed in that step.
 
-    An idle cell is `.`. A schedule that deadlocks is shown as far as it runs, then each rank's
-    remaining actions, marked `?`. With one stage a rank, lines are named after stages::
+    An idle cell is `.`. A deadlocked schedule is shown as far as it runs, followed by the remaining
+    actions of each rank, marked `?`. With one stage a rank, lines are named after stages::
 
         stage 0  F0  F1  .   .   B1  B0
         stage 1  .   F0  F1  B1  B0* .
 
-    With several, cells name the stage first::
+    With several stages a rank, each cell starts with the stage::
 
         rank 0  0F0 0F1 2F0 2F1 2B0 ...
 
     Args:
-        schedule: What to show; its transfers have no column.
-        bad: An action to mark with `*`. A transfer marks the compute action that it serves. One
-            that has no cell gets a line of its own.
+        schedule: Schedule to show; transfers have no column.
+        bad: Action to mark with `*`. For a transfer, its compute action is marked. An action
+            without a cell is named on a line of its own.
     """
     timeline, _ = simulate_until_stuck(schedule)
     rows = [["."] * round(timeline.span) for _ in schedule.ranks]
@@ -65,8 +62,8 @@ def format_chart(timeline: Timeline, *, width: int = 72) -> str:
         span 9, bubble 33.3%, at most 2 live chunks on a stage
 
     Args:
-        timeline: What to show, as returned by `simulate`.
-        width: Number of columns of the time axis. An action shorter than a column may vanish.
+        timeline: Result of `simulate`.
+        width: Columns of the time axis. An action shorter than a column may vanish.
     """
     scale = width / timeline.span if timeline.span else 0.0
     rows = [["."] * width for _ in timeline.busy]
@@ -91,7 +88,6 @@ def format_chart(timeline: Timeline, *, width: int = 72) -> str:
 
 
 def _align(rows: list[list[str]], labels: list[str]) -> list[str]:
-    """Return one labelled line a row, with cells of one width."""
     longest = max(map(len, labels))
     width = max((len(cell) for row in rows for cell in row), default=0)
     return [
@@ -101,5 +97,4 @@ def _align(rows: list[list[str]], labels: list[str]) -> list[str]:
 
 
 def _cell(action: Action, names_stage: bool) -> str:
-    """Return the text of a compute action: without its stage, if that is the line."""
     return str(action) if names_stage else f"{action.op.value}{action.chunk}"

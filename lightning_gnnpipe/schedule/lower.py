@@ -1,13 +1,8 @@
-"""Lower a schedule: compute actions in, the same with sends and receives out.
+"""Add sends and receives to a schedule of compute actions; transfers overlap with compute.
 
-Both are asynchronous: a send is started right behind the action that made its data, a receive is
-*posted* some actions ahead of the one that waits for it, so that transfers run while the rank
-computes.
-
-Where ranks send in both directions at the same time, as in 1F1B, receives that are posted at will
-can deadlock: NCCL runs what two ranks send each other in one queue, in the order in which each of
-them has called. So both ranks list the transfers between them in the same order, that in which the
-sends start at unit costs. A receive moves ahead as far as that order allows.
+NCCL runs the transfers between two ranks in one queue, in the order of the calls. If both ranks
+send at the same time, as in 1F1B, two different orders deadlock. So both ranks list their transfers
+in the order of the sends at unit costs, and post receives as early as that order allows.
 """
 
 from __future__ import annotations
@@ -30,19 +25,18 @@ def add_transfers(schedule: Schedule, *, lookahead: int = 2) -> Schedule:
 
         1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_F2 1F1 1SEND_F1 1F2 1SEND_F2
 
-    With a loss on all outputs, the receives of the backward phase stay behind all actions of the
-    forward phase.
+    With a loss on all outputs, receives of the backward phase are posted after all forward actions.
 
     Args:
         schedule: A schedule of compute actions.
-        lookahead: How many compute actions ahead a receive is posted. A rank holds at most
-            `lookahead + 1` open receives at a time, which is what it costs in memory: one more in
-            1F1B, and `num_ranks + max(lookahead, 3)` if interleaved, since both ranks keep to one
-            order. In `fill_drain` with several stages a rank they are all that a rank has been sent
-            while it was busy with another stage, parts of what it keeps at the loss.
+        lookahead: How many compute actions ahead a receive is posted. A rank has at most
+            `lookahead + 1` open receives, each with its buffer; one more in 1F1B, and `num_ranks +
+            max(lookahead, 3)` if interleaved, since both ranks keep to one order. In `fill_drain`
+            with several stages a rank, a receive is open for each chunk that arrives while the rank
+            computes another stage; the rank keeps these inputs until the loss anyway.
 
     Raises:
-        ScheduleError: If `lookahead` is negative, the schedule has transfers already, or it
+        ScheduleError: If `lookahead` is negative, the schedule already has transfers, or it
             deadlocks without them.
 
     Source: the order of transfers is that of `_add_send_recv` in `torch.distributed.pipelining`.
@@ -71,12 +65,9 @@ def add_transfers(schedule: Schedule, *, lookahead: int = 2) -> Schedule:
 
 
 class _End(NamedTuple):
-    """One end of a transfer: a send or a receive.
+    """A send or receive; `peer` is the rank at the other end.
 
-    Attributes:
-        action: The send or receive.
-        peer: The rank at the other end.
-        place: Of the compute action whose data it sends, or which waits for it, in its rank's list.
+    `place` is the index, in the rank's list, of the compute action that makes or needs the data.
     """
 
     action: Action
@@ -85,12 +76,11 @@ class _End(NamedTuple):
 
     @property
     def is_send(self) -> bool:
-        """Whether it is the end that sends."""
         return self.action.op in (Op.SEND_F, Op.SEND_B)
 
 
 def _order_transfers(schedule: Schedule) -> list[list[_End]]:
-    """Return for each rank its sends and receives, all in one order of time."""
+    """Return for each rank its sends and receives, ordered by the time of the send."""
     places = {each: place for rank in schedule.ranks for place, each in enumerate(rank)}
     ends: list[list[_End]] = [[] for _ in schedule.ranks]
     for event in sorted(simulate(schedule).events, key=lambda event: (event.end, event.rank)):
@@ -108,7 +98,6 @@ def _order_transfers(schedule: Schedule) -> list[list[_End]]:
 def _insert(
     schedule: Schedule, rank: int, ends: Sequence[_End], lookahead: int
 ) -> tuple[Action, ...]:
-    """Return the list of `rank` with its transfers: sends right behind what made their data."""
     receives = _place_receives(schedule, rank, ends, lookahead)
     sends = {end.place: end.action for end in ends if end.is_send}
     lowered: list[Action] = []
@@ -122,10 +111,9 @@ def _insert(
 def _place_receives(
     schedule: Schedule, rank: int, ends: Sequence[_End], lookahead: int
 ) -> dict[int, list[Action]]:
-    """Return the receives that stand before each compute action of `rank`, by its place.
+    """Return the receives to post before each compute action of `rank`, by its index.
 
-    A receive stands behind all sends to the same rank that come before it in `ends`, and not behind
-    the next transfer with that rank.
+    A receive stays behind earlier sends to the same rank, and before the next transfer with it.
     """
     border = len(schedule.forward(rank)) if schedule.loss == "all" else 0
     sent: defaultdict[int, int] = defaultdict(int)

@@ -1,20 +1,16 @@
-"""Run a schedule without devices: actions and costs in, a `Timeline` out, or the deadlock met.
+"""Simulate a schedule without devices, by the rules of the engine.
 
-The rules are those of the engine. Each rank runs its list in order; only computing occupies it::
+Each rank runs its list in order; only compute occupies it::
 
-    F       waits for the chunk's input: its RECV_F; the F one stage before, if that stage is on
-            the same rank, or in a schedule without transfers
-    B       waits for the gradient: its RECV_B, or as above the B one stage behind; on the last
-            stage for the loss: for the F of its chunk, or of all chunks, as the schedule says
-    SEND    waits for nothing but the data that it sends, and does not hold up the rank
-    RECV    posts a buffer, and does not hold up the rank
+    F       waits for its input: its RECV_F, or the F of the previous stage if that stage is on
+            the same rank or the schedule has no transfers
+    B       waits for its gradient: its RECV_B, or as above the B of the next stage; on the last
+            stage for the F of its chunk, or of all chunks with `loss="all"`
+    SEND    waits for its data, and does not block the rank
+    RECV    posts a buffer, and does not block the rank
 
-A transfer takes place once its send was started and its receive posted. Two ranks have one link a
-direction, which carries the transfers one after another in the order of the sends; each arrives
-some time, the latency, after it has left the link.
-
-No rule looks at the time: whether a schedule deadlocks depends on its lists alone, so that one run
-tells it for all costs.
+Each pair of ranks has one link a direction, which carries one transfer at a time, in the order of
+the sends, once both ends are posted. Deadlocks do not depend on costs.
 """
 
 from __future__ import annotations
@@ -33,21 +29,21 @@ if TYPE_CHECKING:
 
 Cost = Callable[[Action], float]
 
-_Link = tuple[int, int]  # the rank that sends, the rank that receives
+_Link = tuple[int, int]  # sending rank, receiving rank
 
 
 def simulate(schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0) -> Timeline:
-    """Return when each action of `schedule` runs.
+    """Return the times at which the actions of `schedule` run.
 
     Args:
-        schedule: What to run, with or without transfers.
-        cost: How long an action takes. Asked for `F` and `B`, and for sends, whose cost is that
-            of the transfer. Default: 1 for `F` and `B`, 0 for a transfer.
-        latency: From when a transfer has left its link to when it has arrived.
+        schedule: Schedule to run, with or without transfers.
+        cost: Duration of an `F`, a `B` or a send (the time of the transfer on its link). Default: 1
+            for `F` and `B`, 0 for a send.
+        latency: Time from when data leaves the link to when it arrives.
 
     Raises:
-        ScheduleError: If the schedule deadlocks, with what each rank waits for; if a cost is
-            negative or not finite.
+        ScheduleError: If the schedule deadlocks (the error names what each rank waits for), or a
+            cost is negative or not finite.
     """
     timeline, stuck = simulate_until_stuck(schedule, cost=cost, latency=latency)
     if stuck:
@@ -64,13 +60,7 @@ def simulate(schedule: Schedule, *, cost: Cost | None = None, latency: float = 0
 def simulate_until_stuck(
     schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0
 ) -> tuple[Timeline, tuple[str, ...]]:
-    """Return the timeline as far as the schedule runs, and for each stuck rank what it waits for.
-
-    Args:
-        schedule: What to run.
-        cost: As for `simulate`.
-        latency: As for `simulate`.
-    """
+    """Like `simulate`, but return at a deadlock, with the wait of each stuck rank."""
     run = _Run(schedule, cost or _unit_cost, latency)
     ranks = range(schedule.num_ranks)
     num_ran = -1
@@ -82,17 +72,11 @@ def simulate_until_stuck(
 
 
 class _Run:
-    """State of a run. Every end is known once all that it waits for is: no event queue is needed.
+    """State of a run; the end of each action follows from its inputs, so no event queue is needed.
 
-    Attributes:
-        events: What has run so far; the actions of each rank in order.
-        now: For each rank, when it is free.
-        cursor: For each rank, the place of its next action.
-        end: For each action that ran, when it had its effect: computed, or arrived.
-        posted: For each transfer that was started, when.
-        queues: For each link, the sends whose transfer has not taken place.
-        link_free: For each link, when it is free.
-        loss_lacks: The forwards of the last stage that have not run, as an ordered set.
+    `end`: when an action was computed or its data arrived. `posted`: when a rank started its end of
+    a transfer. `queues`: for each link, sends that are not carried yet. `loss_lacks`: forwards of
+    the last stage that have not run, as an ordered set.
     """
 
     def __init__(self, schedule: Schedule, cost: Cost, latency: float) -> None:
@@ -111,7 +95,7 @@ class _Run:
         self.loss_lacks = {Action(last, Op.F, chunk): None for chunk in schedule.order}
 
     def advance(self, rank: int) -> int:
-        """Run the actions of `rank` up to the first that must wait; return how many ran."""
+        """Run `rank` up to its first action that must wait; return how many actions ran."""
         actions, first = self.schedule.ranks[rank], self.cursor[rank]
         for action in actions[first:]:
             needs = self._needs(action)
@@ -126,7 +110,7 @@ class _Run:
         return self.cursor[rank] - first
 
     def describe_wait(self, rank: int) -> str:
-        """Return what `rank` waits for at the end of the run; empty if for nothing."""
+        """Return what `rank` waits for at the end of the run; empty if it is done."""
         actions, place = self.schedule.ranks[rank], self.cursor[rank]
         label = self.schedule.row_label(rank)
         if place < len(actions):
@@ -137,7 +121,7 @@ class _Run:
         return f"{label} ends with {' and '.join(alone)}" if alone else ""
 
     def _needs(self, action: Action) -> list[Action]:
-        """Return the actions that must have had their effect before `action` can run."""
+        """Return the actions that must end before `action` can run."""
         stage, chunk = action.stage, action.chunk
         is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
         needs: list[Action] = []
@@ -157,20 +141,18 @@ class _Run:
         return needs
 
     def _source(self, action: Action, receive: Op, neighbour: int) -> Action:
-        """Return what a compute action has its data from: a receive, or another stage directly."""
         if self.has_transfers and self.schedule.crosses_ranks(action.stage, neighbour):
             return Action(action.stage, receive, action.chunk)
         return Action(neighbour, action.op, action.chunk)
 
     def _compute(self, action: Action, rank: int, start: float) -> None:
-        """Run a compute action: it occupies its rank."""
         end = start + self._price(action)
         self.now[rank] = self.end[action] = end
         self.events.append(Event(action, rank, start, end))
         self.loss_lacks.pop(action, None)
 
     def _post(self, action: Action, time: float) -> None:
-        """Start a transfer from one of its ends, and let the link carry what has both."""
+        """Post one end of a transfer; carry the transfers of its link that have both ends."""
         self.posted[action] = time
         send = action if action.op in (Op.SEND_F, Op.SEND_B) else action.partner
         rank_of = self.schedule.rank_of
@@ -182,7 +164,6 @@ class _Run:
             self._carry(queue.popleft(), link)
 
     def _carry(self, send: Action, link: _Link) -> None:
-        """Carry a transfer over `link`, after the transfers before it."""
         receive = send.partner
         start = max(self.link_free[link], self.posted[send], self.posted[receive])
         left = start + self._price(send)
@@ -194,7 +175,6 @@ class _Run:
         ]
 
     def _price(self, action: Action) -> float:
-        """Return the cost of `action`, checked."""
         price = self.cost(action)
         if not 0 <= price < math.inf:
             raise ScheduleError(
@@ -208,5 +188,4 @@ class _Run:
 
 
 def _unit_cost(action: Action) -> float:
-    """Return 1 for a compute action and 0 for a transfer."""
     return float(action.op.is_compute)

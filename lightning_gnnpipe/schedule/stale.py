@@ -1,8 +1,6 @@
-"""Which chunk reads which chunk's rows stale: chunk order and halos in, pairs or a share out.
+"""Which chunks read stale rows of which chunks.
 
-A chunk's rows are pushed when its forward runs, and its halo is pulled in the same forward. So a
-halo row is fresh if its chunk comes earlier in the order, stale if later. The number of stages has
-no part in it.
+A halo row is fresh if its chunk comes earlier in the order, stale if later.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from lightning_gnnpipe.schedule.build import require_order
 
 
 class StaleRead(NamedTuple):
-    """Chunk `reader` reads rows of chunk `source` that were written in an earlier epoch."""
+    """Chunk `reader` reads rows of chunk `source` from an earlier epoch."""
 
     reader: int
     source: int
@@ -24,15 +22,15 @@ class StaleRead(NamedTuple):
 def stale_reads(
     order: Sequence[int], sources: Mapping[int, Collection[int]]
 ) -> tuple[StaleRead, ...]:
-    """Return the pairs of chunks of which the first reads the second stale, sorted.
+    """Return the pairs (reader, source) of chunks with stale reads, sorted.
 
     Args:
-        order: The chunk order of the forward phase, a permutation of `range(num_chunks)`.
-        sources: For each chunk, the other chunks that its halo lies in. A chunk without a halo
-            may be left out.
+        order: Chunk order of the forward phase, a permutation of `range(num_chunks)`.
+        sources: For each chunk, the other chunks that its halo rows belong to. A chunk without a
+            halo may be left out.
 
     Raises:
-        ScheduleError: If `order` is no permutation, or `sources` names a chunk not in it.
+        ScheduleError: If `order` is not a permutation, or `sources` names a chunk not in it.
     """
     place = _places(order)
     pairs = [(reader, source) for reader, held in sources.items() for source in held]
@@ -49,15 +47,9 @@ def stale_reads(
 
 
 def stale_frac(order: Sequence[int], halo_counts: Sequence[Sequence[int]]) -> float:
-    """Return the share of halo rows that are read stale, from 0 to 1; 0 if there is no halo.
+    """Return the share of halo rows that are read stale, from 0 to 1; 0 without halo rows.
 
-    Args:
-        order: The chunk order of the forward phase, a permutation of `range(num_chunks)`.
-        halo_counts: `[num_chunks, num_chunks]`, number of halo rows of a chunk (first index) that
-            lie in another (second index). The diagonal is not read.
-
-    Raises:
-        ScheduleError: If `order` is no permutation, or `halo_counts` is not of that shape.
+    `halo_counts[i][j]` is the number of halo rows that chunk i reads from chunk j.
     """
     place = _places(order)
     if any(len(each) != len(order) for each in (halo_counts, *halo_counts)):
@@ -78,6 +70,5 @@ def stale_frac(order: Sequence[int], halo_counts: Sequence[Sequence[int]]) -> fl
 
 
 def _places(order: Sequence[int]) -> dict[int, int]:
-    """Return for each chunk its place in `order`."""
     require_order(order)
     return {chunk: place for place, chunk in enumerate(order)}

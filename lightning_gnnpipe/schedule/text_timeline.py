@@ -1,7 +1,4 @@
-"""A simulated step in time: when each action ran, how long ranks were idle, what was kept alive.
-
-Times are in the unit of the costs that the simulation was given; at unit costs, compute actions.
-"""
+"""Timeline of a simulated step: times of actions, idle share, memory peaks."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ from lightning_gnnpipe.schedule.action import Action, Op
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action in time.
-
-    Attributes:
-        action: What ran.
-        rank: Where it ran.
-        start: When it started; of a receive, when it was posted.
-        end: When it ended; of a transfer, when the data arrived.
-    """
+    """One action in time; a receive starts when posted, a transfer ends when its data arrives."""
 
     action: Action
     rank: int
@@ -30,18 +20,18 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All actions of one step in time, and what follows from them.
+    """All actions of one step in time, in the unit of the costs given to `simulate`.
 
     Attributes:
         events: The actions, ordered by start, then by rank.
         span: When the last action ends; the first starts at 0.
-        busy: For each rank the time in which it computes.
-        peak_live: For each rank the largest number of chunks whose forward has run and whose
-            backward has not: what the rank must keep in memory. A chunk counts once for each stage
-            of the rank that holds it. It depends on the order of the rank's list, not on costs.
-        lets_go: Whether a chunk is let go when its forward ends: so in a stream, a schedule without
-            a backward phase whose chunks do not wait for a common loss. In other schedules without
-            a backward phase all chunks count, as if one were to follow.
+        busy: For each rank, its compute time.
+        peak_live: For each rank, the largest number of chunks whose forward has run and whose
+            backward has not, which the rank keeps in memory. A chunk counts once for each stage of
+            the rank that holds it. Depends on the order of actions, not on costs.
+        lets_go: Whether a chunk is freed when its forward ends, as in `stream`: no backward phase,
+            and no loss on all chunks. Other schedules without backward keep all chunks, as if one
+            followed.
     """
 
     events: tuple[Event, ...]
@@ -52,27 +42,27 @@ class Timeline:
 
     @property
     def bubble_frac(self) -> float:
-        """Share of all ranks' time in which they do not compute.
+        """Idle share of all ranks' time.
 
-        At unit costs, fill-drain and 1F1B have `(S - 1) / (K + S - 1)`.
+        `(S - 1) / (K + S - 1)` for fill-drain and 1F1B at unit costs.
         """
         total = len(self.busy) * self.span
         return (total - sum(self.busy)) / total if total else 0.0
 
     def peak_bytes(self, bytes_of: Callable[[Action], float]) -> tuple[float, ...]:
-        """Return for each rank the most bytes of activations that it keeps at a time.
+        """Return for each rank the peak bytes of activations.
 
-        Those of a chunk count from its `F` on a stage up to its `B` there, as in `peak_live`. What
-        is on its way between ranks comes on top, see `add_transfers`.
+        Activations of a chunk count from its `F` on a stage to its `B` there, as in `peak_live`.
+        Buffers of open transfers are not included, see `add_transfers`.
 
         Args:
-            bytes_of: The bytes that an `F` keeps, given the action.
+            bytes_of: Returns the bytes that an `F` keeps.
         """
         return tuple(_peaks(self.events, len(self.busy), bytes_of, self.lets_go))
 
     @classmethod
     def of(cls, events: Iterable[Event], *, num_ranks: int, lets_go: bool = False) -> Timeline:
-        """Return the timeline of `events`, given in the order in which each rank ran them."""
+        """Return the timeline of `events`; events of one rank must be in the order they ran."""
         given = list(events)
         busy = [0.0] * num_ranks
         for event in given:
@@ -90,7 +80,7 @@ class Timeline:
 def _peaks(
     events: Iterable[Event], num_ranks: int, size_of: Callable[[Action], float], lets_go: bool
 ) -> list[float]:
-    """Return for each rank the largest sum of what it holds; `events` are in its order."""
+    """Return for each rank the peak of the summed sizes of its live chunks."""
     held, peaks = [0.0] * num_ranks, [0.0] * num_ranks
     for event in events:
         action, rank = event.action, event.rank

@@ -1,4 +1,4 @@
-"""The self-check: does the module compute the same in chunks as on the whole graph?"""
+"""Compares the module in chunks with the module on the whole graph, before training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from lightning_gnnpipe.selfcheck.plain import (
     raising_wrong_arguments,
     switched,
 )
+from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.selfcheck.value_check import check_layers
 
 __all__ = [
     "PipelinedForward",
     "check_graphs",
     "check_layers",
+    "flatten",
     "is_one_graph",
     "norms_without_batch",
     "own_forward",

@@ -1,8 +1,7 @@
-"""Trying the model out on a batch of graphs before training: is it right in micro-batches?
+"""Checks the traced layers on a few graphs, in one micro-batch and in two, before training.
 
-The traced layers run on a few of the user's graphs, as one micro-batch and as two, with dropout
-switched off and BatchNorm on its running statistics: outputs and gradients must equal those of the
-plain module.
+Outputs and gradients must equal the plain module's. Dropout is off, and BatchNorm uses its running
+statistics.
 """
 
 from __future__ import annotations
@@ -45,18 +44,9 @@ def check_graphs(
     in_parts: bool,
     with_gradients: bool = True,
 ) -> None:
-    """Refuse a module whose layers do not give on some graphs what it gives.
+    """Raise `UnsupportedError` if `layers`, traced in the present mode, differ from `module`.
 
-    Args:
-        module: The pipelined module.
-        layers: Its layers, traced in its present mode.
-        call: Its arguments.
-        inputs: What they are.
-        in_parts: Whether two micro-batches are compared as well as one.
-        with_gradients: Whether gradients are compared as well as values.
-
-    Raises:
-        UnsupportedError: With the output that differs, or the error that a layer raised.
+    `in_parts`: compare two micro-batches as well. `with_gradients`: compare gradients as well.
     """
     sample = draw_sample(module, call, inputs)
     assert sample.graphs is not None
@@ -80,7 +70,7 @@ def check_graphs(
 
 
 def norms_without_batch(layers: Layers) -> set[str]:
-    """Return the names of the layers that are called with one tensor and nothing else."""
+    """Return names of modules called with at most one tensor, so without a batch vector."""
     found = set()
     for segment in layers.segments:
         for node in segment.module.graph.nodes:
@@ -96,7 +86,7 @@ Results = tuple[list[Tensor], list[Tensor | None]]
 def _run_plainly(
     module: nn.Module, layers: Layers, call: Call, num_graphs: int, found: Intercepted
 ) -> Results:
-    """Return the module's outputs, and the gradients of its parameters and of its leaves."""
+    """Return the module's outputs, and the gradients of its parameters and leaves."""
     args, kwargs = call.rebuild(call.leaves, num_graphs)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with intercept(found, NativeContext(1)):
@@ -117,7 +107,7 @@ def _run_layers(
     plan: BatchPlan,
     found: Intercepted,
 ) -> Results:
-    """Return what the layers give, micro-batch by micro-batch."""
+    """Return outputs and gradients of the layers, run on each micro-batch."""
     inputs, context = BatchInputs(call, kinds, plan), NativeContext(plan.num_chunks)
     names = {name for segment in layers.segments for name in segment.inputs}
     names = {name for name in names if name.startswith("leaf_")}
@@ -196,7 +186,7 @@ def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _evaluating(norms: dict[str, nn.Module]) -> Iterator[None]:
-    """Have BatchNorm use its running statistics within the block, which look at one row only."""
+    """Let BatchNorm use its running statistics, so that it treats rows independently."""
     before = {name: norm.training for name, norm in norms.items()}
     for norm in norms.values():
         norm.training = False

@@ -1,11 +1,11 @@
-"""Trying the model's gradients out: those of its layers on chunks against those of plain autograd.
+"""Compares gradients of the layers on chunks with plain autograd, on a small graph.
 
-A stale row is a constant to autograd, so on chunks a gradient is the whole graph's only where no
-row is read stale. The small graph has its edges moved so that they lead from a chunk to itself or
-to a later one: run in that order, every chunk finds its neighbours' rows fresh. Layers that read
-edges in both directions or shares of all chunks (HANConv), or have a norm over all nodes (a chunk
-sees only the rows that have run before it), are compared on the whole graph only. Gradients of many
-layers in half precision are mostly rounding: there, only each layer's own are compared.
+Autograd treats a stale row as a constant, so gradients on chunks are exact only without stale
+reads. The check moves edges so that each leads from a chunk to itself or to a later chunk: run in
+order, chunks read fresh rows only. Layers that read edges in both directions or shares of all
+chunks (HANConv), or have a norm over all nodes (a chunk sees only rows of earlier chunks), are
+compared on the whole graph only. In half precision, only each layer's own gradients are compared:
+over many layers they are mostly rounding.
 """
 
 from __future__ import annotations
@@ -29,27 +29,16 @@ from lightning_gnnpipe.selfcheck.trial import (
 from lightning_gnnpipe.stages import Layers, Segment
 from lightning_gnnpipe.staleness import StalenessRecorder
 
-# Of the norm of a gradient: a rectifier may fall to the other side by rounding, one row of many.
+# Relative to the gradient's norm. Rounding may flip a rectifier in one row of many.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-2}
 _ROUGH = 0.2  # half precision
-_FLOOR = 0.1  # of that share of a layer's largest gradient: below it, all is rounding
+_FLOOR = 0.1  # share of a layer's largest gradient; smaller ones are mostly rounding
 
 
 def check_gradients(
     module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
 ) -> None:
-    """Refuse a module whose layers give other gradients than it gives itself.
-
-    Args:
-        module: The pipelined module.
-        layers: Its layers.
-        call: Arguments that hold a small graph.
-        kinds: What they are.
-        on_chunks: Whether chunks are compared as well.
-
-    Raises:
-        UnsupportedError: With the layer where the difference begins.
-    """
+    """Raise `UnsupportedError` if gradients of `layers` and `module` differ on a small graph."""
     edges = _ascending(kinds.edge_index, kinds.num_nodes)
     check = _GradientCheck(module, Trial(module, layers, call, kinds), is_reentrant=False)
     check.compare_whole(call)
@@ -64,7 +53,7 @@ def check_gradients(
 
 
 def _with_edges(call: Call, kinds: Inputs) -> Call:
-    """Return `call` on the edges of `kinds`, with leaves of its own."""
+    """Return `call` with the edges of `kinds` and copies of its other leaves."""
     sets = torch.split(kinds.edge_index, list(kinds.edge_sizes), dim=1)
     leaves = tuple(
         sets[number]
@@ -76,10 +65,10 @@ def _with_edges(call: Call, kinds: Inputs) -> Call:
 
 
 def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return the edges, `[2, num_edges]`, those from a later chunk moved to a source in their own.
+    """Return the edges, `[2, num_edges]`; move sources in later chunks into the target's chunk.
 
-    Targets stay, so that edges that a layer reads in groups do; the new source is another node,
-    unless the target is the only one of its chunk.
+    Targets stay, so that edges stay in their groups. The new source differs from the target, unless
+    the target is alone in its chunk.
     """
     assignment = chunk_of_node(num_nodes).to(edge_index.device)
     num_chunks = int(assignment.max()) + 1
@@ -93,13 +82,7 @@ def _ascending(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 class _GradientCheck:
-    """Compares the gradients of a trial.
-
-    Args:
-        module: The pipelined module.
-        trial: Its layers on a small graph.
-        is_reentrant: Whether gradients can be taken through `.grad` alone.
-    """
+    """Compares gradients of a trial; `is_reentrant`: `.grad` works but `autograd.grad` does not."""
 
     def __init__(self, module: nn.Module, trial: Trial, *, is_reentrant: bool) -> None:
         self.module, self.trial, self.layers = module, trial, trial.layers
@@ -132,7 +115,7 @@ class _GradientCheck:
         pairs = dict(zip(map(id, parameters), zip(found, expected, strict=False), strict=False))
         if not all(t.dtype.to_real() in _TOLERANCE for t in (*parameters, *own)):
             return
-        for segment in reversed(segments):  # a wrong gradient spreads to the layers before
+        for segment in reversed(segments):  # a wrong gradient spreads to earlier layers
             self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
         self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
 
@@ -145,11 +128,11 @@ class _GradientCheck:
         return {name: value.detach() for name, value in values.items()}
 
     def compare_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
-        """Compare one layer on chunks with itself on the whole graph, from the same `values`."""
+        """Compare one layer on chunks and on the whole graph, both from `values`."""
         store = self.trial.store
         expected = self._run(segment, self.whole, values)
         if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments):
-            return  # a chunk sees only the rows that have run before it
+            return  # a norm over all nodes sees only rows of earlier chunks
         for chunks in (self.trial.plan.chunks, self.trial.plan.chunks[::-1]):
             store.begin_step(store.step + 1)
             store.recorder = StalenessRecorder()
@@ -161,13 +144,14 @@ class _GradientCheck:
     def _run(
         self, segment: Segment, chunks: Sequence[Chunk], values: dict[str, Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of the layer's weights, then of its inputs in plan order."""
+        """Return gradients of the layer's weights, then of its inputs in plan order."""
         parameters = _trained(segment)
         runs = []
         for chunk in chunks:
             parts = {name: self._part(name, chunk, values) for name in segment.inputs}
             sources = {name: part for name, part in parts.items() if part.requires_grad}
-            local = {n: t.clone() if n in sources else t for n, t in parts.items()}  # no leaves
+            # Clones, because layers cannot overwrite leaves of autograd.
+            local = {n: t.clone() if n in sources else t for n, t in parts.items()}
             self.trial.run((segment,), chunk, local)
             runs.append((chunk, [local[name] for name in segment.outputs], sources))
         totals: list[Tensor | None] = [None] * len(parameters)
@@ -194,7 +178,7 @@ class _GradientCheck:
         return part.requires_grad_(self.layers.values[name].requires_grad)
 
     def _rows(self, tensor: Tensor, name: str, chunk: Chunk) -> Tensor:
-        """Return the chunk's part of `tensor`, which is like the value `name`."""
+        """Return the chunk's part of `tensor`, whose rows are like the value `name`."""
         kind, edge_set = self.trial.kind_of(name)
         if kind is Kind.NODE:
             return tensor[chunk.start : chunk.end]
@@ -207,7 +191,7 @@ class _GradientCheck:
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> None:
         both = [(as_real(_filled(a, b)).double(), as_real(_filled(b, a))) for a, b in pairs]
-        finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # NaN: not for us to judge
+        finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # skip NaN of the model
         largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
         for ours, theirs in finite:
             tolerance = _TOLERANCE.get(theirs.dtype, _ROUGH)
@@ -219,7 +203,7 @@ class _GradientCheck:
     def _grads(
         self, roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of `wanted`; None for those that need none or are not reached."""
+        """Return the gradients of `wanted`; None if not required or not reached."""
         reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
         needed = [tensor for tensor in wanted if tensor.requires_grad]
         if not reached or not needed:
@@ -248,7 +232,7 @@ def _trained(segment: Segment) -> list[nn.Parameter]:
 
 
 def some_gradient(tensor: Tensor) -> Tensor:
-    """Return some gradient for `tensor`, the same in each run."""
+    """Return a gradient for `tensor` that is the same in each run."""
     numbers = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
     return numbers.cos().to(tensor.dtype).view(tensor.shape)
 
@@ -256,7 +240,7 @@ def some_gradient(tensor: Tensor) -> Tensor:
 def _accumulated(
     roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the same through `.grad`, the only way through reentrant activation checkpoints."""
+    """Take gradients through `.grad`, as reentrant activation checkpoints require."""
     before = [tensor.grad for tensor in wanted]
     for tensor in wanted:
         tensor.grad = None
@@ -268,7 +252,6 @@ def _accumulated(
 
 
 def _filled(grad: Tensor | None, other: Tensor | None) -> Tensor:
-    """Return `grad`, or zeros where there is none."""
     if grad is not None:
         return grad
     return torch.zeros(()) if other is None else torch.zeros_like(other)

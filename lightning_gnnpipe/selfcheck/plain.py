@@ -1,8 +1,4 @@
-"""Runs the user's own forward plainly, outside of the pipeline.
-
-What fails there is the user's own error and is raised as it is. A refusal would say that the module
-does not fit a pipeline, which would mislead.
-"""
+"""Runs the user's own forward outside of the pipeline; its errors are raised unchanged."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ from lightning_gnnpipe.user_code import mark_own
 
 @contextmanager
 def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put `module` into training or evaluation mode for the block, then as each part of it was.
-
-    The layers in `but` stay as they are.
-    """
+    """Set the mode of `module`, except of layers in `but`; restore every mode on exit."""
     flags = [(m, m.training) for m in module.modules()]
     kept = [(m, m.training) for m in but]
     module.train(training)
@@ -42,13 +35,7 @@ def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -
 
 
 class PipelinedForward:
-    """Takes the place of a module's forward; copies of the module get the module's own.
-
-    Args:
-        module: The module.
-        run: Is given the arguments instead.
-        has_all_weights: Returns whether all of the module's weights are on this rank.
-    """
+    """Replaces a module's forward by `run`; copies of the module get the module's own forward."""
 
     def __init__(
         self,
@@ -67,14 +54,9 @@ class PipelinedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_copy()
-        return getattr, (self._module, "forward")  # of the loaded module, which has none yet
+        return getattr, (self._module, "forward")  # on loading, the class's own
 
     def _check_copy(self) -> None:
-        """Refuse a copy that would lack weights.
-
-        Raises:
-            UnsupportedError: If it would.
-        """
         if self._has_all_weights():
             return
         raise UnsupportedError(
@@ -90,7 +72,7 @@ class PipelinedForward:
 
 @contextmanager
 def own_forward(module: nn.Module) -> Iterator[None]:
-    """Have `module` run its own forward within the block."""
+    """Let `module` run its own forward within the block."""
     attached = module.__dict__.pop("forward", None)
     try:
         yield
@@ -101,15 +83,9 @@ def own_forward(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterator[None]:
-    """Raise the error of `module` itself, if it has one, for what fails within the block.
+    """If the block fails and `module` fails plainly as well, raise the error of `module`.
 
-    The module runs on a small part of the batch; where it fails there, on the batch as well, which
-    has the rows that its weights may be made for.
-
-    Args:
-        module: The pipelined module, with all of its parameters.
-        call: Its arguments.
-        inputs: What they are.
+    It must fail on a sample and on the whole batch: its weights may need all rows.
     """
     own: Exception | None = None
     try:
@@ -127,7 +103,7 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
 def raising_wrong_arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Raise Python's own error, if `forward` has other parameters, for what fails in the block."""
+    """If the block fails and the arguments do not fit forward, raise Python's own error."""
     try:
         yield
     except GNNPipeError:
@@ -143,15 +119,12 @@ def raising_wrong_arguments(
 
 
 def is_one_graph(module: nn.Module, call: Call) -> bool:
-    """Whether `call`, with a batch vector of zeros, is one of a single graph to cut into chunks.
-
-    It is where outputs have one row a node, as on a small part of the graph.
-    """
+    """Whether `call`, with a batch vector of zeros, is one graph: outputs have one row per node."""
     single = replace(call, is_one_graph=True)
     try:
         sample = draw_sample(module, single, classify(single))
         outputs = flatten(_run_on_sample(module, single, sample))
-    except Exception:  # it fails again where the error is shown
+    except Exception:  # it fails again later, where the error is shown
         return False
     rows = [output.size(0) if output.dim() else -1 for output in outputs]
     return bool(rows) and set(rows) == {sample.num_nodes}
@@ -171,7 +144,7 @@ def _error_of(
     try:
         with own_forward(module), undisturbed(module):
             module.forward(*args, **kwargs)
-    except torch.OutOfMemoryError:  # says nothing of a pipeline
+    except torch.OutOfMemoryError:  # the whole graph may not fit one device
         return None
     except Exception as error:
         return error

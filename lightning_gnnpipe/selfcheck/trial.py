@@ -1,4 +1,4 @@
-"""Runs the module on a small part of the graph, without random numbers, for the self-check."""
+"""Runs the module on a small graph in chunks, without random numbers, for the self-check."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _WITH_DROPOUT |= {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoRandomness(TorchFunctionMode):
-    """Makes dropout the identity, whatever `training` says, and random numbers constants."""
+    """Makes dropout the identity, even in training mode, and random numbers constants."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -94,14 +94,7 @@ REMEDY = (
 
 
 class Trial:
-    """Runs layers over a small graph that is cut into a few chunks.
-
-    Args:
-        module: The pipelined module.
-        layers: Its layers.
-        call: Arguments that hold the small graph.
-        kinds: What they are.
-    """
+    """Runs layers over the small graph that `call` holds, cut into a few chunks."""
 
     def __init__(self, module: nn.Module, layers: Layers, call: Call, kinds: Inputs) -> None:
         device, num_nodes = kinds.edge_index.device, kinds.num_nodes
@@ -119,7 +112,7 @@ class Trial:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have the layers run on chunks within the block, and refuse a model that fails there."""
+        """Intercept the layers for runs on chunks; refuse a model that fails within the block."""
         with (
             refusing_errors("a chunk of the graph", REMEDY),
             intercept(self._intercepted, self.context),
@@ -127,7 +120,7 @@ class Trial:
             yield
 
     def run(self, segments: tuple[Segment, ...], chunk: Chunk, values: dict[str, Tensor]) -> None:
-        """Run `segments` over `chunk`; what they compute is added to `values`."""
+        """Run `segments` over `chunk` and add the results to `values`."""
         run_segments(segments, values, chunk, self.context)
 
     def slice_leaves(self, segments: tuple[Segment, ...], chunk: Chunk) -> dict[str, Tensor]:
@@ -136,11 +129,7 @@ class Trial:
         return self.inputs.slice(chunk, {name for name in names if name.startswith("leaf_")})
 
     def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-        """Run all layers over `chunks`, which hold all nodes.
-
-        Returns:
-            Every node-level value, `[num_nodes, *]`, in the order of nodes, by name.
-        """
+        """Run all layers on `chunks`; return node-level values, `[num_nodes, *]`, in node order."""
         segments, found = self.layers.segments, dict[str, Tensor]()
         with self.running():
             for chunk in chunks:
@@ -156,7 +145,7 @@ class Trial:
 
     @property
     def layer_of_value(self) -> dict[str, Segment]:
-        """Which layer computes each node-level value, in order."""
+        """Segment that computes each node-level value, in order."""
         computed = {
             n: segment for segment in reversed(self.layers.segments) for n in segment.outputs
         }
@@ -165,7 +154,7 @@ class Trial:
         return {name: computed[name] for name in order if name in is_row}
 
     def kind_of(self, name: str) -> tuple[Kind, int]:
-        """Return what the rows of a value or leaf are, and of which edge set."""
+        """Return the row kind and edge set of a value or leaf."""
         if name.startswith("leaf_"):
             slot = int(name.removeprefix("leaf_"))
             return self._kinds.kinds[slot], self._kinds.edge_sets[slot]
@@ -185,7 +174,7 @@ def flatten(output: object) -> list[Tensor]:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return the numbers of `tensor` as a dense, real one: complex ones as pairs."""
+    """Return `tensor` as a dense, real tensor; complex numbers become pairs."""
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
@@ -196,7 +185,7 @@ def chunk_of_node(num_nodes: int) -> Tensor:
 
 
 def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
-    """Return the error for chunks that give something else than the whole graph."""
+    """Return the error for results in chunks that differ from the whole graph's."""
     return UnsupportedError(
         explain(
             expected=f"the model to give the same {what} in chunks of a small graph as plainly",
@@ -208,7 +197,7 @@ def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
 
 @contextmanager
 def refusing_errors(part: str, remedy: str) -> Iterator[None]:
-    """Refuse a model that fails within the block, when it runs on `part`."""
+    """Refuse a model that fails within the block; `part` names the data it runs on."""
     try:
         yield
     except (UnsupportedError, torch.OutOfMemoryError):

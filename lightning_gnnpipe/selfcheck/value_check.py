@@ -1,7 +1,6 @@
-"""Trying the model out before training: is it right on chunks?
+"""Checks values and gradients of the traced layers on a small sample, against the plain module.
 
-The traced layers run on a small sample of the user's graph, whole and then in chunks whose halos
-were just filled, with dropout switched off: both must equal the plain module, values and gradients.
+The layers run on the whole sample, then on its chunks with halos from that run. Dropout is off.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lightning_gnnpipe.selfcheck.trial import (
 from lightning_gnnpipe.stages import Layers, draw_sample, restore_buffers, undisturbed
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-_ROUGH = 0.2  # half precision, of the norm
+_ROUGH = 0.2  # half precision, relative to the norm
 
 
 def check_layers(
@@ -39,19 +38,9 @@ def check_layers(
     on_chunks: bool,
     with_gradients: bool = True,
 ) -> None:
-    """Refuse a module whose layers do not give what it gives, on a small graph and its chunks.
+    """Raise `UnsupportedError` if `layers`, traced in the present mode, differ from `module`.
 
-    Args:
-        module: The pipelined module.
-        layers: Its layers, traced in its present mode.
-        call: Its arguments.
-        inputs: What they are.
-        on_chunks: Whether chunks are compared as well as the whole graph.
-        with_gradients: Whether gradients are compared as well as values.
-
-    Raises:
-        UnsupportedError: With the layer where the difference begins, or the error that a layer
-            raised.
+    `on_chunks`: compare chunks as well. `with_gradients`: compare gradients as well.
     """
     sample = draw_sample(module, call, inputs)
     small = Call(in_full(sample.leaves, module), call.names, call.template, None)
@@ -98,7 +87,7 @@ def _check_values(
 
 
 def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
-    """Return what autocast has made half precision in full, if the weights are: nothing is cast."""
+    """Cast half-precision leaves to float32 if weights are float32: the check has no autocast."""
     has_full = any(p.dtype == torch.float32 for p in module.parameters())
     return tuple(
         leaf.detach().float().requires_grad_(leaf.requires_grad)
@@ -115,7 +104,7 @@ def compare(ours: Tensor, theirs: Tensor) -> bool:
     ours, theirs = ours.double(), theirs.double()
     if tolerance is not None:
         return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
-    finite = theirs.isfinite()  # half precision: rounding of many layers adds up in single numbers
+    finite = theirs.isfinite()  # half precision: rounding adds up in single elements
     return bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
 
 
@@ -126,15 +115,7 @@ def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    """Refuse a module whose forward changed other buffers than norms', and restore all of them.
-
-    Args:
-        module: The module.
-        before: Its buffers before its forward.
-
-    Raises:
-        UnsupportedError: With the buffers that changed.
-    """
+    """Refuse a forward that changed buffers outside of norms; restore all from `before`."""
     found = find_layers(module)
     norms = (*found.norms.values(), *found.batch_norms.values())
     known = {id(buffer) for norm in norms for buffer in norm.buffers()}
@@ -154,11 +135,7 @@ def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def check_structure(ours: Any, theirs: Any) -> None:
-    """Refuse layers whose output has another structure than forward's.
-
-    Raises:
-        UnsupportedError: If it has.
-    """
+    """Refuse layers whose output structure differs from forward's."""
     found, expected = _structure(ours), _structure(theirs)
     if found != expected:
         raise UnsupportedError(
@@ -171,7 +148,7 @@ def check_structure(ours: Any, theirs: Any) -> None:
 
 
 def _structure(output: Any) -> Any:
-    """Return `output` with tensors by the word."""
+    """Return `output` with "tensor" in place of each tensor."""
     if isinstance(output, Mapping):
         return {key: _structure(item) for key, item in output.items()}
     if isinstance(output, list | tuple):

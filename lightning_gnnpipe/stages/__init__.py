@@ -1,4 +1,4 @@
-"""The user's module, traced and cut into stages."""
+"""Trace the user's module, cut it into layers, and assign layers to stages."""
 
 from __future__ import annotations
 

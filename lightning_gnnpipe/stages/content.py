@@ -1,7 +1,7 @@
-"""Fingerprints of the values that forward reads, and a watch on those that change.
+"""Fingerprints of the values that forward reads, and a watch on the attributes that it uses.
 
-Plain values and containers of them count by content, tensors by identity and version, modules and
-functions by identity, other objects by identity and by what their attributes hold.
+Plain values and containers compare by content, tensors by identity and version, modules, parameters
+and functions by identity, other objects by identity and the content of their attributes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-_MOST = 1000  # containers and objects that are looked into
+_MOST = 1000  # containers and objects to inspect
 _WITH_STATE = ("itertools", "builtins", "random", "numpy.random")
 
 FRAMEWORKS = frozenset(
@@ -58,7 +58,7 @@ FRAMEWORKS = frozenset(
 
 
 class KeptProxyError(Exception):
-    """A value holds what stands for a tensor during a trace."""
+    """A value holds a proxy, which stands for a tensor during a trace."""
 
 
 def is_plain(value: Any) -> bool:
@@ -69,22 +69,13 @@ def is_plain(value: Any) -> bool:
 
 
 def content_of(value: Any) -> Hashable:
-    """Return what `value` holds.
-
-    Raises:
-        KeptProxyError: If a trace has left a proxy in it.
-    """
+    """Return a fingerprint of `value`; raise `KeptProxyError` if it holds a proxy."""
     kind = type(value)
     return (kind, value) if kind in _PLAIN else _look(value, {})
 
 
 def plain_of(content: Hashable, number_of: Callable[[Tensor], int] | None = None) -> Any:
-    """Return what is plain in what `content_of` has returned, the same in every process.
-
-    Args:
-        content: What it has returned.
-        number_of: Returns a number of a tensor's content; None leaves tensors out.
-    """
+    """Return the plain part of a fingerprint, equal on all ranks; `number_of` hashes tensors."""
     if isinstance(content, tuple):
         return tuple(plain_of(part, number_of) for part in content)
     if isinstance(content, frozenset):
@@ -107,12 +98,12 @@ def plain_of(content: Hashable, number_of: Callable[[Tensor], int] | None = None
 
 
 class Same:
-    """Equal to what is the same object in the same version."""
+    """Equal to the same object in the same version only."""
 
     __slots__ = ("it", "version")
 
     def __init__(self, it: object, version: int = -1) -> None:
-        self.it, self.version = it, version  # kept alive, so that nothing else takes its place
+        self.it, self.version = it, version  # kept alive, so that its id is not reused
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
@@ -144,7 +135,7 @@ def _look(value: Any, seen: dict[int, Any]) -> Hashable:
         return kind, value
     if id(value) in seen or len(seen) > _MOST:
         return Same(value)
-    seen[id(value)] = value  # kept alive, so that nothing else is given its place
+    seen[id(value)] = value  # kept alive, so that its id is not reused
     if isinstance(value, Mapping):
         return kind, *[(_look(key, seen), _look(item, seen)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque):
@@ -155,7 +146,7 @@ def _look(value: Any, seen: dict[int, Any]) -> Hashable:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what an object that is no container holds."""
+    """Return the contents of an object that is not a container."""
     kind = type(value)
     if isinstance(value, partial):
         return value.func, value.args, value.keywords
@@ -192,18 +183,13 @@ _OWN = __name__.partition(".")[0]
 
 @dataclass(slots=True)
 class Watched:
-    """What a forward did with modules, in order.
-
-    Attributes:
-        reads: Attributes that it asked for, by module and name.
-        before: What attributes that it set were before; `MISSING` where there were none.
-    """
+    """Attributes of modules that a forward read, and earlier values of the attributes it set."""
 
     reads: dict[tuple[nn.Module, str], None] = field(default_factory=dict)
     before: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
 
     def undo(self) -> None:
-        """Give the modules back what was there before."""
+        """Restore the attributes that the forward set."""
         for (module, name), value in self.before.items():
             if value is not MISSING:
                 setattr(module, name, value)
@@ -211,11 +197,7 @@ class Watched:
                 delattr(module, name)
 
     def kept(self, *, with_values: bool) -> list[str]:
-        """Return the names of attributes that hold what was computed.
-
-        Args:
-            with_values: Name those as well that hold something else than before.
-        """
+        """Return the names of set attributes that hold a proxy or, `with_values`, a new value."""
         return [
             name
             for (module, name), before in self.before.items()
@@ -232,11 +214,7 @@ def _is_kept(before: Any, now: Any, with_values: bool) -> bool:
 
 @contextmanager
 def watching(watched: Watched) -> Iterator[None]:
-    """Note in `watched` what the forward reads and sets on modules within the block.
-
-    Raises:
-        UnsupportedError: If the progress of the training is read, or something is logged.
-    """
+    """Record attribute reads and writes of a forward; refuse reads of progress, and logging."""
     kind, set_attribute = cast(Any, nn.Module), nn.Module.__setattr__
 
     def get(module: nn.Module, name: str) -> Any:
@@ -261,14 +239,14 @@ def watching(watched: Watched) -> Iterator[None]:
 
 
 def _is_read(name: str, frame: FrameType | None) -> bool:
-    """Whether a forward asks for the attribute `name` in `frame`."""
-    if name == "__dict__":  # in which torch and functools look others up
+    """Whether a forward reads the attribute `name` in `frame`."""
+    if name == "__dict__":  # torch and functools look attributes up in it
         return _origin(frame)[0] not in ("torch", "functools") and _is_of_forward(frame)
     return not name.startswith("__") and _is_of_forward(frame)
 
 
 def _is_of_forward(frame: FrameType | None) -> bool:
-    """Whether the forward, or what it calls, runs in `frame`, rather than torch.fx or we do."""
+    """Whether `frame` runs the forward or its callees, not torch.fx or this package."""
     while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
         if frame.f_code is CALL_OF_MODULE:  # hooks and the forward of a module
             return True
@@ -278,13 +256,13 @@ def _is_of_forward(frame: FrameType | None) -> bool:
 
 
 def _origin(frame: FrameType | None) -> list[str]:
-    """Return the name of the Python module whose code runs in `frame`, in parts."""
+    """Return the dotted name of the Python module of `frame`, split at the dots."""
     return ("" if frame is None else str(frame.f_globals.get("__name__"))).split(".")
 
 
 def _check_progress(name: str, frame: FrameType | None) -> None:
     if frame is not None and frame.f_code.co_name in ("global_rank", "local_rank"):
-        return  # they stay as they are
+        return  # constant during training
     raise UnsupportedError(
         explain(
             expected="forward to depend on its arguments and on plain attributes",

@@ -1,4 +1,4 @@
-"""From the user's module and its arguments to layers."""
+"""Traces the user's module and cuts it into layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_GRAPHS = (
     Kind.EDGE,
     Kind.GRAPH,
     Kind.NONEMPTY_PREFIX,
-)  # rows of outputs
+)  # row kinds of outputs in a batch of graphs
 
 
 def cut_module(
@@ -40,21 +40,11 @@ def cut_module(
     is_grad_enabled: bool = True,
     is_cut: bool = True,
 ) -> Layers:
-    """Trace `module` in its present mode and cut it into layers.
+    """Trace `module`, all of its parameters on this rank, in its present mode; cut it into layers.
 
-    Args:
-        module: The pipelined module, all of its parameters on this rank.
-        call: Its arguments.
-        inputs: What they are.
-        served: Modules that do not run as they are on chunks.
-        finds_repeatable: Whether to look for values that stages can compute again. Those of a
-            batch of graphs are not: how many rows they spare is another number for each batch.
-        is_grad_enabled: See `trace`.
-        is_cut: Whether the graph is, or may be, cut into chunks. If not, a module with weights of
-            single nodes, which does not run on a small part of the graph, is run on all of it.
-
-    Raises:
-        UnsupportedError: If it cannot be traced or cut.
+    `served`: modules that run differently on chunks. `finds_repeatable`: look for values that later
+    stages can recompute; not in a batch of graphs, whose row counts vary. `is_cut`: the graph may
+    be cut into chunks. If not, a module with weights of single nodes runs on the whole graph.
     """
     graph, reads = trace(module, call, is_grad_enabled=is_grad_enabled)
     has_graphs = inputs.graphs is not None

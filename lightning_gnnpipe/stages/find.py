@@ -1,7 +1,6 @@
-"""Finds the pipelined module, and reads from it where it may be cut.
+"""Finds the pipelined module, the smallest one with a forward that holds all message passing.
 
-The pipelined module is the smallest one that holds all message passing and has a forward of its
-own. One that cannot be traced lists its layers in a method `pipeline_layers`.
+A module that torch.fx cannot trace lists its layers in a method `pipeline_layers`.
 """
 
 from __future__ import annotations
@@ -17,23 +16,19 @@ from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
 
 
 def is_listed(module: Any) -> bool:
-    """Whether `module` lists its layers."""
+    """Whether `module` lists its layers in `pipeline_layers`."""
     return hasattr(module, "pipeline_layers")
 
 
 def listed_parts(module: Any) -> set[int]:
-    """Return the ids of the listed submodules and of all modules inside of them."""
+    """Return the ids of the listed submodules and of all modules inside them."""
     if not is_listed(module):
         return set()
     return {id(part) for layer, _ in _entries(module) for part in layer.modules()}
 
 
 def _entries(module: Any) -> list[tuple[nn.Module, str]]:
-    """Return the listed layers.
-
-    Raises:
-        UnsupportedError: If an entry is not a submodule and what it reads and computes.
-    """
+    """Return the listed pairs (submodule, text); refuse malformed entries."""
     own = {id(part) for part in module.modules()}
     entries = list(module.pipeline_layers())
     for entry in entries:
@@ -51,11 +46,7 @@ def _entries(module: Any) -> list[tuple[nn.Module, str]]:
 
 
 def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the listed layers one after the other and return what the last one computes.
-
-    Raises:
-        UnsupportedError: If an entry reads a name that is not there.
-    """
+    """Call the listed layers in order and return the outputs of the last one."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     values = dict(bound.arguments)
@@ -78,17 +69,7 @@ def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def find_pipelined(module: nn.Module, name: str | None) -> tuple[str, nn.Module]:
-    """Return the name and the module to pipeline; the name is empty for `module` itself.
-
-    Args:
-        module: The LightningModule.
-        name: What the user named, or None to search.
-
-    Raises:
-        ConfigError: If there is no submodule of that name.
-        UnsupportedError: If there is no message passing in it, or in several modules that nothing
-            else calls.
-    """
+    """Find the module to pipeline; return its name, empty for `module` itself, and the module."""
     if name is not None:
         try:
             chosen = module.get_submodule(name)
@@ -129,10 +110,9 @@ def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the submodules that hold message passing; second names of another's are left out.
+    """Return submodules that hold message passing, without second names of the same layers.
 
-    Where nothing else calls several of them, those without trained weights are left out too: a
-    teacher.
+    If `module` has no forward and one holder is trainable, frozen holders (teachers) are left out.
     """
     held = {
         (name, child): {id(m) for m in child.modules() if isinstance(m, MessagePassing)}
@@ -149,14 +129,14 @@ def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeats(child: nn.Module, layers: set[int], other: nn.Module, all_layers: set[int]) -> bool:
-    """Whether `child` is a second name of layers that `other` holds and calls."""
+    """Whether `child` is a second name for layers that `other` holds and calls."""
     if child is other or _is_container(other) or not layers <= all_layers:
         return False
     return _is_container(child) or layers != all_layers or any(m is child for m in other.modules())
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called."""
+    """Whether `module` defines a forward of its own, or lists its layers."""
     defined_in = type(module).forward.__module__.partition(".")[0]
     return defined_in not in ("torch", "lightning", "pytorch_lightning") or is_listed(module)
 

@@ -1,4 +1,4 @@
-"""Dealing layers out to stages: consecutive layers, the slowest stage as fast as possible."""
+"""Assigns consecutive layers to stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -11,18 +11,10 @@ from lightning_gnnpipe.errors import ConfigError, explain
 def solve_balance(
     costs: Sequence[float], num_stages: int, first_costs: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return how many layers each stage gets for the largest sum of costs to be the least.
+    """Return the layers per stage that minimize the largest cost of a stage.
 
-    Dynamic programming over (stages, layers); among equals the earlier stages get fewer layers.
-
-    Args:
-        costs: Cost of each layer, any unit, at least 0.
-        num_stages: Stages, each of which gets at least one layer.
-        first_costs: For each layer what a stage that begins with it has to do as well; None for
-            nothing.
-
-    Raises:
-        ConfigError: If there are more stages than layers.
+    Dynamic programming. Ties give the earlier stages fewer layers. `costs`: per layer, any unit, at
+    least 0. `first_costs`: extra cost of a stage that begins with the layer.
     """
     num_layers = len(costs)
     check_num_stages(num_layers, num_stages)
@@ -47,11 +39,7 @@ def solve_balance(
 
 
 def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return `counts` as a tuple if they assign `num_layers` layers to `num_stages` stages.
-
-    Raises:
-        ConfigError: If they do not.
-    """
+    """Return `counts` as a tuple; raise `ConfigError` if they do not fit layers and stages."""
     check_num_stages(num_layers, num_stages)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
@@ -66,11 +54,7 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
 
 
 def check_num_stages(num_layers: int, num_stages: int) -> None:
-    """Refuse more stages than layers.
-
-    Raises:
-        ConfigError: With both numbers.
-    """
+    """Raise `ConfigError` if there are more stages than layers."""
     if num_stages > num_layers:
         raise ConfigError(
             explain(
@@ -83,11 +67,7 @@ def check_num_stages(num_layers: int, num_stages: int) -> None:
 
 
 def check_num_virtual(num_layers: int, num_ranks: int, num_virtual: int) -> None:
-    """Refuse so many stages on each rank that there are not as many layers.
-
-    Raises:
-        ConfigError: With the numbers.
-    """
+    """Raise `ConfigError` if all ranks together have more virtual stages than layers."""
     if num_virtual > 1 and num_ranks * num_virtual > num_layers:
         raise ConfigError(
             explain(

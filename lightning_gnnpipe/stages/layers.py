@@ -1,11 +1,10 @@
-"""Cutting a traced graph into layers: segments with one message-passing call each.
+"""Cuts a traced graph into layers: segments with one message-passing call each.
 
   leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin  output
                     (never here)            ^ cut                     ^ cut
 
-Between two message-passing calls the cut is put where the fewest bytes a node are alive. Whatever
-is alive there crosses it (h; GCNII's x_0; JumpingKnowledge's list), so the cut can become the
-border of two stages.
+Between two calls, the cut goes where the fewest bytes per node are alive. All values alive there
+cross the cut (h; GCNII's x_0; JumpingKnowledge's list), so that any cut can separate two stages.
 """
 
 from __future__ import annotations
@@ -43,17 +42,15 @@ _CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.NONEMPTY_PREFIX)
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A model as a row of segments.
+    """The layers of a model, in the order of execution.
 
     Attributes:
-        segments: In the order of execution.
-        crossing: For each segment the values, computed earlier, that are alive where it begins.
-        values: What is known of each value.
+        crossing: For each segment, the earlier values that are alive where it begins.
         outputs: Names of the model's output tensors.
-        output_template: The structure of the output, `fx.Node`s in place of tensors.
-        repeatable: Values that cross cuts and that any stage can compute from the batch, in the
-            order of their computation, with the number of the segment that computes them.
-        outside: What the forward reads beside its arguments.
+        output_template: Structure of the output, with `fx.Node`s in place of tensors.
+        repeatable: Crossing values that any stage can compute from the batch, in the order of
+            computation, mapped to the number of the segment that computes them.
+        outside: Values that forward reads besides its arguments.
     """
 
     segments: tuple[Segment, ...]
@@ -65,27 +62,24 @@ class Layers:
     outside: Reads = field(default_factory=Reads, compare=False)
 
     def read_leaves(self) -> set[int]:
-        """Return the numbers of the batch's tensors that some layer reads, or that are returned."""
+        """Return the numbers of the leaves that a layer reads or the model returns."""
         names = {*self.outputs, *(name for one in self.segments for name in one.inputs)}
         numbers = (name.removeprefix("leaf_") for name in names if name.startswith("leaf_"))
         return {int(number) for number in numbers if number.isdigit()}
 
     def num_calls(self, name: str) -> int:
-        """Return how often the module `name`, or a module that it is a part of, is called."""
+        """Return how often the module `name` is called, by itself or inside a called module."""
         nodes = (node for one in self.segments for node in one.module.graph.nodes)
         called = [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
         return sum(f"{name}.".startswith(f"{target}.") for target in called)
 
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the model's output with `tensors` in the order of `outputs`."""
+        """Return the model's output; `tensors` are in the order of `outputs`."""
         by_name = dict(zip(self.outputs, tensors, strict=True))
         return _thaw(fx.node.map_arg(self.output_template, lambda node: by_name[node.name]))
 
     def pick_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return one tensor for each of `outputs`, of all that stand in the model's output.
-
-        A tensor may stand there several times.
-        """
+        """Return one tensor per name in `outputs`; the flat output may repeat a tensor."""
         names: list[str] = []
         fx.node.map_arg(self.output_template, lambda node: names.append(node.name))
         by_name = dict(zip(names, tensors, strict=True))
@@ -99,20 +93,9 @@ def cut_layers(
     output_kinds: Collection[Kind] = (Kind.NODE,),
     remedy: str = "",
 ) -> Layers:
-    """Cut `graph` into as many segments as it has message-passing calls.
+    """Cut `graph` into a segment per message-passing call; calls with no cut between share one.
 
-    Calls between which no cut is possible share a segment.
-
-    Args:
-        graph: The traced module.
-        module: The module.
-        values: What is known of each tensor.
-        output_kinds: What the rows of outputs may be: of nodes, or in a batch of graphs, which is
-            cut by graph, of whatever there is.
-        remedy: What to do about outputs with other rows, if it is something special.
-
-    Raises:
-        UnsupportedError: If there is no message passing, or an output has other rows.
+    `output_kinds`: allowed row kinds of outputs. `remedy`: replaces the default advice if violated.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -180,7 +163,7 @@ def _remedy(value: Value | None, line: str) -> str:
 
 
 def _find_free(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
-    """Values that each segment computes by itself: sizes, weights of layers and changed edges."""
+    """Find cheap values that each segment recomputes: sizes, weights and transformed edges."""
     free: set[fx.Node] = set()
     for node in nodes:
         is_cheap = node.op in ("get_attr", "call_function", "call_method")
@@ -207,7 +190,7 @@ class _Cutter:
         self.place = {node: i for i, node in enumerate(nodes)} | {output: len(nodes)}
 
     def alive(self, start: int) -> tuple[str, ...]:
-        """Names of the values that are computed before position `start` and used from there on."""
+        """Names of the values computed before position `start` and used from there on."""
         return tuple(node.name for node in self.nodes[:start] if self._crosses(node, start))
 
     def _crosses(self, node: fx.Node, start: int) -> bool:
@@ -216,7 +199,7 @@ class _Cutter:
         )
 
     def _is_used_from(self, user: fx.Node, start: int) -> bool:
-        if user in self.free:  # it is computed again wherever it is needed
+        if user in self.free:  # each segment that needs it recomputes it
             return any(self._is_used_from(later, start) for later in user.users)
         return self.place[user] >= start
 
@@ -234,7 +217,7 @@ class _Cutter:
         return starts
 
     def _row_bytes(self, start: int) -> int | None:
-        """Bytes a row of what is alive at `start`; None if something there cannot cross."""
+        """Bytes per row of the values alive at `start`; None if one of them cannot cross."""
         total = 0
         for name in self.alive(start):
             value = self.values.get(name)
@@ -246,7 +229,7 @@ class _Cutter:
     def segment(
         self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
     ) -> Segment:
-        """Build the segment of positions `span` that computes or passes on the values `needed`."""
+        """Build the segment of positions `span` with the outputs `needed`."""
         body = self.nodes[span[0] : span[1]]
         builder = SegmentBuilder(self.free)
         for node in body:
@@ -258,7 +241,7 @@ class _Cutter:
 
 
 def _thaw(value: Any) -> Any:
-    """Return `value` with dicts and lists that can be written to; those of a graph cannot."""
+    """Return `value` with mutable dicts and lists in place of fx's immutable ones."""
     if isinstance(value, dict):
         return {key: _thaw(item) for key, item in value.items()}
     if isinstance(value, list):

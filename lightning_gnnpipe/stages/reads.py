@@ -1,12 +1,12 @@
-"""What a forward reads beside its arguments: options, flags, globals, closures, classes.
+"""Records what a forward reads besides its arguments: options, flags, globals, closures, classes.
 
-A trace bakes the values in, so it is used again only while they are the same.
+A trace bakes these values in, so it is reused only while they are unchanged.
 
-    what was asked of modules  ->  functions among it  ->  their globals, closures, defaults
-                                                       ->  functions among these, and so on
+    attributes of modules  ->  functions among them  ->  their globals, closures, defaults
+                                                     ->  functions among these, and so on
 
-Which attributes of modules are read is watched during the trace. Of functions, all names in their
-code are taken to be read: of Python modules and classes what has such a name, else all.
+Attribute reads on modules are watched during the trace. A function is assumed to read every name in
+its code; of classes and Python modules, only members with these names are recorded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from lightning_gnnpipe.stages.content import (
     plain_of,
 )
 
-Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and owner
+Sources = dict[tuple[str, int], Callable[[], Any]]  # by name and id of the owner
 
 _LIBRARIES = FRAMEWORKS | sys.stdlib_module_names
-_MOST = 1000  # items of a container that functions are looked for in
+_MOST = 1000  # items of a container that are searched for functions
 _GLOBAL_STATE: dict[str, Callable[[], Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
@@ -47,14 +47,14 @@ _GLOBAL_STATE: dict[str, Callable[[], Any]] = {
 
 
 class Reads:
-    """Where a forward reads what it does not get as an argument."""
+    """Sources of the values that a forward reads besides its arguments."""
 
     def __init__(self) -> None:
         self._sources: Sources = {}
 
     @staticmethod
     def of(module: nn.Module, watched: Watched) -> Reads:
-        """Return what the forward of `module` reads, which asked modules for what was `watched`."""
+        """Return the reads of `module`'s forward; `watched` holds its attribute reads."""
         reads = Reads()
         walk = _Walk(module, reads._sources)
         walk.visit(type(module))
@@ -66,7 +66,7 @@ class Reads:
 
     @staticmethod
     def merged(several: Iterable[Reads]) -> Reads:
-        """Return what any of them reads."""
+        """Return the union of `several`."""
         reads = Reads()
         for one in several:
             reads._sources |= one._sources
@@ -74,10 +74,7 @@ class Reads:
 
     @staticmethod
     def of_parts(module: nn.Module, is_traced: Callable[[nn.Module], bool]) -> Reads:
-        """Return what those parts of `module` may read that run as they are, without a trace.
-
-        Probabilities of dropout, and whether a part is in training mode, are left out.
-        """
+        """Return possible reads of untraced parts of `module`, except dropout rates and modes."""
         reads, of_torch = Reads(), vars(nn.Module())
         walk = _Walk(module, reads._sources)
         for part in module.modules():
@@ -98,7 +95,7 @@ class Reads:
         return reads
 
     def values(self) -> tuple[Hashable, ...]:
-        """Return what is there at present; see `content_of`."""
+        """Return the present values as fingerprints; see `content_of`."""
         return tuple([content_of(read()) for read in self._sources.values()])
 
     def plain(
@@ -106,7 +103,7 @@ class Reads:
         values: tuple[Hashable, ...],
         number_of: Callable[[torch.Tensor], int] | None = None,
     ) -> list[tuple[str, Any]]:
-        """Return what is plain of `values`, by name, the same in every process and mode."""
+        """Return the plain part of `values` by name, the same in every process and mode."""
         named = zip((name for name, _ in self._sources), values, strict=True)
         return sorted(
             (name, repr(plain_of(value, number_of)))
@@ -115,17 +112,17 @@ class Reads:
         )
 
     def kept(self) -> list[str]:
-        """Return the names of what holds a proxy, which a trace has left there."""
+        """Return the names of the sources where a trace has left a proxy."""
         return [name for (name, _), read in self._sources.items() if _holds_proxy(read())]
 
     def changed(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> list[str]:
-        """Return the names of what differs."""
+        """Return the names of the sources whose values differ."""
         triples = zip(self._sources, before, now, strict=True)
         return [name for (name, _), old, new in triples if old != new]
 
 
 def is_probability(part: nn.Module, name: str) -> bool:
-    """Whether an attribute of a layer is the probability of its dropout."""
+    """Whether an attribute of a layer is its dropout probability."""
     return name == "dropout" or (name == "p" and "Dropout" in type(part).__name__)
 
 
@@ -138,7 +135,7 @@ def _holds_proxy(value: Any) -> bool:
 
 
 class _Walk:
-    """Finds sources, from functions to what they name."""
+    """Finds sources by following functions to the names in their code."""
 
     def __init__(self, module: nn.Module, sources: Sources) -> None:
         self._sources = sources
@@ -149,7 +146,7 @@ class _Walk:
         self._spaces: dict[int, type | ModuleType] = {}
 
     def finish(self) -> None:
-        """Follow the names of all functions into classes and Python modules, until none is new."""
+        """Follow the names of all functions into classes and modules until nothing new is found."""
         known = 0
         while known != (known := len(self._sources) + len(self._seen)):
             for space in list(self._spaces.values()):
@@ -159,20 +156,19 @@ class _Walk:
             self._source(name, _GLOBAL_STATE[name], os)
 
     def attribute(self, module: nn.Module, name: str) -> None:
-        """Take an attribute of a module in."""
         found = next((vars(c)[name] for c in type(module).__mro__ if name in vars(c)), None)
-        if isinstance(found, property):  # what it asks of modules was watched as well
+        if isinstance(found, property):  # its reads of modules were watched as well
             self.visit(found)
             return
         path = self._path.get(id(module), type(module).__name__)
         registry = registry_of(module, name)
         read = partial(getattr, module, name, MISSING)
-        if registry is not None:  # of tensors there, the trace reads the values in each step
+        if registry is not None:  # by identity: each step reads the values anew
             read = partial(_same_in, registry, name)
         self._source(f"{path}.{name}".removeprefix("."), read, module)
 
     def visit(self, value: Any) -> None:
-        """Look for functions in `value`, and for what they read."""
+        """Search `value` for functions and add what they read."""
         value = value.it if isinstance(value, Same) else value
         if id(value) in self._seen:
             return
@@ -225,18 +221,18 @@ class _Walk:
                 self._source(f"{label}.{name}", partial(getattr, function, name), function)
 
     def _member(self, space: type | ModuleType, name: str) -> None:
-        """Take in what a class or a Python module has under a name."""
+        """Add the member `name` of a class or Python module."""
         value = vars(space)[name]
         if isinstance(value, FunctionType | staticmethod | classmethod | property):
             self.visit(value)
             return
-        for one in list(self._spaces.values()):  # a subclass may be given its own
+        for one in list(self._spaces.values()):  # a subclass may override it
             if one is space or (isinstance(one, type) and space in one.__mro__):
                 read = partial(getattr, one, name, MISSING)
                 self._source(f"{one.__name__}.{name}", read, one)
 
     def is_library(self, name: str) -> bool:
-        """Whether the Python module `name` is no part of what the user has written."""
+        """Whether the Python module `name` is not the user's code."""
         top = name.partition(".")[0]
         if top in _LIBRARIES or top in self._own:
             return top in _LIBRARIES

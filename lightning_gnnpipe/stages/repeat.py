@@ -1,12 +1,11 @@
-"""Values that a stage computes again rather than to receive them.
+"""Finds values that a stage recomputes instead of receiving.
 
     stage 0   x -> dropout -> lin -> relu = X_0 -> layers ->  X  |
     stage 1   x -> dropout -> lin -> relu = X_0 -> layers    <-  X  crosses the cut, X_0 does not
 
-Every rank holds the batch, so what is computed from it alone, row by row, need not travel. The
-stage then shares the weights (`lin`): their gradients are summed over the stages, instead of the
-rows' that would go back. Its copy has the number of the segment that it is a part of, from which
-random numbers are seeded, so dropout has the same masks everywhere.
+Every rank holds the batch, so values computed from it row by row need not be sent. The stages share
+the weights (`lin`) and sum their gradients, instead of sending gradients of rows back. A copy keeps
+the number of its segment, which seeds random numbers, so dropout masks are the same everywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ A weight takes two operations a row forward and four backward; of a value of B b
 bytes are spared: 128 weights a byte are 384 operations for each byte that is not sent. A CPU core
 makes as many while a link of 1 Gbit/s sends a byte, a GPU while one of 100 Gbit/s does.
 """
-_ROUNDING = 1e-3  # so much of the norm may differ: all ranks must come to the same conclusion
+_ROUNDING = 1e-3  # relative to the norm; loose, so that all ranks decide alike
 
 
 def find_repeatable(
@@ -48,19 +47,12 @@ def find_repeatable(
     inputs: Inputs,
     served: Collection[nn.Module],
 ) -> Layers:
-    """Return `layers` with the values that any stage can compute from the batch.
+    """Return `layers` with `repeatable` set; segments no longer pass these values on.
 
-    Such a value crosses a cut and is computed within one segment, from leaves alone, from tensors
-    with the same rows as it has. No layer does that passes messages, is in `served`, or changes its
-    buffers. Nothing else overwrites what it is computed from, and nothing else draws random numbers
-    before it does. The part of the segment that is left gives the same on a sample.
-
-    Args:
-        layers: The layers, cut.
-        module: That was traced.
-        call: Its arguments, of which a sample is run.
-        inputs: What they are.
-        served: Modules that are given statistics of all rows, or run otherwise on chunks.
+    A repeatable value crosses a cut. One segment computes it from leaves, through tensors with the
+    same rows, without message passing, modules in `served`, or changes of buffers. No other node
+    overwrites its sources or draws random numbers before it. On a sample, its part of the segment
+    gives the same values when run alone.
     """
     special = {id(m) for m in served}
     found = {
@@ -73,7 +65,7 @@ def find_repeatable(
         return layers
     nodes = {name: find_sources([segment.ends[name]]) for name, segment in found.items()}
     watched = {node.name for sources in nodes.values() for node in sources}
-    sample = draw_sample(module, call, inputs)  # the one before may have been overwritten
+    sample = draw_sample(module, call, inputs)  # the first one may have been overwritten
     with undisturbed(module), torch.enable_grad():
         effects = learn_effects(layers.segments, sample, watched)
         repeatable = {
@@ -82,7 +74,7 @@ def find_repeatable(
             if _is_undisturbed(segment, {node.name for node in nodes[name]}, effects)
             and _is_same(part_of(segment, [name]), sample, effects.results[name])
         }
-    # What nothing writes to need not be handed on from segment to segment.
+    # Nothing overwrites these values, so that segments need not pass them on.
     segments = tuple(
         without(s, {name for name, source in repeatable.items() if source < s.index})
         for s in layers.segments
@@ -91,7 +83,7 @@ def find_repeatable(
 
 
 def _is_of_rows(name: str, segment: Segment, layers: Layers, special: Collection[int]) -> bool:
-    """Whether a value is computed from leaves, by layers that see rows of its own kind alone."""
+    """Whether a value is computed from leaves, by nodes that only see rows of its own kind."""
     value, sources = layers.values[name], find_sources([segment.ends[name]])
     has_rows: set[fx.Node] = set()
     for node in segment.module.graph.nodes:
@@ -107,14 +99,14 @@ def _is_of_rows(name: str, segment: Segment, layers: Layers, special: Collection
                 return False
             has_rows.add(node)
         elif any(source in has_rows for source in node.all_input_nodes):
-            if known is not None:  # a tensor that joins rows
+            if known is not None:  # reduces over rows
                 return False
             has_rows.add(node)
     return True
 
 
 def _is_plain(segment: Segment, node: fx.Node, special: Collection[int]) -> bool:
-    """Whether a node is no special module, and its gradient can be summed over stages."""
+    """Whether `node` is no special module and its gradients are dense, so stages can sum them."""
     if node.op != "call_module":
         return node.kwargs.get("sparse") is not True
     layer = segment.module.get_submodule(str(node.target))
@@ -124,7 +116,7 @@ def _is_plain(segment: Segment, node: fx.Node, special: Collection[int]) -> bool
 
 
 def _is_undisturbed(segment: Segment, sources: Collection[str], effects: Effects) -> bool:
-    """Whether the nodes `sources` of `segment` give the same without its other nodes."""
+    """Whether the nodes `sources` of `segment` compute the same without its other nodes."""
     if any(effects.writers[name] - set(sources) for name in sources):
         return False
     if any(name in effects.changers for name in sources):
@@ -135,7 +127,7 @@ def _is_undisturbed(segment: Segment, sources: Collection[str], effects: Effects
 
 
 def _is_same(part: Segment, sample: Sample, given: Tensor) -> bool:
-    """Whether a part of a segment gives what the segment has given with the same seed."""
+    """Whether a part of a segment computes the segment's value `given` from the same seed."""
     leaves = [sample.leaves[int(name.removeprefix("leaf_"))] for name in part.inputs]
     torch.manual_seed(part.index)
     [found] = part.module(*(leaf.clone() for leaf in leaves))
@@ -146,17 +138,12 @@ def _is_same(part: Segment, sample: Sample, given: Tensor) -> bool:
 def choose_repeated(
     layers: Layers, option: RepeatOption, num_rows: Callable[[Kind, int], int], num_shards: int
 ) -> tuple[str, ...]:
-    """Return the names of the values that stages compute again.
+    """Return the names of the values that stages recompute; `option`: all, none, or "auto".
 
-    For "auto" those of which the rows, and their gradients, are more bytes at each cut than the
-    gradients of the weights, forth and back, and that use at most 128 weights for each byte of a
-    row. A weight counts for the first value that uses it.
-
-    Args:
-        layers: The layers.
-        option: Whether to: always, never, or "auto".
-        num_rows: Returns how many rows there are of nodes, or of the edges of a set.
-        num_shards: Shards, each of which sums gradients.
+    "auto" picks a value if its rows and their gradients are more bytes at each cut than the
+    gradients of its weights, summed over `num_shards` forth and back, and if it uses at most 128
+    weights per byte of a row. A weight counts for the first value that uses it. `num_rows` maps a
+    kind and an edge set to a number of rows.
     """
     if not option:
         return ()

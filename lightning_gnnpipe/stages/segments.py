@@ -1,8 +1,4 @@
-"""Segments of a traced graph as modules, and what they change besides their outputs.
-
-They draw random numbers, overwrite tensors, and change the buffers of their modules. All of it is
-learned by running them once.
-"""
+"""Segments of a traced graph as modules, and their side effects, observed on a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ class Segment:
 
     Attributes:
         index: Number of the layer, from 0.
-        module: What it computes.
         inputs: Names of leaves (`leaf_0`) and of values of earlier segments.
         outputs: Names of the values that later segments or the caller need.
         has_inplace: Whether it may overwrite its inputs.
@@ -43,13 +38,13 @@ class Segment:
 
     @property
     def ends(self) -> dict[str, fx.Node]:
-        """Where each output is computed; at a placeholder, if it is handed on as it came in."""
+        """Node of each output; a placeholder if the segment passes an input on."""
         output = next(node for node in self.module.graph.nodes if node.op == "output")
         return dict(zip(self.outputs, output.args[0], strict=True))
 
 
 def find_sources(ends: Collection[fx.Node]) -> set[fx.Node]:
-    """Return all nodes that `ends` are computed from, themselves included."""
+    """Return `ends` and all nodes that they are computed from."""
     found, new = set(ends), list(ends)
     while new:
         new = [source for node in new for source in node.all_input_nodes if source not in found]
@@ -58,13 +53,13 @@ def find_sources(ends: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def part_of(segment: Segment, names: Sequence[str]) -> Segment:
-    """Return the part of `segment` that its outputs `names` are computed by, with no others."""
+    """Return the part of `segment` that computes only the outputs `names`."""
     kept = find_sources([segment.ends[name] for name in names])
     return _rebuild(segment, names, kept)
 
 
 def without(segment: Segment, names: Set[str]) -> Segment:
-    """Return `segment` without the outputs `names`, and without what it only handed on to them."""
+    """Return `segment` without the outputs `names` and the inputs it only passed on to them."""
     if not names & set(segment.outputs):
         return segment
     outputs = [name for name in segment.outputs if name not in names]
@@ -75,7 +70,7 @@ def without(segment: Segment, names: Set[str]) -> Segment:
 
 
 def _rebuild(segment: Segment, outputs: Sequence[str], kept: Collection[fx.Node]) -> Segment:
-    """Return a segment of the nodes `kept` alone."""
+    """Return a segment of only the nodes `kept`."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in segment.module.graph.nodes:
         if node in kept:
@@ -97,11 +92,7 @@ def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
 
 
 class SegmentBuilder:
-    """Copies nodes into a graph of their own; what is defined elsewhere becomes an input.
-
-    Args:
-        free: Nodes that are computed again wherever they are needed.
-    """
+    """Copies nodes into a new graph; an operand becomes a copy if in `free`, else an input."""
 
     def __init__(self, free: set[fx.Node]) -> None:
         self.graph = fx.Graph()
@@ -110,12 +101,11 @@ class SegmentBuilder:
         self._last_input: fx.Node | None = None
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Append a copy of `node`."""
         self._copies[node] = self.graph.node_copy(node, self.lookup)
         return self._copies[node]
 
     def lookup(self, node: fx.Node) -> fx.Node:
-        """Return what stands for `node` here."""
+        """Return the copy of `node`, or the placeholder in its place."""
         if node in self._copies:
             return self._copies[node]
         if node in self._free:
@@ -126,7 +116,7 @@ class SegmentBuilder:
         return self._copies[node]
 
     def build(self, index: int, outputs: Sequence[fx.Node], module: nn.Module) -> Segment:
-        """Return the segment; its `outputs` are nodes of the graph that was copied from."""
+        """Return the segment; `outputs` are nodes of the original graph."""
         self.graph.output(tuple(self.lookup(node) for node in outputs))
         graph_module = fx.GraphModule(root_of(module), self.graph)
         return Segment(
@@ -144,7 +134,7 @@ class _Nowhere:
 
 
 def is_inplace(node: fx.Node, root: nn.Module) -> bool:
-    """Whether `node`, whose target is looked up in `root`, may overwrite what it reads."""
+    """Whether `node`, whose target is looked up in `root`, may overwrite its operands."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     if node.op == "call_module":
@@ -164,13 +154,13 @@ _RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial
 
 @dataclass(slots=True)
 class Effects:
-    """What nodes do, by name.
+    """Side effects of nodes, by name.
 
     Attributes:
-        draws: Nodes that draw random numbers, or would if their share were not 0.
-        writers: For each watched node those that overwrite what it has computed.
+        draws: Nodes that draw random numbers, or would at a dropout probability above 0.
+        writers: For each watched node, the nodes that overwrite its result.
         changers: Watched nodes that change a buffer of their module.
-        results: What watched nodes have computed, as it is after all segments.
+        results: Results of watched nodes, as left after all segments.
     """
 
     draws: set[str] = field(default_factory=set)
@@ -180,13 +170,7 @@ class Effects:
 
 
 def learn_effects(segments: Sequence[Segment], sample: Sample, watched: Collection[str]) -> Effects:
-    """Run `segments` on `sample`, each with its number as the seed; return what its nodes do.
-
-    Args:
-        segments: All layers, in order.
-        sample: Leaves of a small graph.
-        watched: Names of the nodes of which it matters whether they are overwritten.
-    """
+    """Run `segments` on `sample`, each seeded with its number; return the nodes' side effects."""
     effects = Effects(writers={name: set() for name in watched})
     values = {f"leaf_{i}": leaf.clone() for i, leaf in enumerate(sample.leaves)}
     for segment in segments:
@@ -198,13 +182,7 @@ def learn_effects(segments: Sequence[Segment], sample: Sample, watched: Collecti
 
 
 class _Watcher(fx.Interpreter):
-    """Runs a segment and compares random numbers, tensors and buffers before and after each node.
-
-    Args:
-        module: The segment.
-        effects: Is added to.
-        device: Where it runs.
-    """
+    """Runs a segment; compares random states, tensors and buffers before and after each node."""
 
     def __init__(self, module: fx.GraphModule, effects: Effects, device: torch.device) -> None:
         super().__init__(module)
@@ -234,7 +212,7 @@ class _Watcher(fx.Interpreter):
 
 
 def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
-    """Whether `node` is called like what draws random numbers; modules are looked up in `root`."""
+    """Whether the name of `node` suggests random numbers; modules are looked up in `root`."""
     if node.op == "call_module" and root is not None:
         layers = root.get_submodule(str(node.target)).modules()
         return any("drop" in type(layer).__name__.lower() for layer in layers)
@@ -243,7 +221,6 @@ def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
 
 
 def _random_states(device: torch.device) -> list[bytes]:
-    """Return the states of the generators that layers on `device` draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -1,8 +1,7 @@
 """Assigns layers to stages, and finds which stages use which parameters.
 
-Stages send each other gradients of a fixed form, zeros where there are none. An optimizer treats a
-weight with a gradient of zeros in another way than one without a gradient (momentum, weight decay).
-So the weights that the used outputs do not reach must be known.
+Stages send zeros where a value has no gradient. Optimizers treat a zero gradient differently from
+none (momentum, weight decay), so `find_reached` finds the weights that have a gradient.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from lightning_gnnpipe.stages.values import Value
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A run of consecutive layers.
+    """Consecutive layers that run on one rank.
 
     Attributes:
-        index: Its number, from 0.
-        segments: Its layers.
-        repeated: Parts of earlier layers that it computes again from the batch.
-        received: Names of the values that come from the previous stage.
-        sent: Names of the values that go to the next stage; on the last stage, of the model's
-            outputs.
-        values: What is known of every value.
+        repeated: Parts of earlier layers that the stage recomputes from the batch.
+        received: Names of the values from the previous stage.
+        sent: Names of the values for the next stage; on the last stage, of the model's outputs.
     """
 
     index: int
@@ -41,12 +36,12 @@ class Stage:
 
     @property
     def computed(self) -> tuple[Segment, ...]:
-        """All that it computes, in order: the parts of earlier layers, then its own layers."""
+        """All segments that the stage runs: parts of earlier layers, then its own layers."""
         return *self.repeated, *self.segments
 
     @property
     def leaves(self) -> frozenset[str]:
-        """Names of the batch's tensors that this stage reads."""
+        """Names of the leaves that this stage reads."""
         named = {name for segment in self.computed for name in segment.inputs}
         return frozenset(name for name in named if name.startswith("leaf_"))
 
@@ -54,13 +49,7 @@ class Stage:
 def split_layers(
     layers: Layers, counts: Sequence[int], repeated: Collection[str] = ()
 ) -> tuple[Stage, ...]:
-    """Return one stage for each of `counts`, with that many consecutive layers.
-
-    Args:
-        layers: The layers.
-        counts: Numbers of layers.
-        repeated: Names of values that stages compute again rather than to receive them.
-    """
+    """Return one stage per count; stages recompute the values `repeated`."""
     stages = []
     start = 0
     for index, count in enumerate(counts):
@@ -91,7 +80,7 @@ def _without(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
 
 
 def _parts(layers: Layers, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return what computes the values `names`, a part of each segment that is needed for it."""
+    """Return the parts of earlier segments that compute the values `names`."""
     sources = sorted({layers.repeatable[name] for name in names})
     return tuple(
         part_of(layers.segments[source], [n for n in names if layers.repeatable[n] == source])
@@ -102,21 +91,12 @@ def _parts(layers: Layers, names: Sequence[str]) -> tuple[Segment, ...]:
 def repeat_costs(
     layers: Layers, repeated: Collection[str], costs: Mapping[str, float]
 ) -> list[float]:
-    """Return what a stage that begins with each layer has to compute again, at most.
-
-    Args:
-        layers: The layers.
-        repeated: Names of the values that stages compute again.
-        costs: Of each of them.
-    """
+    """Return, for each layer, the largest recompute cost of a stage that begins with it."""
     return [sum(costs[name] for name in names if name in repeated) for names in layers.crossing]
 
 
 def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]]:
-    """Return, for each parameter and buffer of `module` that a stage uses, the stages that do.
-
-    A tensor that is registered under several names is listed under the first.
-    """
+    """Return the stages that use each parameter and buffer of `module`, by its first name."""
     by_name = first_names(module)
     users: dict[str, set[int]] = {}
     for stage in stages:
@@ -128,7 +108,7 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Return, for each name of a parameter or buffer of `module`, the first one of that tensor."""
+    """Map each name of a parameter or buffer of `module` to the first name of that tensor."""
     first_name: dict[int, str] = {}
     by_name = {}
     for tensors in (module.named_parameters, module.named_buffers):
@@ -144,17 +124,9 @@ def choose_held(
     module: nn.Module,
     users: Mapping[str, set[int]],
 ) -> list[str]:
-    """Return those of the values `repeated` for which no stage needs a weight that it has not.
+    """Return the values of `repeated` whose weights are on all stages that recompute them.
 
-    Once layers have been assigned a stage can be given a weight, but not what an optimizer knows
-    of it.
-
-    Args:
-        layers: The layers.
-        counts: How they are assigned.
-        repeated: Names of values that stages would compute again.
-        module: The pipelined module.
-        users: The stages that have each of its tensors.
+    `users`: stages that hold each tensor. A weight can be sent later, its optimizer state cannot.
     """
     plain = find_users(split_layers(layers, counts), module)
     nobody: set[int] = set()
@@ -170,13 +142,7 @@ def choose_held(
 
 
 def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> Iterable[str]:
-    """Yield the names of the parameters and buffers of `module` that `node` of a segment uses.
-
-    Args:
-        node: The node.
-        module: The pipelined module.
-        registered: The names of its parameters and buffers.
-    """
+    """Yield the names of the parameters and buffers of `module` that `node` uses."""
     name = strip_root(str(node.target))
     if node.op == "get_attr" and name in registered:
         yield name
@@ -189,13 +155,7 @@ def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> 
 
 
 def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) -> set[str]:
-    """Return the names of leaves and of `module`'s parameters that outputs are differentiable in.
-
-    Args:
-        layers: The layers of `module`.
-        module: The pipelined module.
-        outputs: Names of those of the layers' outputs that have gradients.
-    """
+    """Return the names of the leaves and parameters that `outputs` send gradients to."""
     by_name = first_names(module)
     reached = set(outputs)
     for segment in reversed(layers.segments):
@@ -211,7 +171,6 @@ def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) ->
 
 
 def _has_gradient(node: fx.Node, layers: Layers) -> bool:
-    """Whether gradients flow through `node`, as far as is known."""
     name = str(node.target) if node.op == "placeholder" else node.name
     value = layers.values.get(name)
     return value is None or value.requires_grad

@@ -1,7 +1,4 @@
-"""Tracing of the user's forward by torch.fx.
-
-Message-passing layers and all modules that hold none are leaves.
-"""
+"""Traces the user's forward with torch.fx, down to the message-passing layers."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ _REMEDIES = {
 }
 
 
-# What torch.fx says, and what the user's line does.
+# Error texts of torch.fx, and descriptions of the user's line.
 _FAULTS = {
     "item assignment": "an assignment to some rows of a tensor",
     "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
@@ -76,19 +73,11 @@ def _words(error: Exception) -> str:
 
 
 def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tuple[fx.Graph, Reads]:
-    """Return the graph of `module.forward` for the tensors of `call`, and what it depends on.
+    """Return the graph of `module.forward` for the tensors of `call`, and what else it reads.
 
-    Placeholders `leaf_0`, `leaf_1`, ... stand for the leaves, `leaf_num_graphs` for the number of
-    graphs; modules are named below `module`.
-    What is no tensor, of the call or elsewhere, is baked in.
-
-    Args:
-        module: The module.
-        call: Its arguments.
-        is_grad_enabled: Whether gradients are recorded where the module is called.
-
-    Raises:
-        UnsupportedError: If the forward cannot be traced; says why and what to do.
+    Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
+    Targets begin with "module.". Values other than tensors are baked in. The forward is traced
+    twice; traces that differ are refused. `is_grad_enabled`: autograd mode of the user's call.
     """
     random_numbers = _random_states()
     with _undone_on_errors(module) as undo, torch.set_grad_enabled(is_grad_enabled):
@@ -158,18 +147,13 @@ def _refuse_chance(module: nn.Module, found: str) -> UnsupportedError:
 
 
 def _random_states() -> Hashable:
-    """Return the states of Python's, NumPy's and torch's random numbers."""
     numbers = [random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()]
     return content_of(numbers)
 
 
 @contextmanager
 def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
-    """Take what the block puts into containers of modules out again, if it fails.
-
-    Yields:
-        What else to call then.
-    """
+    """If the block fails, restore containers of traced modules and call the yielded stack."""
     attributes = [vars(m) for m in module.modules() if is_traced_through(m)]
     held = [*(one for named in attributes for one in named.values()), *attributes]
     with ExitStack() as undo:
@@ -192,34 +176,33 @@ def contains_passing(module: nn.Module) -> bool:
 
 
 def is_traced_through(module: nn.Module) -> bool:
-    """Whether the forward of `module` is traced.
+    """Whether the forward of `module` is traced; if not, the module is a leaf.
 
-    Others are called as they are, on real tensors: message-passing layers, what holds none, PyG's
-    reversible blocks, which look at the shapes of their arguments.
+    Leaves: message-passing layers, modules without any, PyG's reversible blocks (inspect shapes).
     """
     is_called = isinstance(module, MessagePassing | InvertibleModule)
     return contains_passing(module) and not is_called
 
 
 def root_of(module: nn.Module) -> nn.Module:
-    """Return a module that the targets of a traced graph can be looked up in."""
+    """Return a module in which the targets of a traced graph can be looked up."""
     root = nn.Module()
     root.add_module(_ROOT, module)
     return root
 
 
 def line_of_node(node: fx.Node) -> str:
-    """Return the user's line that a node was traced from; empty if there is none."""
+    """Return the line of the user's code that made `node`; empty if unknown."""
     return str(node.meta.get(_LINE, ""))
 
 
 def strip_root(target: str) -> str:
-    """Return the name of a traced module or parameter in the user's module."""
+    """Return the name, in the user's module, of a traced module or parameter."""
     return target.removeprefix(_ROOT).removeprefix(".")
 
 
 class _Caller(nn.Module):
-    """Calls the user's module with its tensors in a flat list."""
+    """Calls the user's module with its tensors as a flat list."""
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__()
@@ -238,9 +221,9 @@ class _Caller(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """Traces through modules that contain message passing and stops at all others."""
+    """Traces through modules that contain message passing; all other modules are leaves."""
 
-    proxy_buffer_attributes = True  # what is computed of buffers is computed anew in each step
+    proxy_buffer_attributes = True  # each step recomputes values derived from buffers
 
     def __init__(self, module: nn.Module) -> None:
         functions = tuple(
@@ -278,7 +261,7 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
-            for name, tensor in self.root.named_parameters():  # as functional_call puts them there
+            for name, tensor in self.root.named_parameters():  # plain ones in functional_call
                 if tensor is attr_val:
                     return self.create_proxy("get_attr", name, (), {})
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -288,7 +271,7 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         result = super().call_module(m, forward, args, kwargs)
         types = _node_types(m)
-        if len(types) == 1 and len(args) + len(kwargs) == 2:  # it returns a dict, for items() too
+        if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
             return {types[0]: result[types[0]]}
         return result
 
@@ -305,13 +288,13 @@ class _Tracer(fx.Tracer):
 
 
 def _contexts() -> tuple[bool, ...]:
-    """Return the modes that a trace does not take down."""
+    """Return the modes of autograd and autocast, which fx does not record."""
     autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     return torch.is_grad_enabled(), *autocast
 
 
 def _is_checkpointed() -> bool:
-    """Whether an activation checkpoint runs, which switches gradients off for the time being."""
+    """Whether an activation checkpoint is running, which disables gradients temporarily."""
     frame = currentframe()
     while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
         frame = frame.f_back
@@ -319,7 +302,7 @@ def _is_checkpointed() -> bool:
 
 
 def _node_types(m: nn.Module) -> list[str]:
-    """Return the keys of what a layer for heterogeneous graphs returns."""
+    """Return the output keys of a layer for heterogeneous graphs; empty for other modules."""
     if isinstance(m, HANConv):
         return list(m.metadata[0])
     return list(m.node_types) if isinstance(m, HGTConv) else []

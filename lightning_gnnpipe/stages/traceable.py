@@ -1,4 +1,4 @@
-"""What a module may do in its forward that torch.fx does not trace by itself, made traceable."""
+"""Patches that let torch.fx trace factories, aggregations and DeepGCNLayer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "ran
 
 @contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
-    """Let `module` be traced within the block."""
+    """Patch torch, PyG and `module` for a trace within the block."""
     with _traceable_factories(), _traceable_aggregations(), _without_checkpoints(module):
         yield
 
 
 @contextmanager
 def _without_checkpoints(module: nn.Module) -> Iterator[None]:
-    """Trace DeepGCNLayer without its activation checkpoints: it asks inputs for `requires_grad`."""
+    """Turn activation checkpoints of DeepGCNLayer off: they read `requires_grad` of inputs."""
     before = [(m, m.ckpt_grad) for m in module.modules() if isinstance(m, DeepGCNLayer)]
     for layer, _ in before:
         layer.ckpt_grad = False
@@ -36,7 +36,7 @@ def _without_checkpoints(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _traceable_aggregations() -> Iterator[None]:
-    """Let aggregations be called as other modules are: their own `__call__` looks at values."""
+    """Call aggregations as plain modules: `Aggregation.__call__` inspects values."""
     kind, thread = Aggregation, get_ident()
     original = kind.__call__
 
@@ -53,7 +53,7 @@ def _traceable_aggregations() -> Iterator[None]:
 
 @contextmanager
 def _traceable_factories() -> Iterator[None]:
-    """Let `torch.zeros(x.size(0), ...)` and the like take traced sizes, which torch's do not."""
+    """Let `torch.zeros(x.size(0), ...)` and similar functions accept traced sizes."""
     originals = {name: getattr(torch, name) for name in _FACTORIES}
     try:
         for name, original in originals.items():

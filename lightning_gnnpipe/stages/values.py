@@ -1,8 +1,7 @@
-"""What each value of a traced graph is.
+"""Learns row kind, shape and dtype of each value of a traced graph from a run on a small sample.
 
-It is learned by running it once on a small sample of the user's graph. The sample has fewer nodes
-than edges or the other way round, never as many, so that the first dimension of every value tells
-whether it has one row a node or one row an edge, or, in a batch of graphs, one row a graph.
+A sample has different numbers of nodes, edges and graphs, so that the first dimension of a value
+shows what its rows are.
 """
 
 from __future__ import annotations
@@ -44,16 +43,12 @@ _REMEDY_SETS = (
     "pass it a second time to use it with another."
 )
 _SAMPLE_EDGES = 48
-_GROUP = 4  # Edges that MeshCNNConv reads together.
+_GROUP = 4  # edges that MeshCNNConv reads together
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph.
-
-    What its rows are, and those of which edge set, the shape of a row, its dtype, whether gradients
-    flow through it.
-    """
+    """Row kind, edge set, row shape, dtype and differentiability of a tensor."""
 
     kind: Kind
     edge_set: int
@@ -63,7 +58,7 @@ class Value:
 
     @property
     def words(self) -> str:
-        """What its rows are, for a message."""
+        """Description of its rows for a message."""
         if self.kind is Kind.WHOLE:
             return "a tensor whose rows belong to no nodes"
         counted = "graph" if self.kind is Kind.NONEMPTY_PREFIX else self.kind.value
@@ -71,13 +66,12 @@ class Value:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return torch.Size(self.row_shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small part of the user's batch: its leaves, in the order of the call, and its sizes."""
+    """A small part of the user's batch; `leaves` in the order of the call."""
 
     leaves: tuple[Tensor, ...]
     num_nodes: int
@@ -88,14 +82,14 @@ class Sample:
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
-        """What a traced graph is run on."""
+        """Arguments of the traced graph."""
         return self.leaves if self.graphs is None else (*self.leaves, self.graphs.num_graphs)
 
     @property
     def row_kinds(self) -> dict[int, tuple[Kind, int]]:
-        """What has so many rows, and of which set; nothing where it could be several.
+        """Map a number of rows to (kind, edge set); ambiguous numbers are left out.
 
-        Of all of a graph, whose sizes cannot be chosen, it is then the nodes.
+        A whole graph has given sizes: there, the number of nodes always means nodes.
         """
         counted = [(self.num_nodes, Kind.NODE, 0)]
         counted += [(size, Kind.EDGE, number) for number, size in enumerate(self.edge_sizes)]
@@ -108,10 +102,9 @@ class Sample:
 
 
 def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
-    """Return a small part of the batch: a few of its graphs, or else see `_draw_edges`.
+    """Return some graphs of a batch of graphs, or some edges of a single graph.
 
-    Its sizes differ from each other and from the widths of `module`'s parameters, so that they tell
-    what a dimension counts.
+    Sizes differ from each other and from widths of `module`'s parameters, so they are unambiguous.
     """
     if inputs.graphs is None:
         return _draw_edges(module, call, inputs)
@@ -121,10 +114,7 @@ def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
 
 
 def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
-    """Return some edges of the graph, evenly spaced, with the nodes they join and a few more.
-
-    A layer that reads edges in groups finds them in whole groups.
-    """
+    """Return evenly spaced edges, their nodes and a few more; whole groups for MeshCNNConv."""
     widths = {size for p in module.parameters() for size in p.shape}
     group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
     sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
@@ -142,7 +132,7 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
         drawn[longest] = drawn[longest][:-group]
     renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
-    # A graph with hardly an edge gives no choice: nodes without edges, copies of the first, do.
+    # With too few edges to drop, pad with isolated copies of the first node.
     others = widths | {*counts, sum(counts)}
     missing = next(n for n in count(0) if n + nodes.numel() not in others)
     nodes = torch.cat([nodes, nodes[:1].expand(missing)])
@@ -158,14 +148,14 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
 
 
 def whole_sample(call: Call, inputs: Inputs) -> Sample:
-    """Return all of a graph, for modules that run on nothing less."""
+    """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
     sizes = inputs.edge_sizes
     return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, is_whole=True)
 
 
 def sized_weights(module: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Return the names of weights with as many rows as the graph has nodes, and edges."""
+    """Return the names of weights with one row per node of the graph, and per edge."""
     weights = [*module.named_parameters(), *module.named_buffers()]
     rows = [(name, weight.size(0)) for name, weight in weights if weight.dim()]
     of_edges = [name for name, size in rows if size in inputs.edge_sizes]
@@ -184,11 +174,7 @@ def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
 def learn_values(
     graph: fx.Graph, module: nn.Module, sample: Sample, remedy: str = ""
 ) -> dict[str, Value]:
-    """Run `graph` on `sample` and return what is known of each of its tensors, by node name.
-
-    Raises:
-        UnsupportedError: If it fails there, with `remedy`.
-    """
+    """Run `graph` on `sample` and return a `Value` for each tensor, by node name."""
     values: dict[str, Value] = {}
     running: list[fx.Node] = []
 
@@ -201,7 +187,7 @@ def learn_values(
             return result
 
     runner = Recorder(fx.GraphModule(root_of(module), graph))
-    runner.extra_traceback = False  # an error's own text, without the node
+    runner.extra_traceback = False  # no fx node in error texts
     try:
         with undisturbed(module), torch.enable_grad():
             runner.run(*sample.arguments)
@@ -218,7 +204,7 @@ def learn_values(
 
 
 def remedy_for_size(module: nn.Module, call: Call, inputs: Inputs) -> str:
-    """Return what to do about a module that does not run on a small part of the graph."""
+    """Return advice for a module that does not run on a small part of the graph."""
     remedy = remedy_for_weights(module, inputs)
     index = [
         name
@@ -231,7 +217,7 @@ def remedy_for_size(module: nn.Module, call: Call, inputs: Inputs) -> str:
 
 
 def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
-    """Return what to do about weights of single nodes or edges; nothing if there are none."""
+    """Return advice for weights of single nodes or edges; empty if there are none."""
     of_nodes, of_edges = sized_weights(module, inputs)
     if of_edges:
         return _REMEDY_EDGES.format(of_edges[0])
@@ -240,10 +226,7 @@ def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Leave random number streams, buffers and plain attributes of `module` as they were before.
-
-    Lists, dicts and sets among the attributes get back what they held.
-    """
+    """Restore random states, buffers, attributes and contents of containers in `module` on exit."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     before = {(one, name): (value, _held(value)) for one, name, value in _attributes(module)}
     try:
@@ -262,12 +245,11 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def _held(value: Any) -> Any:
-    """Return a copy of a list, dict or set; None for anything else."""
     return copy.copy(value) if type(value) in (list, dict, set) else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield what modules hold beside weights, buffers, hooks and other modules."""
+    """Yield the attributes of modules, without weights, buffers, hooks and submodules."""
     of_torch = vars(nn.Module())
     for one in module.modules():
         slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
@@ -281,7 +263,7 @@ def _devices(module: nn.Module) -> list[torch.device]:
 
 
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Write `buffers` back into `module`."""
+    """Copy `buffers` back into `module`."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])

@@ -1,4 +1,4 @@
-"""Histories of rows, and the rules for rows that are one step old."""
+"""Histories of rows, and the methods for stale rows."""
 
 from __future__ import annotations
 

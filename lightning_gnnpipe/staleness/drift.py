@@ -1,10 +1,9 @@
-"""How stale the rows of a step were: their age, and how far they have moved.
+"""Staleness statistics of a step, and the mean drift that is added to stale rows.
 
     drift = sum over the rows of chunks that have run of (row now - row then)
             / (the number of these rows + FLOOR)
 
-A stale row is taken to have moved by the drift, which is a constant to autograd, as the row is.
-Most of what one optimizer step changes is alike in all rows, and the drift takes that away.
+An optimizer step changes most rows alike. Autograd treats stale rows and the drift as constants.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ class Staleness:
     """Sums over the reads of one history in one step.
 
     Attributes:
-        rows: Halo rows that were read.
-        stale_rows: Those of them that an earlier step had written.
-        age_sum: Sum of the ages, in steps, of the stale rows.
-        drift_sq: Squared Frobenius norm of fresh minus stale values over all rows that were
-            rewritten.
+        rows: Number of halo rows read.
+        stale_rows: Number of halo rows read that were written in an earlier step.
+        age_sum: Sum of the ages of the stale rows, in steps.
+        drift_sq: Squared Frobenius norm of fresh minus stale values, over all overwritten rows.
         norm_sq: Squared Frobenius norm of the fresh values.
-        stale_pairs: (reader, source) chunks of the stale reads, in the order read.
+        stale_pairs: Chunks (reader, source) of the stale reads, in the order read.
     """
 
     rows: int = 0
@@ -41,11 +39,10 @@ class Staleness:
 
     @property
     def drift(self) -> float:
-        """Relative drift |H_stale - H_fresh| / |H_fresh|; 0 where nothing was rewritten."""
+        """Relative drift |H_stale - H_fresh| / |H_fresh|; 0 if no row was overwritten."""
         return float((self.drift_sq / self.norm_sq) ** 0.5) if self.norm_sq > 0 else 0.0
 
     def add(self, other: Staleness) -> None:
-        """Add the sums of `other`."""
         self.rows += other.rows
         self.stale_rows += other.stale_rows
         self.age_sum += other.age_sum
@@ -55,13 +52,13 @@ class Staleness:
 
 
 class StalenessRecorder:
-    """Collects `Staleness` a history; attached to a store only while somebody watches."""
+    """Collects the `Staleness` of each history while attached to a store."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, Staleness] = {}
 
     def record_reads(self, key: Hashable, chunk: ChunkView, ages: Sequence[int]) -> None:
-        """Note that `chunk` read its halo; `ages`, in steps, are those of its `halo_chunks`."""
+        """Record halo reads of `chunk`; `ages` of its `halo_chunks` are in steps."""
         entry = self.by_key.setdefault(key, Staleness())
         for source, count, age in zip(chunk.halo_chunks, chunk.halo_counts, ages, strict=True):
             entry.rows += count
@@ -71,35 +68,30 @@ class StalenessRecorder:
                 entry.stale_pairs.append((chunk.index, source))
 
     def record_drift(self, key: Hashable, *, stale: Tensor, fresh: Tensor) -> None:
-        """Compare rows of a chunk with those that replace them, `[num_nodes_of_chunk, *]`."""
+        """Compare the old and new rows of a chunk, `[num_nodes_of_chunk, *]`."""
         entry = self.by_key.setdefault(key, Staleness())
         with torch.no_grad():
             entry.drift_sq += float((fresh - stale).double().square().sum())
             entry.norm_sq += float(fresh.double().square().sum())
 
 
-FLOOR = 32.0  # rows that are taken not to have moved: few rows tell little of the others
+FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
 
 
 class MeanDrift:
-    """The mean drift of the rows of one history within a step.
-
-    Args:
-        ends: Where the rows of each chunk end.
-    """
+    """Mean drift of one history within a step; `ends` are the end positions of the chunks."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
-        self._sums: dict[int, Tensor] = {}  # of the rows of each chunk
+        self._sums: dict[int, Tensor] = {}  # sum of rows, by chunk
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget how far rows have moved in the last step."""
-        self._moved: Tensor | None = None  # sums of change, and the number of rows behind them
-        self._seen: dict[int, Tensor] = {}  # the drift when each chunk ran
+        self._moved: Tensor | None = None  # summed change, then the number of rows
+        self._seen: dict[int, Tensor] = {}  # drift when the chunk ran, by chunk
 
     def replace(self, rows: Tensor) -> None:
-        """Take note that all rows, `[num_rows, *]`, are others now."""
+        """Start from new rows, `[num_rows, *]`, after all were overwritten."""
         starts = [0, *self._ends[:-1]]
         bounds = enumerate(zip(starts, self._ends, strict=True))
         self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
@@ -107,13 +99,9 @@ class MeanDrift:
     def move(
         self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
     ) -> None:
-        """Take note of the rows of a chunk that has run.
+        """Add the change of a chunk that has run; `rows`: `[num_nodes_of_chunk, *]`.
 
-        Args:
-            chunk: The chunk.
-            rows: `[num_nodes_of_chunk, *]`.
-            sum_over_shards: Returns the sum of a tensor over the ranks that hold rows of the chunk;
-                None for the rows of this rank alone.
+        `sum_over_shards` sums over the ranks that hold rows of the chunk; None: this rank alone.
         """
         now, then = _sum(rows), self._sums[chunk]
         self._sums[chunk] = now
@@ -125,7 +113,7 @@ class MeanDrift:
         self._seen[chunk] = (self._moved[:-1] / (self._moved[-1] + FLOOR)).view_as(now)
 
     def seen_by(self, chunk: int) -> Tensor:
-        """Return the drift that the chunk has seen when it ran, `[*]`."""
+        """Return the drift up to and including this chunk, `[*]`."""
         return self._seen[chunk]
 
 

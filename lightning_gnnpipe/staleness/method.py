@@ -1,8 +1,4 @@
-"""How stale rows are handled: the method, its options, and what a stale read returns.
-
-A read returns the last rows, or a snapshot of all rows. A snapshot is put into the rows before a
-step's forward pass, and renewed after it.
-"""
+"""Methods for stale rows, options of histories, and the rows of a history with a snapshot."""
 
 from __future__ import annotations
 
@@ -18,21 +14,18 @@ DENSE = 0.7  # share of edges between chunks above which stale reads cost accura
 
 @dataclass(frozen=True, slots=True)
 class StalenessMethod:
-    """What stale reads return, and what becomes of gradients between chunks.
-
-    Stale rows are constants, those of the last step unless it says otherwise.
+    """How stale rows are read and gradients between chunks are scaled.
 
     Attributes:
-        follows_drift: Whether stale rows are moved as far as the rows that have run, on average.
-        linear_scale: Factor on the gradients of fresh rows of other chunks in layers that make a
-            weighted sum of them.
-        dense_scale: The same where more than 70 % of all edges lie between chunks, as in random
-            chunks or dense graphs; None for `linear_scale` there as well.
-        message_scale: The same in layers with messages of another kind, such as attention.
-        takes_validation: Whether stale rows are those of validation where it has just run: of the
-            present weights, without dropout.
-        snapshot_steps: Stale rows are read from a snapshot of all rows, which is renewed at the end
-            of every so many steps, and of every exact one; None for the rows themselves.
+        follows_drift: Add the mean drift of the rows computed so far to stale rows.
+        linear_scale: Factor on gradients of fresh rows of other chunks in weighted sums of rows.
+        dense_scale: Replaces `linear_scale` if more than 70 % of edges lie between chunks, as in
+            random chunks or dense graphs; None for no replacement.
+        message_scale: Like `linear_scale`, for all other layers, for example attention.
+        takes_validation: A validation just before the step writes the histories: rows of the
+            current weights, without dropout.
+        snapshot_steps: Read stale rows from a snapshot, renewed every so many steps and after each
+            exact step. None reads the last rows.
     """
 
     follows_drift: bool = False
@@ -43,11 +36,7 @@ class StalenessMethod:
     snapshot_steps: int | None = None
 
     def scale_of_sums(self, cut_frac: float) -> float:
-        """Return the factor in layers that make a weighted sum.
-
-        Args:
-            cut_frac: The share of edges between chunks.
-        """
+        """Return the factor in weighted sums; `cut_frac`: share of edges between chunks."""
         if self.dense_scale is None or cut_frac <= DENSE:
             return self.linear_scale
         return self.dense_scale
@@ -66,7 +55,7 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
 
 
 def name_method(method: StalenessMethod) -> str:
-    """Return the name of a method, or what it consists of."""
+    """Return the name of a method, or its repr if it has none."""
     return next((name for name, one in METHODS.items() if one == method), repr(method))
 
 
@@ -75,12 +64,10 @@ class HistoryOptions:
     """How histories are kept.
 
     Attributes:
-        method: How stale rows and gradients between chunks are handled.
-        recomputes: Whether activations are computed again in backward. A linear layer's outputs are
-            then kept until their gradient comes.
-        dtype: Of the rows and, unless it is float16, of a linear layer's output gradients; None for
-            the dtype of what is pushed.
-        device: Of the histories and their gradient buffers; None for where the layers compute.
+        recomputes: Backward recomputes activations; outputs of linear layers are kept for it.
+        dtype: Dtype of rows and, unless float16, of output gradients of linear layers; None keeps
+            the dtype of pushed rows.
+        device: Device of rows and gradients; None for the device of the layers.
     """
 
     method: StalenessMethod = METHODS["constant"]
@@ -89,7 +76,7 @@ class HistoryOptions:
     device: torch.device | None = None
 
     def seen_from(self, device: torch.device) -> HistoryOptions:
-        """Return the options, without a device if it is `device`, where the layers compute."""
+        """Replace the device by None if it is `device`, where the layers compute."""
         own = self.device
         if own is None:
             return self
@@ -98,24 +85,20 @@ class HistoryOptions:
 
     @property
     def is_too_narrow(self) -> bool:
-        """Whether gradients do not fit into `dtype`, such as float16."""
+        """Whether small gradients underflow in `dtype`, as in float16."""
         dtype = self.dtype
         return dtype is not None and torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
     def linear_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype of a linear layer's output gradients, which float16 cannot hold."""
+        """Return the dtype of output gradients: `dtype`, unless it is too narrow."""
         return like.dtype if self.dtype is None or self.is_too_narrow else self.dtype
 
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of one history.
+    """Rows of one history, `[num_rows, *]`, and a snapshot of them (`kept`).
 
-    Attributes:
-        now: `[num_rows, *]`: what is read.
-        written: The step at which each chunk's rows were written.
-        kept: `[num_rows, *]`: a snapshot of them, if one is kept.
-        kept_written: The steps at which chunks' rows of `kept` were written.
+    `written` has, for each chunk, the step that wrote its rows.
     """
 
     now: Tensor
@@ -125,18 +108,16 @@ class Rows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and of the snapshot."""
         return self.now.nbytes + (0 if self.kept is None else self.kept.nbytes)
 
     def keep(self) -> None:
-        """Keep a snapshot of the rows as they are."""
         if self.kept is None or self.kept.dtype != self.now.dtype:
             self.kept = torch.empty_like(self.now)
         self.kept.copy_(self.now)
         self.kept_written = list(self.written)
 
     def take_kept(self) -> bool:
-        """Put the snapshot into the rows; return whether there is one."""
+        """Copy the snapshot to the rows; return whether there is one."""
         if self.kept is None:
             return False
         self.now.copy_(self.kept)

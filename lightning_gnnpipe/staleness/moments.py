@@ -1,23 +1,18 @@
 """Statistics of norms over all rows, while only some chunks have run in this step.
 
-A norm over all nodes needs the mean and the variance of all rows. In a pipelined step the rows F of
-the chunks that have run are known as they are now; all rows are known as they were in the last
-step. The rows of F have moved, channel by channel, and the others are taken to have moved alike:
+Only the rows F of chunks that have run are current; all rows are known from the last step (then).
+All rows are assumed to have changed like F, channel by channel; at the last chunk this is exact:
 
     s^2  = var F now / var F then
     var  = s^2 var of all then
     mean = mean F now + s (mean of all then - mean F then)
 
-For the last chunk these are the variance and the mean of all rows as they are. The gradient flows
-through the rows of F, those of earlier chunks included. So normalised rows do not depend on a shift
-of all rows, or their scale, and neither has a gradient, as in exact training.
+Gradients flow through all rows of F. So, as in exact training, a shift or a scale of all rows
+changes no normalised row and has no gradient. The variance of few rows is unreliable. Both
+variances of F therefore include up to `FLOOR` extra rows with the variance of all rows then; their
+number falls to 0 at the last chunk.
 
-The variance of few rows is unreliable. So both variances of F are computed as if F had up to
-`FLOOR` more rows, with the last step's variance of all rows; their number falls to 0 with the last
-chunk.
-
-What is kept are sums, which chunks and shards add to: of each channel the number of rows, and the
-sums of x - c and of (x - c)^2, with c the mean of all rows in the last step.
+Sums are of x - c and (x - c)^2, with c the mean of all rows in the last step.
 """
 
 from __future__ import annotations
@@ -28,15 +23,13 @@ import torch
 from torch import Tensor
 
 FLOOR = 32.0
-_TINY = 1e-12  # added to variances: a channel may be the same in all rows
+_TINY = 1e-12  # added to variances: a channel may be constant
 
 
 def row_sums(rows: Tensor, center: Tensor) -> Tensor:
     """Return count, sum and sum of squares of `rows - center`, `[3, channels]`, in float64.
 
-    Args:
-        rows: `[num_rows, channels]`.
-        center: `[channels]`, near the mean of the rows, at least in single precision.
+    `center`: `[channels]`, near the mean of the rows, at least float32.
     """
     away = rows - center
     first = away.sum(0).double()
@@ -45,19 +38,13 @@ def row_sums(rows: Tensor, center: Tensor) -> Tensor:
 
 
 def sums_by_chunk(rows: Tensor, counts: Sequence[int] | None, center: Tensor) -> Tensor:
-    """Return the sums of rows that lie one chunk's after the other's, `[num_chunks, 3, channels]`.
-
-    Args:
-        rows: `[num_rows, channels]`.
-        counts: How many rows each chunk has; None for one chunk.
-        center: `[channels]`; see `row_sums`.
-    """
+    """Return `row_sums` of consecutive chunks of `counts` rows, `[num_chunks, 3, channels]`."""
     parts = [rows] if counts is None else torch.split(rows, list(counts))
     return torch.stack([row_sums(part, center) for part in parts])
 
 
 def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the biased variance of the rows that `row_sums` has summed."""
+    """Return mean and biased variance from the sums of `row_sums`."""
     count, first, second = sums.unbind(-2)
     share = first / count.clamp(min=1)
     var = second / count.clamp(min=1) - share.square()
@@ -65,39 +52,33 @@ def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RowMoments:
-    """The statistics of one call of a norm, over several steps.
-
-    Args:
-        num_chunks: Chunks of the plan, K.
-    """
+    """Statistics of one call of a norm, over several steps."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
-        self.then: list[Tensor | None] = []  # the last step's sums, by chunk; None if not known
-        self.total: Tensor | None = None  # those of all rows
+        self.then: list[Tensor | None] = []  # the last step's sums, by chunk; None if unknown
+        self.total: Tensor | None = None  # the last step's sums of all rows
         self.center = torch.empty(0)
         self._clear()
 
     def _clear(self) -> None:
-        self._own: dict[int, Tensor] = {}  # this step's, by chunk
-        self._pooled: dict[int, Tensor] = {}  # those of a chunk and of the chunks before it
+        self._own: dict[int, Tensor] = {}  # this step's sums, by chunk
+        self._pooled: dict[int, Tensor] = {}  # sums of a chunk and all chunks before it
         self._pooled_then: dict[int, Tensor] = {}
         self._last = -1  # the chunk that ran last
         self._grad: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Make this step's sums those of the last step, if all chunks have run."""
+        """Keep this step's sums as the last step's if all chunks have run."""
         if self.is_complete:
             own = [self._own[chunk] for chunk in range(self.num_chunks)]
             self.set(own, self._pooled[self._last])
         self._clear()
 
     def set(self, then: Sequence[Tensor | None], total: Tensor) -> None:
-        """Set the sums of the last step: `then` by chunk, `total` of all rows.
+        """Set the last step's sums, `[3, channels]` each, and move `center` to the mean.
 
-        Args:
-            then: `[3, channels]` each, around `center`; None where it is not known.
-            total: `[3, channels]`, around `center`.
+        `then` is by chunk, None if unknown. The sums passed in are around the old center.
         """
         mean, _ = mean_and_var(total, self.center)
         center = mean.to(self.center.dtype)
@@ -106,8 +87,8 @@ class RowMoments:
         self.total, self.center = _moved_center(total, shift), center
 
     def add(self, chunk: int, sums: Tensor) -> Tensor:
-        """Add the sums of a chunk that has run, `[3, channels]`; return those of all so far."""
-        if chunk in self._pooled:  # computed again for backward
+        """Add the sums of a chunk, `[3, channels]`; return the sums of all chunks so far."""
+        if chunk in self._pooled:  # recomputed in backward
             return self._pooled[chunk]
         then = self.then[chunk]
         before = self._last
@@ -118,45 +99,38 @@ class RowMoments:
         else:
             self._pooled[chunk] = self._pooled[before] + sums
             self._pooled_then[chunk] = self._pooled_then[before] + own_then
-        if self.is_complete and self.total is not None:  # whether chunks were known then or not
+        if self.is_complete and self.total is not None:  # also if sums by chunk are unknown
             self._pooled_then[chunk] = self.total
         return self._pooled[chunk]
 
     def sums_of(self, rows: Tensor) -> Tensor:
-        """Return the sums of `rows`, `[num_rows, channels]`, around the present center."""
         return row_sums(rows, self.center)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks have run."""
         return len(self._own) == self.num_chunks
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and variance of the rows of all chunks that have run, and their number."""
+        """Return mean, variance and number of the rows of all chunks that have run."""
         sums = self._pooled[self._last]
         return *mean_and_var(sums, self.center), sums[0]
 
     def add_grad(self, grad: Tensor) -> Tensor:
-        """Add a chunk's gradient of the sums so far; return that of its own, later ones' included.
+        """Add the gradient of a chunk's pooled sums; return the gradient of its own sums.
 
-        Chunks come in the reverse of the order in which they ran.
+        Chunks come in reverse order: the pooled sums of later chunks include its own.
         """
         self._grad = grad if self._grad is None else self._grad + grad
         return self._grad
 
     def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of all rows as they are taken to be now, `[channels]` each.
-
-        Args:
-            chunk: The chunk that is running.
-            sums: What `add` has returned for it.
-        """
+        """Estimate mean and variance of all rows now; `sums` is what `add` returned."""
         assert self.total is not None
-        # F has as many rows now as then, so the ratio of variances is that of spreads.
+        # F has as many rows now as then: sums of squares have the ratio of the variances.
         count, first, second = sums.unbind(0)
         then_count, then_first, then_second = self._pooled_then[chunk].unbind(0)
         all_rows, _, all_second = self.total.unbind(0)
-        var_then = (all_second / all_rows).clamp(min=0)  # sums are rounded
+        var_then = (all_second / all_rows).clamp(min=0)  # rounding may make it negative
         added = FLOOR * (1 - then_count / all_rows)
         mean_then = then_first / then_count.clamp(min=1)
         then_spread = (then_second - then_first * mean_then).clamp(min=0) + added * var_then
@@ -178,11 +152,7 @@ def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
 
 
 class MomentStore:
-    """The statistics of the norms of one stage.
-
-    Args:
-        num_chunks: Chunks of the plan, K.
-    """
+    """Statistics of all norms of one stage, by call."""
 
     kind = RowMoments
 
@@ -199,23 +169,15 @@ class MomentStore:
         return self._calls[key]
 
     def begin_step(self) -> None:
-        """Begin a training pass."""
         for one in self._calls.values():
             one.begin_step()
 
     def keep(
         self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the statistics of the whole graph's rows, `[num_rows, channels]`.
+        """Keep the statistics of all rows, `[num_rows, channels]`; return mean, variance and count.
 
-        Args:
-            key: The call.
-            rows: One chunk's after the other's.
-            counts: How many nodes each chunk has; None if the rows are not of nodes. If there are
-                not as many rows as nodes, it is ignored.
-
-        Returns:
-            Mean and variance, `[channels]`, and how many rows there are.
+        `counts` are the nodes of each chunk; ignored if they do not sum to `num_rows`.
         """
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         counts = counts if counts is not None and sum(counts) == rows.size(0) else None
@@ -226,7 +188,7 @@ class MomentStore:
         return *mean_and_var(total, center), total[0]
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
-        """Return what `load` takes, between two steps."""
+        """Return the arguments of `load`; call between two steps."""
         one = self._calls[key]
         one.begin_step()
         known = [sums for sums in one.then if sums is not None]
@@ -238,20 +200,16 @@ class MomentStore:
         }
 
     def load(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Go on with the statistics of the last step.
+        """Restore the last step's sums around `center`, `[channels]`.
 
-        Args:
-            key: The call.
-            sums: `[num_chunks, 3, channels]` by chunk, around `center`; None if not known.
-            total: `[3, channels]` of all rows, around `center`.
-            center: `[channels]`.
+        `sums`: `[num_chunks, 3, channels]`, None if unknown; `total`: `[3, channels]`, of all rows.
         """
         one = self._calls[key] = RowMoments(self._num_chunks)
         one.then = [None] * self._num_chunks if sums is None else list(sums)
         one.total, one.center = total, center
 
     def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Set the sums of the last step; see `load`."""
+        """Like `load`, but also move the center to the rows' mean."""
         one = self._calls[key] = RowMoments(self._num_chunks)
         one.center = center
         one.set([None] * self._num_chunks if sums is None else list(sums), total)

@@ -1,8 +1,6 @@
-"""The histories of one stage: push writes a chunk's rows, pull reads those of other chunks.
+"""Histories of one stage: push writes a chunk's rows, pull reads its halo rows.
 
-Rows are kept in the plan's chunk-contiguous order, so a chunk's own rows are one slice. A chunk
-writes all its rows at once, so one number a chunk is the age of its rows. A row that was never
-written is never read.
+Rows are in plan order, so a chunk's rows are one slice, written at once: one age per chunk.
 """
 
 from __future__ import annotations
@@ -25,14 +23,7 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class SavedHistory:
-    """One history between two steps.
-
-    Attributes:
-        rows: `[num_nodes, *]`, in plan order.
-        step: The step that wrote them.
-        kept: The snapshot of them, `[num_nodes, *]`, if one is kept.
-        kept_step: The step that wrote its rows; `NEVER` if there is none.
-    """
+    """One history between two steps, `[num_nodes, *]` in plan order; `kept`: its snapshot."""
 
     rows: Tensor
     step: int
@@ -42,16 +33,14 @@ class SavedHistory:
 
 @dataclass(slots=True)
 class _Entry:
-    """One history: its rows and the gradients of rows."""
-
     rows: Rows
     grads: GradientBuffer
-    old: Tensor | None = None  # the rows before this step's, where they are read again
-    is_filled: bool = False  # whether every chunk's rows were written
-    drift: MeanDrift | None = None  # where stale rows are moved
+    old: Tensor | None = None  # overwritten rows, for recomputation in backward
+    is_filled: bool = False  # whether all chunks have written rows
+    drift: MeanDrift | None = None  # if the method corrects drift
 
     def note_all(self) -> None:
-        """Take note that all rows are others now."""
+        """Restart the drift after all rows were overwritten."""
         if self.drift is not None:
             self.drift.replace(self.rows.now)
 
@@ -63,11 +52,9 @@ class HistoryStore:
     """Histories of one stage over one plan.
 
     Args:
-        num_rows: Rows of each history: nodes, and ghosts of other shards behind them.
-        num_chunks: Chunks of the plan, K.
-        options: How they are kept.
-        ends: Where the rows of each chunk end; None if rows are not moved.
-        cut_frac: The share of edges between chunks.
+        num_rows: Rows of each history: nodes, then ghosts (rows of other shards).
+        ends: End position of each chunk; None without drift correction.
+        cut_frac: Share of edges between chunks.
     """
 
     def __init__(
@@ -80,7 +67,7 @@ class HistoryStore:
     ) -> None:
         self.options = options
         self.linear_scale = options.method.scale_of_sums(cut_frac)
-        self.shards = None  # rows of other ranks are pushed by who has them
+        self.shards = None  # exchange with other shards is in `SharedStore`
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self._ends = ends
@@ -90,27 +77,26 @@ class HistoryStore:
         self.moments = MomentStore(num_chunks)
         self._entries: dict[Hashable, _Entry] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
-        self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with what has it
+        self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
     def scale_of(self, key: Hashable) -> float:
-        """Return the factor on gradients of the history between chunks."""
+        """Return the factor on gradients between chunks for the history."""
         return self._entries[key].grads.linear_scale
 
     @property
     def is_local(self) -> bool:
-        """Whether histories are where the layers compute, so that they can be read in place."""
+        """Whether histories are on the device of the layers and can be read in place."""
         return self.options.device is None
 
     @property
     def by_chunk(self) -> HistoryStore:
-        """The store, for this step, of histories with one row a chunk instead of one a node."""
-        other = copy.copy(self)  # of the same entries
+        """View of this store, for this step, for histories with one row a chunk."""
+        other = copy.copy(self)  # shares the entries
         other.num_rows, other._ends = self.num_chunks, None
         return other
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows, snapshots included."""
         return sum(entry.rows.num_bytes for entry in self._entries.values())
 
     def __len__(self) -> int:
@@ -120,7 +106,6 @@ class HistoryStore:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
-        """Say that training pass number `step` begins."""
         self.step = step
         self.moments.begin_step()
         for entry in self._entries.values():
@@ -128,7 +113,7 @@ class HistoryStore:
                 entry.drift.begin_step()
 
     def before_forward(self, *, is_exact: bool, reads_snapshot: bool) -> None:
-        """Put into the rows what stale reads of this step return; forget snapshots without use."""
+        """Copy snapshots to the rows for stale reads; drop snapshots that are not used."""
         for entry in self._entries.values():
             if not reads_snapshot:
                 entry.rows.kept = None
@@ -136,37 +121,36 @@ class HistoryStore:
                 entry.note_all()
 
     def after_forward(self, *, takes_snapshot: bool) -> None:
-        """Keep what stale reads of later steps need."""
         if takes_snapshot:
             for entry in self._entries.values():
                 entry.rows.keep()
         self._pushed.clear()
 
     def on_renewed(self) -> None:
-        """Take note that an exact pass has recomputed all rows, without a training step."""
+        """Renew snapshots after an exact pass outside training has written all rows."""
         for key in self._pushed:
             if self._entries[key].rows.kept is not None:
                 self._entries[key].rows.keep()
         self._pushed.clear()
 
     def end_step(self) -> None:
-        """End the backward of a training step: forget gradients."""
+        """Clear gradients after the backward of a training step."""
         for entry in self._entries.values():
             entry.grads.end_step()
 
     def rows(self, key: Hashable) -> Tensor:
-        """Return the history under `key`, `[num_rows, *]`, in plan order."""
+        """Return the history, `[num_rows, *]`, in plan order."""
         return self._entries[key].rows.now
 
     def save(self, key: Hashable) -> SavedHistory:
-        """Return the history under `key` as it is between two steps; its tensors are not copied."""
+        """Return the history between two steps; tensors are not copied."""
         entry = self._entries[key]
         rows = entry.rows
         steps = min(rows.written), min(rows.kept_written, default=NEVER)
         return SavedHistory(rows.now, steps[0], rows.kept, steps[1])
 
     def load(self, key: Hashable, saved: SavedHistory) -> None:
-        """Go on with a history that was saved; its rows are in this plan's order."""
+        """Restore a saved history; its rows must be in this plan's order."""
         entry = self._entry(key, saved.rows)
         rows = entry.rows
         rows.now.copy_(saved.rows)
@@ -180,7 +164,10 @@ class HistoryStore:
     def push(
         self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
-        """Write the chunk's rows, `[num_nodes_of_chunk, *]`; keep what was there if asked to."""
+        """Write the chunk's rows, `[num_nodes_of_chunk, *]`.
+
+        `keeps_old` keeps the overwritten rows for `pull_again`.
+        """
         entry = self._entry(key, rows)
         self._pushed.add(key)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
@@ -204,7 +191,7 @@ class HistoryStore:
     def push_ghosts(
         self, key: Hashable, positions: Tensor, rows: Tensor, *, keeps_old: bool = False
     ) -> None:
-        """Write rows of other shards, `[num_positions, *]`, in the chunk that was just pushed."""
+        """Write rows of other shards, `[num_positions, *]`, after `push` of their chunk."""
         entry = self._entries[key]
         table = entry.rows.now
         positions = positions.to(table.device)
@@ -213,7 +200,7 @@ class HistoryStore:
         table[positions] = rows.to(table)
 
     def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
-        """Return the history, `[num_rows, *]`, for the chunk to read its halo rows from."""
+        """Return the history, `[num_rows, *]`, from which the chunk reads its halo rows."""
         entry = self._entries[key]
         if not entry.is_filled:
             written = entry.rows.written
@@ -224,11 +211,9 @@ class HistoryStore:
         return entry.rows.now
 
     def drift(self, key: Hashable, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return by how much stale rows of the chunk's sources are to be moved.
+        """Return the stale chunks among `halo_chunks`, and the drift to add to their rows, `[*]`.
 
-        Returns:
-            Which of its `halo_chunks` have not run in this step, and their drift, `[*]`. None if
-            there are none, or rows are not moved.
+        None if no chunk is stale, or without drift correction.
         """
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
@@ -237,7 +222,7 @@ class HistoryStore:
         return (stale, entry.drift.seen_by(chunk.index)) if stale else None
 
     def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+        """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         _select(self.read(key, chunk), self._halo(chunk), out)
         written = self._entries[key].rows.written
         stale = {c for c in chunk.halo_chunks if written[c] < self.step}
@@ -247,7 +232,7 @@ class HistoryStore:
     def pull_again(
         self, key: Hashable, chunk: ChunkView, out: Tensor, stale: Collection[int]
     ) -> None:
-        """Read what `pull` read, after later chunks have pushed; `stale` is what it returned."""
+        """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
         entry = self._entries[key]
         counts = list(chunk.halo_counts)
         parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
@@ -258,7 +243,7 @@ class HistoryStore:
         self._move(key, chunk, out, stale)
 
     def _move(self, key: Hashable, chunk: ChunkView, halo: Tensor, stale: Collection[int]) -> None:
-        """Move the rows of chunks `stale` in the halo, `[num_halo, *]`, by the mean drift."""
+        """Add the drift to the halo rows, `[num_halo, *]`, of the chunks in `stale`."""
         drift = self._entries[key].drift
         if drift is None or not stale:
             return
@@ -276,11 +261,11 @@ class HistoryStore:
     def ghost_grad(
         self, key: Hashable, chunk: ChunkView, positions: Tensor, *, is_linear: bool
     ) -> Tensor | None:
-        """Return what others have for rows of other shards in the chunk; None if nothing."""
+        """Return the scaled gradient of ghosts in the chunk; None if none was added."""
         return None if chunk.is_whole else self._taken(key, positions, is_linear)
 
     def pull_grad(self, key: Hashable, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
-        """Return what other chunks have for the chunk's rows, scaled; None if nothing."""
+        """Return the scaled gradient of the chunk's rows; None if none was added."""
         if chunk.is_whole:
             return None
         taken = self._taken(key, slice(chunk.start, chunk.end), is_linear)
@@ -292,18 +277,12 @@ class HistoryStore:
         entry.grads.keep_output(chunk, rows, self.options.linear_dtype(rows), entry.rows.now)
 
     def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
-        """Return a copy of them."""
         return self._entries[key].grads.kept_output(chunk)
 
     def add_output_grad(
         self, key: Hashable, chunk: ChunkView, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
-
-        Returns:
-            `[num_nodes, *]`: the gradients of all chunks' outputs that count, and the chunks whose
-            rows do; None for all.
-        """
+        """Write the gradient of the chunk's outputs; see `GradientBuffer.add_output`."""
         entry = self._entries[key]
         dtype = self.options.linear_dtype(grad)
         return entry.grads.add_output(chunk, grad, dtype, entry.rows.now)
@@ -312,7 +291,7 @@ class HistoryStore:
         return self._entries[key].grads.take(rows, is_linear=is_linear)
 
     def _halo(self, chunk: ChunkView) -> Tensor:
-        """Return the positions of the chunk's halo, where the histories are."""
+        """Return the chunk's halo positions on the histories' device."""
         if self.options.device is None:
             return chunk.halo
         if id(chunk.halo) not in self._halos:
@@ -335,7 +314,7 @@ class HistoryStore:
 
 
 def _select(rows: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Write `rows[positions]` to `out`, without a copy in between where the dtypes are equal."""
+    """Write `rows[positions]` to `out`, without a temporary if dtype and device are equal."""
     if (rows.dtype, rows.device) == (out.dtype, out.device):
         torch.index_select(rows, 0, positions, out=out)
     else:

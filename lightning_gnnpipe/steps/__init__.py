@@ -1,4 +1,4 @@
-"""A step's means: the module as stages, its weights and gradients over ranks, the pass itself."""
+"""Parts of one step: the module as stages, weights and gradients over ranks, the pass."""
 
 from __future__ import annotations
 

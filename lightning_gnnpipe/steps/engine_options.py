@@ -1,4 +1,4 @@
-"""What the engine is told at the start of a run."""
+"""Options of the engine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ _EXACT = MessageOptions()
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Fixed for a run.
+    """Options of the engine, fixed for a run.
 
     Attributes:
-        chunks: How graphs are cut.
-        histories: How histories are kept, and whether activations are not.
-        chunk_order: How the order of chunks is drawn for each step.
-        balance: How layers are assigned.
-        seed: Seed of chunk orders and of random numbers in layers; equal on all ranks.
-        is_fitting: Whether this is a run that trains.
-        guards_loss: Whether a step is exact after the training loss has jumped.
-        allows_changes: Whether rows may be read that were computed from other inputs.
-        self_check: Whether a new trace is tried out on a small graph.
-        messages: How ranks send rows to each other.
-        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
-        schedule: In which order batches of graphs go forward and back.
+        seed: Of chunk orders and of random numbers in layers; equal on all ranks.
+        is_fitting: Whether the run trains.
+        self_check: Whether a new trace is tested on a small graph.
+        repeat_encoder: Whether stages recompute cheap values instead of receiving them.
+        schedule: Of batches of graphs.
         num_virtual: Stages of each rank, if there are several ranks.
+        guards_loss: Whether a jump of the training loss makes the next step exact.
+        allows_changes: Whether steps may read histories of other inputs.
     """
 
     chunks: ChunkOptions

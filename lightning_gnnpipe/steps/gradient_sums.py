@@ -3,11 +3,10 @@
     parameters, in the order that backward reaches them:   [p9 p8 p7] [p6 p5] [p4 p3 p2 p1 p0]
                                                             sum ->     sum ->   ...
 
-Ranks must take the buckets in the same order, so a full one waits for those before it. Gradients of
-one stage are summed over its shards, or averaged over the replicas. Gradients that several stages
-have (tied weights) are summed over the ranks of these stages at the end. A mean over replicas is
-the mean of all that was accumulated since the weights last changed, so one before each optimizer
-step is enough.
+All ranks send the buckets in the same order, so a full bucket waits for earlier ones. Gradients of
+one stage are summed over its shards, or averaged over replicas. Gradients of tied weights are
+summed over their stages at the end. An average covers all gradients accumulated since the last
+update, so one before each optimizer step is enough.
 
 Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXiv 2006.15704).
 """
@@ -23,23 +22,14 @@ from lightning_gnnpipe.comm import Members, Transport, sum_along_pipe
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.types import TrafficKind
 
-_BUCKET_BYTES = 2**20  # enough for the time of a message to be small beside that of its bytes
+_BUCKET_BYTES = 2**20  # large enough that bandwidth dominates latency
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Earlier = Mapping[str, Tensor | None]  # gradients that are added to the sums, by name
 
 
 class BucketSums:
-    """The sums of the gradients of some parameters, which all of these ranks have.
-
-    Args:
-        parameters: By name; alike on these ranks.
-        transport: The ranks.
-        kind: Of the traffic.
-        over: The ranks; at least two.
-        scale: Factor on the gradients.
-        earlier: What is added to the sums.
-    """
+    """Sums gradients over the ranks `over`, at least two; `earlier` is added to the sums."""
 
     def __init__(
         self,
@@ -59,7 +49,7 @@ class BucketSums:
         self._finish: list[Callable[[], None]] = []
 
     def watch(self) -> list[Callable[[], None]]:
-        """Start sums as soon as gradients are there, from now on; return what ends that."""
+        """Start sums as soon as gradients are ready; return functions to remove the hooks."""
 
         def note(name: str) -> Callable[[Tensor], None]:
             def run(parameter: Tensor) -> None:
@@ -74,7 +64,7 @@ class BucketSums:
         ]
 
     def finish(self) -> None:
-        """Start what has not been, wait for all sums and put them in place of the gradients."""
+        """Start the remaining sums, wait for all, and write them to the gradients."""
         self._ready.update(self._parameters)
         self._start_full()
         for finish in self._finish:
@@ -97,11 +87,7 @@ class BucketSums:
 
 
 def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
-    """Return the gradients in one row, then a 1 for each that is there: one may have no use.
-
-    Raises:
-        UnsupportedError: If one is sparse.
-    """
+    """Return the gradients as one row, then one flag each: 1 if there is a gradient, else 0."""
     for name, p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             raise UnsupportedError(
@@ -119,7 +105,7 @@ def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
 
 
 def put_back(total: Tensor, parameters: Named, earlier: Earlier) -> None:
-    """Give parameters their parts of the sums, and what is to be added."""
+    """Write the sums to the parameters' gradients, and add `earlier`."""
     *sums, flags = torch.split(total, [*(p.numel() for _, p in parameters), len(parameters)])
     for (name, parameter), flat, flag in zip(parameters, sums, flags.tolist(), strict=True):
         summed = flat.view_as(parameter) if flag else None
@@ -128,7 +114,7 @@ def put_back(total: Tensor, parameters: Named, earlier: Earlier) -> None:
 
 
 def _buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Named]:
-    """Yield parameters of one dtype that follow each other, up to the size of a bucket."""
+    """Yield consecutive parameters of one dtype, up to the bucket size."""
     bucket: list[tuple[str, nn.Parameter]] = []
     num_bytes = 0
     for name, parameter in parameters:
@@ -143,16 +129,11 @@ def _buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Named]:
 
 
 class GradientSums:
-    """The sums of one backward pass.
+    """The gradient sums of one backward pass.
 
-    What the gradients were before is added to the sums over stages and shards, at the end; means
-    over replicas take it in.
-
-    Args:
-        module: The pipelined module.
-        users: The stages of each of its tensors.
-        transport: The ranks.
-        averages: Whether gradients are averaged over replicas, if there are several.
+    Sums over stages and shards exclude accumulated gradients, which are added at the end. Averages
+    over
+    replicas include them. `users`: stages of each tensor.
     """
 
     def __init__(
@@ -178,7 +159,7 @@ class GradientSums:
         self._earlier: dict[str, Tensor | None] = {}
         for name, parameter in self._tied.items():
             if self._averages and mesh.stage == min(users[name]):
-                continue  # counts what was accumulated in, for all of its stages
+                continue  # adds accumulated gradients for all its stages
             self._earlier[name] = None if self._averages else parameter.grad
             parameter.grad = None
         self._own: BucketSums | None = None
@@ -194,11 +175,11 @@ class GradientSums:
             self._own = BucketSums(own, transport, "weight_grad", over, earlier=earlier)
 
     def watch(self) -> list[Callable[[], None]]:
-        """Start sums as soon as gradients are there, from now on; return what ends that."""
+        """See `BucketSums.watch`."""
         return [] if self._own is None else self._own.watch()
 
     def finish(self) -> None:
-        """Wait for all sums and add what was there before."""
+        """Wait for all sums, and add accumulated gradients."""
         if self._own is not None:
             self._own.finish()
         for number, (stages, names) in enumerate(self._groups):
@@ -222,14 +203,9 @@ class GradientSums:
 
 
 def average_replicated(transport: Transport, parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of parameters that no stage owns over all replicas; collective.
+    """Average the gradients of parameters outside all stages over replicas; collective.
 
-    Every stage has the same ones. They are summed over all ranks at once, so that all get the same
-    bits.
-
-    Args:
-        transport: The ranks.
-        parameters: Alike on all of them, in the same order.
+    Every stage has the same gradients. One sum over all ranks gives all of them the same bits.
     """
     named = {str(number): p for number, p in enumerate(parameters) if p.requires_grad}
     if named:
@@ -240,7 +216,7 @@ def average_replicated(transport: Transport, parameters: Iterable[nn.Parameter])
 def group_tied(
     module: nn.Module, users: Mapping[str, set[int]]
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Return the names of tied parameters with the same stages and dtype; alike on all ranks."""
+    """Group tied parameters by stages and dtype; same result on all ranks."""
     groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     for name, parameter in module.named_parameters():
         stages = tuple(sorted(users.get(name, ())))

@@ -1,8 +1,8 @@
-"""The user's module as a pipeline: traced once for each mode, cut, assigned to stages.
+"""The user's module as a pipeline: traced once per mode, cut into layers, assigned to stages.
 
-The weights of other stages are emptied. The cut is decided at the first call, when the arguments
-are known. Until then every rank holds all parameters, so checkpoints load and optimizers are built
-as on one device.
+The first call decides the cut, since the arguments are known then. Until then every rank holds all
+parameters, so checkpoints load and optimizers are built as on one device. Afterwards a rank holds
+only the weights of its stage.
 """
 
 from __future__ import annotations
@@ -54,15 +54,11 @@ OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
 
 
 class PipelinedModel:
-    """One module on the mesh.
+    """The user's module, cut into stages.
 
-    Args:
-        module: The user's module; its `forward` must be its own.
-        transport: The ranks.
-        splitting: How layers are assigned.
-        check: Called with each new trace while all parameters are here; raises if it is not right
-            on chunks.
-        is_cut: Returns whether a graph may be trained on in several chunks, or shards.
+    `check` runs on each new trace while all parameters are here, and refuses it if chunks change
+    the
+    results. `is_cut` returns whether training may cut a graph into chunks or shards.
     """
 
     def __init__(
@@ -78,11 +74,11 @@ class PipelinedModel:
         self._transport = transport
         self._splitting = splitting
         self._check, self._is_cut = check, is_cut
-        self._modes: dict[Key, Mode] = {}  # the last one used comes last
-        self._num_changes = 0  # of what the forward reads
+        self._modes: dict[Key, Mode] = {}  # least recently used first
+        self._num_changes = 0  # of options that forward reads
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
-        self.on_split: OnSplit | None = None  # is told stages, users of parameters, stage costs
-        self.costs: StepCosts | None = None  # where they have been measured
+        self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
+        self.costs: StepCosts | None = None  # once measured
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
@@ -92,7 +88,7 @@ class PipelinedModel:
         self.reads = WeightReads(
             transport, lambda: (self._weights, *self._copies), lambda: self._users
         )
-        self.is_accumulating = False  # then gradients stay in this replica for now
+        self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
     def is_split(self) -> bool:
@@ -101,44 +97,41 @@ class PipelinedModel:
 
     @property
     def has_all_weights(self) -> bool:
-        """Whether all weights of the module are on this rank."""
+        """Whether this rank holds all weights of the module."""
         return self._transport.mesh.num_stages == 1 or not self.is_split
 
     @property
     def num_virtual(self) -> int:
-        """Stages of each rank; one rank alone has one."""
+        """Stages of each rank; 1 on a single rank."""
         return self._splitting.num_virtual if self._transport.mesh.num_stages > 1 else 1
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage; empty before they are assigned."""
+        """Number of layers of each stage; empty before the assignment."""
         return self._counts or ()
 
     def prefer(self, stage_layers: tuple[int, ...]) -> None:
-        """Assign the layers like this rather than measure them, where it fits."""
+        """Prefer this assignment over a measured one, if it fits."""
         self._preferred = stage_layers
 
     @property
     def owned(self) -> set[str]:
-        """Names of the parameters that count as this rank's; the first one owns tied ones."""
+        """Names of parameters that count on this rank; the first stage owns tied ones."""
         place = self._transport.mesh.stage
         return {name for name, users in self._users.items() if min(users) == place}
 
     @property
     def pipelined(self) -> set[str]:
-        """Names of all parameters and buffers that belong to some stage."""
+        """Names of all parameters and buffers that belong to a stage."""
         return set(self._users)
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
-        """Return the stages for the module's present mode and these arguments, traced if new.
+        """Return the mode of these arguments; trace the module and assign layers if it is new.
 
-        Args:
-            call: The arguments.
-            inputs: Their kinds.
-            measure: Returns the cost of each layer; called on rank 0, once, for
-                `balance="measured"`.
-            also_train: At the first call, trace the training mode as well, since parameters may be
-                used there only.
+        `measure` returns the costs of layers; it runs once, on rank 0, for `balance="measured"`.
+        With
+        `also_train` the first call traces training mode too: some parameters may be used only
+        there.
         """
         key = self._find(call, inputs)
         if key is None and self.is_split:
@@ -148,20 +141,20 @@ class PipelinedModel:
             with self.whole():
                 key = self._trace_all(call, inputs, also_train=also_train)
                 self._assign_layers(inputs, measure, trains=also_train)
-        self._modes[key] = mode = self._modes.pop(key)  # the last one used is the last one to go
+        self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         return mode
 
     def state_of(self, call: Call, inputs: Inputs) -> Hashable:
-        """Return what is another where these arguments may now give something else.
+        """Cache key: changes whenever the output for these arguments could change.
 
-        Writes through `Tensor.data`, which torch does not count, are not seen.
+        Misses writes through `Tensor.data`, which torch does not count.
         """
         tensors = (*self.module.parameters(), *self.module.buffers())
         versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
         return self._find(call, inputs), versions
 
     def _find(self, call: Call, inputs: Inputs) -> Key | None:
-        """Return the key of what was traced of the module as it is now; None if nothing was."""
+        """Return the key of the trace for the module's present state, if there is one."""
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         for key in reversed(self._modes):
             if key[0] == first and self._modes[key].layers.outside.values() == key[1]:
@@ -169,13 +162,7 @@ class PipelinedModel:
         return None
 
     def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
-        """Return the layers of the module's present mode, while all parameters are here.
-
-        For the arguments see `mode`.
-
-        Raises:
-            UnsupportedError: If they are not the same in all modes.
-        """
+        """Return the layers of the present mode, without assigning them to stages."""
         return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
@@ -202,14 +189,14 @@ class PipelinedModel:
         return key
 
     def _options_number(self) -> int:
-        """Return a number of what the forward reads in any mode, and of the shapes of weights.
+        """Return a fingerprint of the options that any mode reads, and of the weights' shapes.
 
-        Validation reads what training reads, although it may leave options of training unread.
+        It is the same for all modes, since validation may not read some options of training.
         """
         reads = Reads.merged([mode.layers.outside for mode in self._modes.values()])
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
         own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
-        return self._transport.broadcast_object(own)  # some options name the process
+        return self._transport.broadcast_object(own)  # some options differ between processes
 
     def add_copy(self, module: nn.Module) -> StageWeights:
         """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
@@ -231,20 +218,17 @@ class PipelinedModel:
         prefix: str = "",
         weights: StageWeights | None = None,
     ) -> None:
-        """Put the weights of all stages, or those of a copy, into this rank's state dict.
-
-        See `StageWeights.complete`.
-        """
+        """Add weights of all stages to a state dict; see `StageWeights.complete`."""
         (weights or self._weights).complete(state, root, prefix, self._users)
 
     def restore(self) -> None:
-        """Give every rank all parameters back, and forget the split."""
+        """Give every rank all parameters again, and undo the split; collective."""
         with self.reads.inside():
             self._fill()
         self.forget()
 
     def forget(self) -> None:
-        """Forget the split without talking to other ranks."""
+        """Undo the split without communication."""
         self.reads.release()
         self._modes.clear()
         self._counts, self._users = None, {}
@@ -253,10 +237,10 @@ class PipelinedModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have all parameters within the block, and only this stage's after it; collective."""
+        """Hold all parameters within the block, then only this stage's; collective."""
         with self.reads.inside():
             self._fill()
-            # Autograd may have saved weights that the user's code has read before.
+            # Autograd may have saved weights that user code has read.
             keeps = torch.is_grad_enabled() and self._transport.mesh.num_stages > 1
             try:
                 yield
@@ -267,7 +251,7 @@ class PipelinedModel:
 
     @contextmanager
     def without_gradients(self, names: Collection[str]) -> Iterator[None]:
-        """Give the parameters `names`, if they have no gradient yet, none within the block."""
+        """Drop new gradients of `names` after the block."""
         named = dict(self.module.named_parameters()) if names else {}
         absent = [named[name] for name in names if name in named and named[name].grad is None]
         yield
@@ -275,12 +259,12 @@ class PipelinedModel:
             parameter.grad = None
 
     def begin_backward(self) -> GradientSums:
-        """Return the sums of gradients over the ranks that share parameters."""
+        """Return the gradient sums of one backward pass."""
         averages = not self.is_accumulating
         return GradientSums(self.module, self._users, self._transport, averages=averages)
 
     def _note_change(self) -> None:
-        """Warn once if what the forward reads changes often, since each change takes a trace."""
+        """Warn once if options that forward reads change often, at a trace each."""
         (_, before), mode = next(reversed(self._modes.items()))
         changed = mode.layers.outside.changed(before, mode.layers.outside.values())
         self._num_changes += bool(changed)
@@ -294,7 +278,7 @@ class PipelinedModel:
             )
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
-        """Trace the module in its present mode, if that is new; return the key of the mode."""
+        """Trace the module in its present mode, unless cached; return the mode's key."""
         found = self._find(call, inputs)
         if found is not None:
             return found
@@ -391,7 +375,7 @@ class PipelinedModel:
                 self.costs = self.costs or measure(layers)
                 return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
 
-            counts = self._transport.everyone.run_on_first(assign_layers)  # alike in all replicas
+            counts = self._transport.everyone.run_on_first(assign_layers)  # equal in all replicas
         return counts
 
     def _fill(self) -> None:

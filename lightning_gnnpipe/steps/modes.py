@@ -1,4 +1,4 @@
-"""The cuts of the module: one for each mode in which it was called."""
+"""Modes of the module: one trace, cut into layers and stages, per way of calling it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from lightning_gnnpipe.types import RepeatOption
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A traced graph, cut into layers and assigned to stages.
+    """One trace of the module, cut into layers and assigned to stages.
 
     Attributes:
-        layers: The layers.
-        stages: The stages, once the layers are assigned.
-        reads: What decides which histories are read: modes with the same share them.
-        is_training: Whether the module was in training mode.
-        options: Number of the plain values that its forward reads beside its arguments, and of the
-            shapes of its weights.
-        frozen: Which weights need no gradient.
-        unreached: See `without_gradient`; by what it was asked for.
+        stages: Empty until the layers are assigned.
+        reads: Modes with equal `reads` share histories.
+        options: Fingerprint of the module's plain attributes that forward reads, and of weight
+            shapes.
+        frozen: Per weight: whether it needs no gradient.
+        unreached: Cache of `without_gradient`.
     """
 
     layers: Layers
@@ -40,12 +38,7 @@ class Mode:
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
-        """Return the names of the leaves and of `module`'s parameters that get no gradient.
-
-        Args:
-            module: The pipelined module.
-            outputs: Names of the outputs that have one.
-        """
+        """Return inputs and parameters that get no gradient from these `outputs`."""
         used = frozenset(outputs)
         if used not in self.unreached:
             names = {name for name, _ in module.named_parameters()}
@@ -55,14 +48,14 @@ class Mode:
         return self.unreached[used]
 
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
-        """Return the stages of this rank: they are assigned in turn along the pipe axis."""
+        """Return this rank's stages by index; ranks take stages round-robin."""
         return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
-    """Return what each trace depends on: modes, frozen weights, dtypes, shapes of rows.
+    """Cache key of a trace: modes, frozen weights, dtypes, row shapes.
 
-    What a forward reads of its own accord is in `Layers.outside`.
+    Attributes that the forward reads are in `Layers.outside`.
     """
     flags = tuple([m.training for m in module.modules()])
     weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
@@ -77,14 +70,14 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
 
 
 def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
-    """Return what changes which rows and statistics are read, other than plain options."""
+    """Return `Mode.reads`: norm modes, frozen weights, and leaves with gradients."""
     flags = tuple(norm.training for norm in norms)
     frozen = tuple(p.requires_grad for p in module.parameters())
     return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
 
 
 def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
-    """Return the shape of a leaf but for the dimension of its rows, as far as a trace sees it."""
+    """Return the shape of a leaf without its row dimension, as a trace sees it."""
     if inputs.graphs is None:
         return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
     shape = list(leaf.shape)
@@ -97,22 +90,13 @@ def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
 def stages_of_norms(
     norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]
 ) -> dict[str, set[int]]:
-    """Return the stages of each norm whose running statistics several stages would update.
-
-    Args:
-        norms: Norms by name.
-        users: The stages of each parameter and buffer, by name.
-    """
+    """Return the stages of norms whose running statistics several stages would update."""
     found = {name: users.get(f"{name}.running_mean", set()) for name in norms}
     return {name: stages for name, stages in found.items() if len(stages) > 1}
 
 
 def check_norms(norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]) -> None:
-    """Refuse running statistics that several stages would each update on their own.
-
-    Raises:
-        UnsupportedError: With the first such norm.
-    """
+    """Refuse running statistics that several stages would update independently."""
     for name, stages in stages_of_norms(norms, users).items():
         raise UnsupportedError(
             explain(
@@ -128,13 +112,7 @@ Balance = Literal["measured", "uniform"] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How layers are assigned to stages.
-
-    Attributes:
-        balance: By measured costs, alike, or how many each stage gets.
-        repeat_encoder: Whether stages compute again what they can, rather than to receive it.
-        num_virtual: Stages of each rank, if there are several ranks along the pipe axis.
-    """
+    """How layers are assigned to stages; a sequence as `balance` has each stage's layers."""
 
     balance: Balance
     repeat_encoder: RepeatOption

@@ -1,7 +1,7 @@
-"""States of optimizers: each rank has those of its stage, and user code reads those of all stages.
+"""Optimizer states: each rank holds its stage's, user code reads the states of all stages.
 
-While user code runs, `WatchedStates` stands in for `optimizer.state`. The first read asks the other
-ranks for their states. They stay until the next step of training or of the optimizer.
+While user code runs, `WatchedStates` replaces `optimizer.state`. The first read fetches the states
+of other ranks, which stay until the next training or optimizer step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ States = dict[Any, Any]
 
 
 class OptimizerStates:
-    """The states of an optimizer on several stages, by parameter.
-
-    Args:
-        optimizer: Its attribute `state` is replaced and put back.
-        transport: The ranks.
-        ask: Has all ranks call `gather`; called when user code reads a state.
-    """
+    """States of one optimizer over stages; `ask` makes all ranks call `gather`."""
 
     def __init__(self, optimizer: Optimizer, transport: Transport, ask: Callable[[], None]) -> None:
         self._optimizer, self._transport, self._ask = optimizer, transport, ask
@@ -35,31 +29,29 @@ class OptimizerStates:
         self._is_full = False
 
     def watch(self) -> None:
-        """Notice reads by user code from now on."""
+        """Detect reads by user code from now on."""
         states = self._find()
         if "state" in self._optimizer.__dict__:  # a property cannot be watched
             self._optimizer.state = WatchedStates(states, self._read)  # type: ignore[assignment]
 
     def release(self) -> None:
-        """Put the true states back, for code that knows of stages."""
+        """Restore the plain states, for library code."""
         if isinstance(self._optimizer.state, WatchedStates):
             self._optimizer.state = self._find()  # type: ignore[assignment]
 
     def forget(self, foreign: Collection[nn.Parameter]) -> None:
-        """Forget the states of `foreign`, the parameters of other stages."""
+        """Drop the states of `foreign`, the parameters of other stages."""
         states = self._find()
         for parameter in foreign:
             states.pop(parameter, None)
         self._is_full = self._is_full and not foreign
 
     def gather(self, *, keeps: bool, on_cpu: bool = False) -> None:
-        """Send the states of this stage to all ranks, and receive the rest; collective.
+        """Exchange the states of all stages; collective. Call `forget` first, on all ranks.
 
-        Call `forget` before, on all ranks.
-
-        Args:
-            keeps: Whether this rank keeps what it receives, until `forget`.
-            on_cpu: Whether that stays on the CPU; else it moves to its parameter's device.
+        With `keeps` this rank keeps received states until `forget`: on the CPU, or on their
+        parameter's
+        device.
         """
         states = self._find()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -76,7 +68,7 @@ class OptimizerStates:
         self._is_full = True
 
     def _find(self) -> States:
-        """Return the true states, which the user may have replaced, as `load_state_dict` does."""
+        """Return the plain states; `load_state_dict` replaces the dict."""
         states: Any = self._optimizer.state
         if isinstance(states, WatchedStates):
             states = states.states
@@ -90,12 +82,7 @@ class OptimizerStates:
 
 
 class WatchedStates(MutableMapping[Any, Any]):
-    """Behaves as the dict of an optimizer's states; completes it before each use.
-
-    Args:
-        states: The dict.
-        complete: Adds the states of other stages to it.
-    """
+    """A dict of optimizer states; `complete` adds states of other stages before each use."""
 
     def __init__(self, states: States, complete: Callable[[], None]) -> None:
         self.states, self._complete = states, complete
@@ -106,7 +93,7 @@ class WatchedStates(MutableMapping[Any, Any]):
         return self.states
 
     def __getitem__(self, key: Any) -> Any:
-        return self.all()[key]  # which adds what is absent
+        return self.all()[key]  # `all` adds missing states
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.all()[key] = value
@@ -158,33 +145,26 @@ class WatchedStates(MutableMapping[Any, Any]):
 
 
 def merge_optimizer_states(transport: Transport, state: State) -> State:
-    """Return an optimizer's state dict with the states of all stages, on every rank; collective.
-
-    Its tensors are on the CPU. Parameters are numbered alike everywhere, and each rank has state
-    for its own alone.
-    """
+    """Return the state dict of all stages, on the CPU of each rank; collective."""
     own = apply_to_collection(own_optimizer_state(transport, state), Tensor, Tensor.cpu)
     merged: dict[Any, Any] = {}
     for one in transport.all_gather_objects(own):
         merged |= one
     keys = sorted(
         merged, key=lambda key: (isinstance(key, str), key)
-    )  # an optimizer's own come last
+    )  # string keys, an optimizer's own, come last
     return {**state, "state": {key: merged[key] for key in keys}}
 
 
 def own_optimizer_state(transport: Transport, state: State) -> State:
-    """Return the optimizer's states that this rank writes: those that no earlier rank has.
-
-    The ranks are those of a replica; each replica has all states.
-    """
+    """Return the states that no earlier rank of the replica holds; collective."""
     kept = [set(keys) for keys in transport.all_gather_objects(list(state["state"]))]
     earlier = set().union(*kept[: transport.members.ranks.index(transport.world.rank)])
     return {key: value for key, value in state["state"].items() if key not in earlier}
 
 
 def _on_device(state: State, parameter: nn.Parameter) -> State:
-    """Return a state of another rank, brought to the device of its parameter, as torch does."""
+    """Move a received state to the device of its parameter, as torch does."""
     return {
         key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""Which chunk, and which shard, each node of a graph belongs to; found on one rank, for all."""
+"""Assigns nodes to chunks and shards; one rank computes, the rest receive."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ class ChunkOptions:
     """How a graph is cut.
 
     Attributes:
-        num_chunks: K, or "auto" for `auto_chunks`.
-        partition: A method, or the chunk of each node.
-        seed: Seed of the partition.
-        auto_chunks: K where nothing else is said, in a graph of so many nodes.
-        cross_edges: Whether edges between chunks are kept, or left out in training.
+        partition: A method, or the chunk of each node, `[num_nodes]`.
+        auto_chunks: K for "auto", unless the partition or the number of nodes sets it.
+        cross_edges: Whether training keeps or drops edges between chunks.
     """
 
     num_chunks: int | Literal["auto"]
@@ -33,24 +31,20 @@ class ChunkOptions:
 
     @property
     def expected(self) -> int:
-        """K as far as it is known before the graph is."""
+        """K as far as it is known before the graph."""
         if isinstance(self.partition, Tensor):
             return int(self.partition.max()) + 1 if self.partition.numel() else 1
         return self.auto_chunks if self.num_chunks == "auto" else self.num_chunks
 
 
 class Partitioner:
-    """Cuts graphs into chunks, and chunks into shards.
-
-    Args:
-        options: How.
-    """
+    """Cuts graphs into chunks, and chunks into shards."""
 
     def __init__(self, options: ChunkOptions) -> None:
         self._options = options
 
     def chunks(self, inputs: Inputs) -> Tensor:
-        """Return `[num_nodes]` the chunk of each node."""
+        """Return the chunk of each node, `[num_nodes]`."""
         return partition_nodes(
             inputs.edge_index.cpu(),
             inputs.num_nodes,
@@ -60,34 +54,18 @@ class Partitioner:
         )
 
     def shards(self, edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
-        """Return `[num_nodes]` the shard of each node, every chunk split over all shards.
-
-        Args:
-            edge_index: `[2, num_edges]`.
-            assignment: `[num_nodes]` the chunk of each node.
-            num_shards: Shards, G.
-        """
+        """Split every chunk over all shards; return each node's shard, `[num_nodes]`."""
         return split_chunks(edge_index, assignment, num_shards, seed=self._options.seed)
 
     def kept_edges(self, edge_index: Tensor, assignment: Tensor) -> Tensor | None:
-        """Return `[num_kept]` the edges that training passes read; None for all.
-
-        Args:
-            edge_index: `[2, num_edges]`.
-            assignment: `[num_nodes]` the chunk of each node.
-        """
+        """Return the edges that training reads, `[num_kept]`; None for all."""
         if self._options.cross_edges == "keep":
             return None
         kept = edges_within(edge_index, assignment)
         return None if kept.numel() == edge_index.size(1) else kept
 
     def num_chunks(self, inputs: Inputs) -> int:
-        """Return K: as asked for, as the partition says, or as many as is usual.
-
-        Raises:
-            ConfigError: If it is not between 1 and the number of nodes, or differs from the
-                partition's.
-        """
+        """Return K; raise ConfigError if it is out of range or not the partition's."""
         options, found = self._options, None
         if isinstance(options.partition, Tensor) and options.partition.numel():
             found = int(options.partition.max()) + 1

@@ -1,4 +1,4 @@
-"""Where the run is, the seeds of a pass, and the comparison of both over the ranks."""
+"""Facts of a step, seeds of its passes, and their comparison over ranks."""
 
 from __future__ import annotations
 
@@ -21,65 +21,43 @@ _LOSS_TOLERANCE = 1e-4
 _MASK = (1 << 63) - 1
 
 
-def _unscaled() -> float:
-    return 1.0  # no lambda: where processes are spawned, it is pickled
-
-
-def _unknown() -> None:
-    return None
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepContext:
-    """Where the run is; set by whoever drives the engine before each step.
+    """Facts of one step, set by the strategy.
 
     Attributes:
-        step_index: Index of the training step, from 0: it draws the chunk order and seeds dropout.
-        batch_number: Returns a number of everything in the batch.
-        graph_of_node: `[num_nodes]` of the batch, if it is a batch of graphs that says so.
-        num_nodes: Returns the nodes of the batch, if it is a graph.
-        loss: The last loss, to be compared between ranks.
-        loss_scale: Returns the factor on the loss before it goes backward.
-        validates_next: Returns whether validation will run before the next step, with its weights.
-        is_validating: Whether the Trainer runs validation.
+        step_index: Index of the training step, from 0; seeds chunk order and dropout.
+        loss_scale: Factor on the loss in the present backward.
+        signals: Bits of the signals that this rank has received.
         averages_weights: Whether validation may run with averages of weights.
-        signals: Bits that this rank wants all to know.
-        is_uneven: Whether replicas may make different numbers of passes, as in prediction, so that
-            none may wait for another.
+        is_uneven: Whether replicas may run different numbers of passes, as in prediction; then no
+            rank waits for another replica.
     """
 
     step_index: int = 0
-    batch_number: Callable[[], int] = int
-    graph_of_node: Tensor | None = None
-    num_nodes: Callable[[], int | None] = _unknown
-    loss: float = 0.0
-    loss_scale: Callable[[], float] = _unscaled
-    validates_next: Callable[[], bool] = _never
+    batch: Any = None
+    loss_scale: float = 1.0
+    signals: int = 0
     is_validating: bool = False
     averages_weights: bool = False
-    signals: int = 0
     is_uneven: bool = False
 
 
 def batch_number(batch: Any, contents: ContentNumbers) -> int:
-    """Return a signed 64-bit number of the tensors in a batch; of a plain one, of its value."""
+    """Return a signed 64-bit fingerprint of the batch's tensors, or of a plain batch."""
     dense = [contents.of(one) for one in tensors_in(batch) if one.layout is torch.strided]
     is_plain = isinstance(batch, bool | int | float | str)
     return fold([*dense, text_fingerprint(repr(batch))] if is_plain else dense)
 
 
 def graph_of_node(batch: Any) -> Tensor | None:
-    """Return the batch vector of a PyG `Batch`, or of the first one in a tuple or list."""
+    """Return the batch vector of the first PyG `Batch` in the user's batch, if any."""
     graphs = (one.batch for one in _graphs(batch) if isinstance(one, Batch))
     return next((one for one in graphs if isinstance(one, Tensor) and one.numel()), None)
 
 
 def num_nodes(batch: Any) -> int | None:
-    """Return the nodes of a PyG `Data`, or of the first one in a tuple or list."""
+    """Return the number of nodes of the first PyG `Data` in the user's batch, if any."""
     return next((one.num_nodes for one in _graphs(batch)), None)
 
 
@@ -92,14 +70,14 @@ def _graphs(batch: Any) -> Iterator[Any]:
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of each other.
+    """Facts of all ranks.
 
     Attributes:
-        signals: Those of any of them.
-        is_lost: Whether the last step has left on any of them what no later one may read.
-        has_jumped: Whether the last loss has jumped on any of them.
-        input: Number of what the module is given, by all of them.
-        num_bytes: Bytes of the largest histories on any of them.
+        signals: Bits received by any rank.
+        is_lost: Whether any rank has lost its histories in the last step.
+        has_jumped: Whether the last loss has jumped on any rank.
+        input: Fingerprint of the inputs of all ranks.
+        num_bytes: Bytes of the largest histories on any rank.
     """
 
     signals: int
@@ -112,7 +90,9 @@ class Agreed(NamedTuple):
 def agree(
     transport: Transport,
     reads: WeightReads,
-    progress: StepContext,
+    step: StepContext,
+    batch: Callable[[], int],
+    loss: float,
     graph: int,
     *,
     is_training: bool,
@@ -121,29 +101,18 @@ def agree(
     input_number: int = 0,
     num_bytes: int = 0,
 ) -> Agreed:
-    """Refuse to go on if the ranks differ. A collective call.
+    """Exchange the facts of a step, and refuse to go on if ranks differ; collective.
 
-    Batch and loss are compared within each replica, and all ranks see what is found in any.
-
-    Args:
-        transport: The ranks.
-        reads: Lets them meet.
-        progress: Of this rank.
-        graph: Fingerprint of the graph.
-        is_training: Whether this rank runs a training step.
-        is_lost: Whether the last step is lost on this rank.
-        has_jumped: Whether the last loss has jumped.
-        input_number: Of what the module is given on this rank.
-        num_bytes: Bytes of the largest histories on this rank.
+    Batch and loss must agree within a replica. `batch` returns the batch's fingerprint; `graph` and
+    `input_number` are fingerprints too.
 
     Raises:
-        GraphError: If they have different batches.
-        UnsupportedError: If only some are training, or run the module at all, or the last loss was
-            not the same everywhere.
+        GraphError: If ranks have different batches.
+        UnsupportedError: If ranks run different steps, or their last losses differ.
     """
-    loss_bits = struct.unpack("<q", struct.pack("<d", progress.loss))[0]
-    batch = progress.batch_number() if transport.world.is_distributed else 0
-    numbers = [batch, loss_bits, graph, progress.signals]
+    loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
+    number = batch() if transport.world.is_distributed else 0
+    numbers = [number, loss_bits, graph, step.signals]
     numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     ranks = reads.meet(what, numbers)
@@ -189,39 +158,26 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
 
 
 class PassSeeds:
-    """The seeds of a run.
+    """Seeds of passes; `num_inferences` counts random passes without gradients."""
 
-    Args:
-        seed: Of the run.
-        transport: The ranks.
-        progress: Where the run is.
-        module: The pipelined module.
-
-    Attributes:
-        num_inferences: Passes without gradients that drew random numbers.
-    """
-
-    def __init__(
-        self, seed: int, transport: Transport, progress: StepContext, module: nn.Module
-    ) -> None:
-        self._seed, self._transport, self._progress = seed, transport, progress
-        self._module = module
-        self.num_inferences = 0
+    def __init__(self, seed: int, transport: Transport, module: nn.Module) -> None:
+        self._seed, self._transport, self._module = seed, transport, module
+        self.step_index = self.num_inferences = 0
         self._last_step, self._num_passes = -1, 0
 
     def of_training(self) -> SeedOf:
-        """Begin a training pass and return its seeds."""
+        """Start a training pass and return its seeds."""
         transport = self._transport
-        step = self._progress.step_index
+        step = self.step_index
         self._num_passes = self._num_passes + 1 if step == self._last_step else 0
         self._last_step = step
-        # A second pass in a step draws others, by numbers that no step has.
+        # A second pass in a step gets a negative number, which no step has.
         seeds = self._make(self._seed, step - (self._num_passes << 40))
         transport.begin_step(seeds(transport.world.rank, -1))
         return seeds
 
     def of_inference(self) -> SeedOf | None:
-        """Begin a pass without gradients and return its seeds; None if dropout is off."""
+        """Start a pass without gradients and return its seeds; None without dropout."""
         if not self._module.training:
             return None
         self.num_inferences += 1

@@ -1,11 +1,11 @@
 """One training pass: forward now, backward when autograd reaches the outputs.
 
-The outputs of the pipelined forward are leaves of the pipeline. When the user's loss reaches them
-in backward, the pipeline's own backward phase runs, and autograd goes on with the gradients of the
-batch's tensors. `PassState` follows where the pass is:
+For autograd the pipeline is one function. When backward reaches its outputs, the pipeline's
+backward
+phase runs and returns the gradients of the batch's tensors. `PassState` tracks the pass:
 
     forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
-                                 ->  abandon, where no backward comes, or a phase has failed
+                                 ->  abandon, if no backward comes, or a phase has failed
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_gnnpipe.steps.model import PipelinedModel
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What a finished training pass leaves for whoever asks: this rank's events and bytes."""
+    """Record of a finished training pass on this rank."""
 
     is_exact: bool
     num_chunks: int
@@ -48,19 +48,16 @@ class PassRecord:
     num_virtual: int = 1
 
     def of_rank(self, device: torch.device) -> RankRecord:
-        """Return what this rank adds to the figures of the step."""
+        """Return this rank's part of the step's statistics."""
         return RankRecord(self.events, self.bytes_by_kind, peak_memory_bytes(device))
 
 
 class TrainingPass:
     """Forward and backward of one step on this rank.
 
-    Args:
-        parts: What the pass is made of.
-        store: The histories of the graph; None for graphs in micro-batches, which have none.
-        model: The pipelined model.
-        schedule: What every rank does, with transfers.
-        is_exact: Whether nothing stale is read, and nothing rounded.
+    `store` is None for batches of graphs, which have no histories. An exact pass reads nothing
+    stale
+    and rounds nothing.
     """
 
     def __init__(
@@ -80,11 +77,9 @@ class TrainingPass:
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
-        """Run the forward phase and return the outputs, detached.
+        """Run the forward phase; return the outputs, detached.
 
-        Args:
-            controls: The switches.
-            number: How many training passes the run has made; ages of rows are counted in them.
+        `number` counts training passes of the run, the unit of row ages.
         """
         self._watch(controls.on_chunk)
         self._parts.transport.meter.reset()
@@ -100,7 +95,7 @@ class TrainingPass:
         return outputs
 
     def _begin(self, controls: Controls, number: int) -> None:
-        """Make the histories ready for a forward phase."""
+        """Prepare the histories for a forward phase."""
         store = self._store
         if store is None:
             return
@@ -111,18 +106,18 @@ class TrainingPass:
 
     @property
     def _snapshot_steps(self) -> int | None:
-        """Steps between snapshots, where the staleness method says so."""
+        """Steps between snapshots, if the staleness method takes them."""
         return None if self._store is None else self._store.options.method.snapshot_steps
 
     def _takes_snapshot(self, controls: Controls, number: int) -> bool:
-        """Whether the rows of this step are kept; a callback's interval counts, if there is one."""
+        """Whether to keep this step's rows; a callback overrides the method."""
         if controls.reads_snapshot:
             return self.is_exact or controls.takes_snapshot
         num_steps = self._snapshot_steps
         return num_steps is not None and (self.is_exact or (number + 1) % num_steps == 0)
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
-        """Run the backward phase; return the gradients of the batch's tensors number `slots`."""
+        """Run the backward phase; return gradients of the batch's tensors `slots`."""
         self._begin_backward()
         actions = self._schedule.backward(self._place)
         with ExitStack() as stack:
@@ -133,7 +128,7 @@ class TrainingPass:
             sums = self._model.begin_backward()
 
             def on_last() -> None:
-                if not self._parts.recompute:  # its backward reaches a parameter several times
+                if not self._parts.recompute:  # recomputation reaches parameters repeatedly
                     for end in sums.watch():
                         stack.callback(end)
 
@@ -144,10 +139,7 @@ class TrainingPass:
         return self._leaf_grads(slots)
 
     def gradients(self) -> list[Tensor]:
-        """Return those of parameters on this rank that have to be finite for later steps.
-
-        None without histories.
-        """
+        """Return the gradients that must be finite; none without histories."""
         if self._store is None:
             return []
         grads = (one.grad for one in self._model.module.parameters() if one.numel())
@@ -165,7 +157,7 @@ class TrainingPass:
         self._is_done = True
 
     def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
-        """Return the gradients of the batch's tensors number `slots`, over all ranks."""
+        """Return gradients of the batch's tensors `slots`, summed over ranks."""
         found: list[Tensor | None] = []
         for slot in slots:
             grad = self._parts.inputs.take_grad(slot)
@@ -176,7 +168,7 @@ class TrainingPass:
         return found
 
     def record(self) -> PassRecord:
-        """Return what there is to tell of the finished pass."""
+        """Return the record of the finished pass."""
         recorder = None
         if self._store is not None:
             recorder, self._store.recorder = self._store.recorder, None
@@ -196,7 +188,7 @@ class TrainingPass:
 
 
 def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:
-    """Sum the staleness of all histories of a layer."""
+    """Return the staleness of each layer, summed over its histories."""
     total: dict[int, Staleness] = {}
     for key, one in recorder.by_key.items():
         assert isinstance(key, CallKey)
@@ -233,14 +225,11 @@ def join(
     has_gradient: Sequence[bool],
     leaves: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return `outputs` with `backward` as their backward.
+    """Return `outputs`, detached before, with `backward` as their autograd backward.
 
-    Args:
-        backward: Takes the outputs' gradients, None for those that have none; returns those of
-            `leaves`.
-        outputs: Detached tensors.
-        has_gradient: Whether gradients flow through each of them.
-        leaves: Tensors of the batch whose gradients are wanted.
+    `backward` maps gradients of outputs, None where unused, to gradients of `leaves`.
+    `has_gradient`:
+    per output, whether gradients flow through it.
     """
     anchor = torch.zeros((), requires_grad=True)
     constant = [one for one, flows in zip(outputs, has_gradient, strict=True) if not flows]
@@ -248,11 +237,7 @@ def join(
 
 
 def _check_backward(ctx: Any) -> None:
-    """Refuse a backward that wants other gradients than those of all weights.
-
-    Raises:
-        UnsupportedError: With the call.
-    """
+    """Refuse any call but a plain `loss.backward()`."""
     (anchor, _), *_ = ctx.next_functions
     if not torch.is_grad_enabled() and fills_grad_of(anchor):
         return
@@ -270,50 +255,46 @@ def _check_backward(ctx: Any) -> None:
 
 
 class PassState:
-    """The state of one training pass after the other.
-
-    Attributes:
-        awaits_backward: Whether its forward is done, and its backward is still to come.
-    """
+    """Phase of the present training pass; `awaits_backward` between forward and backward."""
 
     def __init__(self) -> None:
         self.awaits_backward = False
         self._is_inside = False  # a phase has begun, and has not ended
         self._outputs: Sequence[Tensor] = ()
-        self._is_finite: Tensor | None = None  # a flag that is not read before it is asked for
+        self._is_finite: Tensor | None = None  # on the device, read on demand
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed midway, or had outputs or gradients that are not finite."""
+        """Whether the pass failed midway, or had non-finite outputs or gradients."""
         is_finite = self._is_finite is None or bool(self._is_finite)
         return self._is_inside or not is_finite
 
     def begin(self) -> None:
-        """Begin a pass that writes histories."""
+        """Start a pass that writes histories."""
         self._is_inside, self._is_finite = True, None
 
     def end_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Wait for the backward of the outputs, any shapes."""
+        """End the forward phase and await the backward of `outputs`."""
         self._is_inside, self.awaits_backward, self._outputs = False, True, outputs
 
     def begin_backward(self, grads: Sequence[Tensor]) -> None:
-        """Begin the backward phase with the gradients of the outputs, any shapes."""
+        """Start the backward phase with the gradients of the outputs."""
         self._is_inside, self.awaits_backward, self._outputs = True, False, ()
         self._is_finite = _all_finite(grads)
 
     def end_backward(self, grads: Sequence[Tensor]) -> None:
-        """End the pass, which has found gradients of parameters, any shapes."""
+        """End the pass with the gradients of the parameters."""
         self._is_inside = False
         found = _all_finite(grads)
         if found is not None:
             self._is_finite = found if self._is_finite is None else self._is_finite & found
 
     def settle(self) -> None:
-        """End a pass without a backward, or take note that what was lost is dropped."""
+        """End a pass without backward, or clear the state after histories were dropped."""
         self._is_inside, self._is_finite = False, None
 
     def abandon(self) -> None:
-        """Wait no longer for a backward; a phase that has not ended by now never will."""
+        """Stop awaiting a backward; a phase that has not ended stays lost."""
         if self.awaits_backward:
             self._is_finite = _all_finite(self._outputs)
         self.awaits_backward, self._outputs = False, ()

@@ -1,16 +1,15 @@
-"""Whole weights, gradients and buffers for user code: other stages send theirs when one is read.
+"""Reads of whole weights, gradients and buffers by user code; other stages send theirs.
 
-A rank holds the weights of its stage. While user code runs, all tensors of the pipelined module are
-of a class that notices when one is read. The rank that reads one stops until all ranks meet, and
-gets what other stages have:
+A rank holds the weights of its stage. While user code runs, tensors of the pipelined module have a
+class that detects reads. A rank that reads one waits until all ranks meet, and receives the tensors
+of other stages:
 
     rank 0   hook:  p.norm() - asks            reads on, hook ends  -  arrives
     rank 1   hook:  nothing, hook ends  -  arrives, answers         -  arrives
 
-Ranks that ask in the same place ask together. What was fetched stays until the next step of
-training or of an optimizer: then the tensors of other stages are emptied again. Sizes, dtypes and
-flags are known everywhere, and cost nothing. States of optimizers are served in the same way, by
-`OptimizerStates`.
+Ranks that read at the same place ask together. Received tensors stay until the next training or
+optimizer step, then they are emptied. Sizes, dtypes and flags are known everywhere and need no
+messages. `OptimizerStates` serves optimizer states in the same way.
 """
 
 from __future__ import annotations
@@ -47,15 +46,9 @@ _GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 class WeightReads:
     """Serves reads of the tensors of a pipelined module and of its copies.
 
-    Args:
-        transport: The ranks.
-        weights: Returns the weights of the module, and of its copies.
-        users: Returns the stages of each tensor of the module.
-
     Attributes:
-        is_uneven: Returns whether replicas may be in different places, so that none may wait for
-            another.
-        is_closed: Returns whether an error may keep other ranks from answering.
+        is_uneven: Whether replicas may be at different places, so that none may wait for another.
+        is_closed: Whether an error may keep other ranks from answering.
     """
 
     def __init__(
@@ -75,10 +68,9 @@ class WeightReads:
         self._seen_parameter, self._seen_buffer = _make_classes(self)
 
     def watch(self, *, is_full: bool = False) -> None:
-        """Notice reads from now on, outside of `inside`.
+        """Detect reads from now on, except in `inside`.
 
-        Args:
-            is_full: Whether the tensors of other stages are still to be emptied, by `settle`.
+        `is_full`: this rank holds tensors of other stages, which `settle` will empty.
         """
         self._is_full = is_full
         if self._transport.mesh.num_stages == 1:
@@ -89,12 +81,12 @@ class WeightReads:
         self._watched, self._names = [], {}
         for weights in self._weights():
             for name, tensor in weights.named(self._users()).items():
-                if type(tensor) in kinds:  # none of a library's own
+                if type(tensor) in kinds:  # no subclass of a library
                     self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
                     self._names[id(tensor)] = name, weights
 
     def release(self) -> None:
-        """Notice nothing any more."""
+        """Stop detecting reads."""
         for ranks in (self._transport, self._transport.everyone):
             for asks in (_ASKS, _ASKS_STATES):
                 ranks.answers.pop(asks, None)
@@ -103,7 +95,7 @@ class WeightReads:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let code that knows of stages read the tensors, as they are here, within the block."""
+        """Let library code use this rank's own tensors within the block."""
         was_inside, self._is_inside = self._is_inside, True
         self._show()
         try:
@@ -115,7 +107,7 @@ class WeightReads:
 
     @contextmanager
     def refusing(self, remedy: str) -> Iterator[None]:
-        """Refuse reads within the block, in which user code runs on some ranks only."""
+        """Refuse reads within the block, where user code runs on some ranks only."""
         was_inside, self._is_inside, self._refusal = self._is_inside, False, remedy
         self._hide()
         try:
@@ -126,7 +118,7 @@ class WeightReads:
                 self._show()
 
     def settle(self) -> None:
-        """Empty the tensors of other stages again, and forget their states, if there are any."""
+        """Empty tensors of other stages, and drop their optimizer states."""
         if self._is_full:
             with self.inside():
                 for weights in self._weights():
@@ -135,21 +127,21 @@ class WeightReads:
         self.forget_foreign_states()
 
     def forget_foreign_states(self) -> None:
-        """Forget optimizer states of other stages, which a checkpoint or a read has brought."""
+        """Drop optimizer states of other stages."""
         if self._states:
             foreign = self._weights()[0].foreign(self._users())
             for states in self._states:
                 states.forget(foreign)
 
     def gather_states(self) -> None:
-        """Give every rank the optimizer states of all stages, on the CPU; collective."""
+        """Copy optimizer states of all stages to every rank's CPU; collective."""
         with self.inside(), torch.no_grad():
             self.forget_foreign_states()
             for states in self._states:
                 states.gather(keeps=True, on_cpu=True)
 
     def serve(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Let `optimizer` change what this rank's stage has alone; return what ends that."""
+        """Let `optimizer` update only this stage's tensors; return an undo function."""
 
         def begin() -> None:
             self.settle()
@@ -190,23 +182,15 @@ class WeightReads:
         return served.close
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Wait for all ranks, and answer those that ask; a collective call.
+        """Wait for all ranks, and answer reads; return each rank's `numbers`. Collective.
 
-        Args:
-            place: Where this rank is; see `Collectives.meet`.
-            numbers: See there.
-
-        Returns:
-            The numbers of each rank.
-
-        Raises:
-            UnsupportedError: If a rank is in another place.
+        Raises UnsupportedError if a rank is at another `place`; see `Collectives.meet`.
         """
         with self._transport.meter.paused():
             return self._over.meet(place, numbers)
 
     def use(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what torch's `func` makes of arguments among which there are watched tensors."""
+        """Run torch's `func` on watched tensors; first fetch them if it reads values."""
         is_field = func.__name__ in ("__get__", "__set__")
         name = func.__self__.__name__ if is_field else func.__name__
         is_plain = name in TENSOR_FLAGS
@@ -222,11 +206,7 @@ class WeightReads:
         return func(*args, **kwargs)
 
     def ask(self, func: Any = None) -> None:
-        """Get what other stages have; collective: other ranks ask or meet.
-
-        Raises:
-            UnsupportedError: If they cannot answer.
-        """
+        """Fetch the tensors of other stages; collective: other ranks ask or meet."""
         if func in _GRADIENTS_OF or self._refusal or self.is_closed():
             raise self._refuse("weights of pipelined layers", func)
         self._gather(_ASKS)
@@ -266,11 +246,10 @@ class WeightReads:
         return self._transport if self.is_uneven() else self._transport.everyone
 
     def _share(self, places: Sequence[str], asks: str = "") -> None:
-        """Give the ranks of this replica what they ask for.
+        """Send the ranks of this replica the tensors they ask for.
 
-        Args:
-            places: What each rank asks for, or where it is.
-            asks: What this rank asks for; empty for nothing.
+        `places`: what each rank asks for, or its place. `asks`: what this rank asks for; empty for
+        nothing.
         """
         own = self._transport.members.ranks
         places = places if self.is_uneven() else [places[rank] for rank in own]
@@ -286,7 +265,7 @@ class WeightReads:
                 states.gather(keeps=asks == _ASKS_STATES)
 
     def _in_size(self, value: Any) -> Any:
-        """Return, for a tensor that is empty here, one without data of its true size."""
+        """Return a meta tensor of the full size for a tensor that is empty here."""
         if id(value) not in self._names:
             return value
         name, weights = self._names[id(value)]
@@ -307,7 +286,7 @@ class WeightReads:
 
 
 def _make_classes(reads: WeightReads) -> tuple[type, type]:
-    """Return classes for the parameters and buffers whose reads `reads` serves."""
+    """Return classes of watched parameters and buffers; `reads` serves their reads."""
 
     class Seen:
         @classmethod
@@ -318,7 +297,7 @@ def _make_classes(reads: WeightReads) -> tuple[type, type]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             reads.ask()
-            return copy.deepcopy(self, memo)  # of another class by now
+            return copy.deepcopy(self, memo)  # `ask` has restored its class
 
     class SeenParameter(Seen, nn.Parameter): ...
 

@@ -1,11 +1,9 @@
 """A rank's weights: parameters of other stages are emptied, and filled again on demand.
 
-An emptied parameter is the same `nn.Parameter` object without data. Names, order and optimizer ids
-stay those of the user's module on every rank. It keeps its number of dimensions, so that code which
-groups parameters by `p.ndim` decides the same on all ranks. Buffers are kept everywhere: they are
-small, and the owner's values count.
-
-A copy of the module, in which a callback averages weights, is emptied and filled with it.
+An emptied parameter is the same `nn.Parameter` object without data, so names, order and optimizer
+ids equal the user's module on every rank. It keeps its number of dimensions for code that groups
+parameters by `p.ndim`. Every rank keeps all buffers, which are small; the owner's values count.
+Copies of the module, like averages of weights, are emptied and filled along with it.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ Shape = tuple[torch.Size, torch.dtype]
 def empty_parameters(
     module: nn.Module, users: Mapping[str, set[int]], stage: int
 ) -> dict[str, Shape]:
-    """Empty the parameters of `module` that only other stages use; return their shapes by name."""
+    """Empty the parameters that only other stages use; return their shapes by name."""
     shapes: dict[str, Shape] = {}
     for name, parameter in module.named_parameters():
         if stage in users.get(name, {stage}):
             continue
         parameter.grad = None
-        if parameter.dim():  # a single number cannot be emptied
+        if parameter.dim():  # scalars cannot be emptied
             shapes[name] = (parameter.shape, parameter.dtype)
             parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
     return shapes
@@ -52,15 +50,7 @@ _NONE: Gradients = {}
 
 
 def check_same(before: Users, users: Users) -> None:
-    """Refuse a batch that makes a stage use other weights: other replicas do not know of it.
-
-    Args:
-        before: The stages of each tensor so far.
-        users: Those with this batch.
-
-    Raises:
-        UnsupportedError: If they differ.
-    """
+    """Refuse a batch that makes a stage use new weights: other replicas would not know."""
     changed = sorted(name for name in users if users[name] != before.get(name))
     if changed:
         raise UnsupportedError(
@@ -75,11 +65,7 @@ def check_same(before: Users, users: Users) -> None:
 
 
 def check_leaves(module: nn.Module) -> None:
-    """Refuse weights that are computed: a gradient would end at them.
-
-    Raises:
-        UnsupportedError: With the first one, if gradients are recorded.
-    """
+    """Refuse computed tensors as weights: gradients would end at them."""
     computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
     name = next(computed, None) if torch.is_grad_enabled() else None
     if name is not None:
@@ -94,15 +80,9 @@ def check_leaves(module: nn.Module) -> None:
 
 
 def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Users) -> None:
-    """Refuse weights of stages that something outside of the pipeline has as well.
+    """Refuse weights of stages that a module outside of the pipeline uses too.
 
-    Args:
-        shared_outside: Name outside of the pipelined module, by the id of a parameter of it.
-        module: The pipelined module.
-        users: The stages of each tensor, of several.
-
-    Raises:
-        UnsupportedError: If there are some.
+    `shared_outside`: outside name by id of the parameter.
     """
     for name, parameter in module.named_parameters():
         if name in users and id(parameter) in shared_outside:
@@ -117,12 +97,7 @@ def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Us
 
 
 class StageWeights:
-    """The parameters and buffers of a module, of which this rank may hold its stage's only.
-
-    Args:
-        module: The module.
-        transport: The ranks.
-    """
+    """The parameters and buffers of a module; this rank may hold only its stage's."""
 
     def __init__(self, module: nn.Module, transport: Transport) -> None:
         self.module = module
@@ -132,11 +107,7 @@ class StageWeights:
         self._hooks: list[RemovableHandle] = []
 
     def check_kept(self) -> None:
-        """Refuse, on several stages, other tensors in the places of those that were assigned.
-
-        Raises:
-            UnsupportedError: With the first one.
-        """
+        """Refuse, on several stages, parameters replaced since the split."""
         for name, parameter in self.module.named_parameters():
             if (
                 self._transport.mesh.num_stages > 1
@@ -159,19 +130,19 @@ class StageWeights:
         return [parameters[name] for name in self._shapes]
 
     def foreign(self, users: Users) -> list[nn.Parameter]:
-        """Return the parameters that only other stages use; single numbers are among them."""
+        """Return parameters that only other stages use, scalars included."""
         here = self._transport.mesh.stage
         return [
             p for name, p in self.module.named_parameters() if here not in users.get(name, {here})
         ]
 
     def shape_of(self, name: str, parameter: Tensor) -> Shape:
-        """Return shape and dtype that the tensor `name` has where it is not empty."""
+        """Return the full shape and the dtype of tensor `name`."""
         shape, _ = self._shapes.get(name, (parameter.shape, parameter.dtype))
-        return shape, parameter.dtype  # which the user may have changed since
+        return shape, parameter.dtype  # the user may change the dtype
 
     def empty(self, users: Users) -> None:
-        """Keep only what this rank's stage uses; `users` are the stages of each tensor."""
+        """Empty parameters of other stages; `users` are the stages of each tensor."""
         self._shapes = empty_parameters(self.module, users, self._transport.mesh.stage)
         self._assigned = dict(self.module.named_parameters())
         if self._shapes and not self._hooks:
@@ -179,12 +150,12 @@ class StageWeights:
             self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
 
     def named(self, users: Users) -> dict[str, Tensor]:
-        """Return the tensors that belong to a stage, as they are here, by name."""
+        """Return the tensors that stages use, by name, as they are on this rank."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return {name: tensor for name, tensor in named.items() if name in users}
 
     def assemble(self, users: Users) -> dict[str, Tensor]:
-        """Return every tensor that belongs to a stage, on every rank, by name; collective."""
+        """Return the full tensors of all stages on every rank; collective."""
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         if self._transport.mesh.num_stages > 1:
             _check_present(users, named)
@@ -195,7 +166,7 @@ class StageWeights:
         return share_tensors(self._transport, owners, named, shapes)
 
     def assemble_gradients(self, users: Users) -> dict[str, Tensor | None]:
-        """Return those of the parameters that only other stages use, by name; collective."""
+        """Return the gradients that only other stages have; collective."""
         parameters = {n: p for n, p in self.module.named_parameters() if n in users}
         mesh, here = self._transport.mesh, self._transport.world.rank
         owners = {name: mesh.rank_of(min(users[name]), 0) for name in parameters}
@@ -218,11 +189,11 @@ class StageWeights:
         }
 
     def fill(self, users: Users) -> None:
-        """Give this rank all parameters and the right buffers back; collective."""
+        """Give this rank all parameters, and the owners' buffers; collective."""
         self.take(self.assemble(users))
 
     def take(self, tensors: Mapping[str, Tensor], grads: Gradients = _NONE) -> None:
-        """Take over what was assembled, and gradients of the parameters of other stages."""
+        """Write assembled tensors, and gradients of other stages' parameters."""
         parameters = dict(self.module.named_parameters())
         fill_parameters(self.module, {name: tensors[name] for name in self._shapes})
         with torch.no_grad():
@@ -230,7 +201,7 @@ class StageWeights:
                 if name in tensors:
                     _renew(buffer, tensors[name])
             for name, parameter in parameters.items():
-                if name in tensors and parameter.dim() == 0:  # is never emptied
+                if name in tensors and parameter.dim() == 0:  # never emptied
                     _renew(parameter, tensors[name])
         for name, grad in grads.items():
             parameters[name].grad = grad
@@ -239,13 +210,11 @@ class StageWeights:
     def complete(
         self, state: dict[str, Tensor], root: nn.Module, prefix: str, users: Users
     ) -> None:
-        """Put the tensors of all stages into a state dict that this rank has made; collective.
+        """Put the full tensors of all stages into this rank's state dict; collective.
 
-        Args:
-            state: It has the tensors of `root` under their names, each behind `prefix`.
-            root: Holds the module; some of its tensors may have second names in it.
-            prefix: Ends in a dot, unless it is empty.
-            users: The stages of each tensor.
+        `state` has the tensors of `root`, which holds the module, each name behind `prefix`. It may
+        list a
+        tensor under several names.
         """
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
@@ -255,14 +224,14 @@ class StageWeights:
                     state[prefix + name] = by_id[id(tensor)]
 
     def forget(self) -> None:
-        """Forget what was emptied."""
+        """Forget which parameters were emptied."""
         self._shapes, self._assigned = {}, {}
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a module whose weights are partly on other ranks load a whole state dict."""
+    """Let a module with placeholders load a whole state dict."""
     for name, parameter in module.named_parameters(recurse=False):
         given = state.get(prefix + name)
         if isinstance(given, Tensor) and parameter.shape[:1] == (0,) and given.dim():
@@ -270,11 +239,7 @@ def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
-    """Refuse to go on where something else has taken the place of a weight.
-
-    Raises:
-        UnsupportedError: With its name.
-    """
+    """Refuse to continue if a callback has replaced or removed a tensor."""
     missing = next((name for name in names if name not in found), None)
     if missing is not None:
         raise UnsupportedError(
@@ -287,6 +252,6 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
 
 
 def _renew(tensor: Tensor, value: Tensor) -> None:
-    """Overwrite `tensor`, unless it is the same: autograd may have saved it."""
+    """Overwrite `tensor` only if values differ: autograd may have saved it."""
     if not torch.equal(tensor, value):
         tensor.copy_(value)

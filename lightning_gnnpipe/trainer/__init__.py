@@ -1,25 +1,25 @@
-"""What is there because of Lightning: processes, checkpoints, precision, callbacks, loops."""
+"""Lightning's side: processes, replicas, checkpoints, and the engine within Lightning's loops."""
 
 from __future__ import annotations
 
-from lightning_gnnpipe.trainer.engine_host import PipeLoops, print_stages, shows_stages
-from lightning_gnnpipe.trainer.launcher import random_state
-from lightning_gnnpipe.trainer.precision import loss_scale
-from lightning_gnnpipe.trainer.refuse import (
-    check_optimizers,
-    check_scaling,
-    check_sync,
-    check_was_called,
+from lightning_gnnpipe.trainer._compat import (
+    LightningStrategy,
+    PathLike,
+    optimizers_to_device,
 )
+from lightning_gnnpipe.trainer.checkpoint_io import AtomicCheckpointIO
+from lightning_gnnpipe.trainer.checkpoints import Checkpoints
+from lightning_gnnpipe.trainer.engine_host import EngineHost
+from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.replicas import Replicas
 
 __all__ = [
-    "PipeLoops",
-    "check_optimizers",
-    "check_scaling",
-    "check_sync",
-    "check_was_called",
-    "loss_scale",
-    "print_stages",
-    "random_state",
-    "shows_stages",
+    "AtomicCheckpointIO",
+    "Checkpoints",
+    "EngineHost",
+    "LightningStrategy",
+    "PathLike",
+    "Processes",
+    "Replicas",
+    "optimizers_to_device",
 ]

@@ -1,7 +1,6 @@
-"""The private names of Lightning that the package uses, each with a public one of ours.
+"""Private names of Lightning that the package uses, under public names.
 
-`tests/test_compat.py` lists them, and fails with the name that disappeared. Those of torch are in
-`_compat_torch`, those of PyG in `_compat_pyg`.
+`tests/test_compat.py` lists them, and fails if one disappears.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _load as load_file
 from lightning.fabric.utilities.distributed import (
@@ -40,12 +40,12 @@ from torch import nn
 
 
 def syncs_norms(strategy: Any) -> bool:
-    """Whether the Trainer was asked for `sync_batchnorm`."""
+    """Whether the user set the Trainer's `sync_batchnorm`."""
     return strategy._layer_sync is not None
 
 
 def average_of(callback: Callback) -> nn.Module | None:
-    """Return the copy of the LightningModule in which `callback` averages weights, if it does."""
+    """Return the copy of the LightningModule in which `callback` averages weights, or None."""
     if isinstance(callback, StochasticWeightAveraging):
         return callback._average_model
     kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
@@ -55,20 +55,20 @@ def average_of(callback: Callback) -> nn.Module | None:
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether this epoch only renews running statistics, after weights have been averaged."""
+    """Whether this epoch only updates running statistics, after weights were averaged."""
     return bool(trainer.fit_loop._skip_backward)
 
 
 def validates_next(trainer: Trainer) -> bool:
-    """Whether a batch of training has just ended, and validation follows."""
+    """Whether a training batch has just ended and validation follows."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches: Any = loop.batch_progress.current
-    has_ended = batches.processed > batches.completed  # is called between the two
+    has_ended = batches.processed > batches.completed  # called between the two
     return has_ended and fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
 def keep_samplers(trainer: Trainer) -> Callable[[], None]:
-    """Let the Trainer leave the samplers of loaders as they are; return what undoes that."""
+    """Make the Trainer keep the loaders' samplers; return an undo function."""
     connector: Any = trainer._accelerator_connector
     before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
     return lambda: setattr(connector, "use_distributed_sampler", before)
@@ -76,12 +76,12 @@ def keep_samplers(trainer: Trainer) -> Callable[[], None]:
 
 _WRONG_ADVICE = (
     ".*recommended to use `self.log.*sync_dist=True",  # logged values are equal on all ranks
-    r".*number of training batches \(1\) is smaller",  # so a whole graph trains
+    r".*number of training batches \(1\) is smaller",  # as with a whole graph
 )
 
 
 def without_wrong_advice() -> Callable[[], None]:
-    """Have Lightning not give advice that is wrong here; return what undoes that."""
+    """Silence advice of Lightning that is wrong here; return an undo function."""
     own: list[Any] = []
     for text in _WRONG_ADVICE:
         warnings.filterwarnings("ignore", message=text)
@@ -96,23 +96,44 @@ def without_wrong_advice() -> Callable[[], None]:
 
 
 def fetcher_of(trainer: Trainer) -> Any:
-    """Return what fetches the batches of the loop that runs.
+    """Return the batch fetcher of the running loop.
 
-    None if the user's step does, which then gets an iterator (`dataloader_iter`).
+    None if the user's step takes an iterator (`dataloader_iter`) and fetches itself.
     """
     fetcher = trainer._active_loop._data_fetcher  # type: ignore[union-attr]
     return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
 
 
 class LightningStrategy(ParallelStrategy):
-    """`ParallelStrategy` with public names for what a strategy must override or read."""
+    """A `ParallelStrategy`, one process a device, with public names for its hooks."""
+
+    num_nodes = 1
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning treats loaders and logging as distributed."""
+        return True
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
 
     def make_launcher(self) -> Any:
-        """Return what starts the processes; None if they are there."""
+        """Return the launcher of processes; None if they run already."""
         raise NotImplementedError
 
     def make_checkpoint_io(self) -> CheckpointIO:
-        """Return what writes and reads checkpoints, unless the user brings another."""
+        """Return the default checkpoint plugin."""
         raise NotImplementedError
 
     def reset_optimizers(self) -> None:
@@ -137,16 +158,16 @@ class LightningStrategy(ParallelStrategy):
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher by fork, spawn and forkserver, with public names for its two ends."""
+    """Lightning's launcher of workers, with public names for its two ends."""
 
     def run_worker(
         self, index: int, trainer: Trainer, results: Any, work: Callable[[], Any]
     ) -> None:
-        """Do, in worker `index`, the `work` that was asked for; it puts its result in `results`."""
+        """Run `work`, which puts its result in `results`, in a worker."""
         raise NotImplementedError
 
     def check_result(self, result: Any) -> None:
-        """Look at what worker 0 has put into the results, in the process that started it."""
+        """Check worker 0's result, in the process that started it."""
         raise NotImplementedError
 
     def _wrapping_function(
@@ -174,41 +195,41 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
-    """Return the Trainer that `module` is attached to, if it is to one."""
+    """Return the Trainer of `module`; None if it has none."""
     return None if module is None else module._trainer
 
 
 def teardown(trainer: Trainer) -> None:
-    """Tear down what a run has set up."""
+    """Tear down a run."""
     trainer._teardown()
 
 
 def requeue_handler(trainer: Trainer) -> Callable[[int, Any], None]:
-    """Return the method that saves and queues the SLURM job again."""
+    """Return Lightning's handler that saves and requeues the SLURM job."""
     return trainer._signal_connector._slurm_sigusr_handler_fn
 
 
 def handle_signals(
     trainer: Trainer, on_stop: Callable[[int, Any], None], on_requeue: Callable[[int, Any], None]
 ) -> None:
-    """Have other handlers registered for SIGTERM and for SLURM's requeue than the Trainer's."""
+    """Replace the Trainer's handlers of SIGTERM and of SLURM's requeue signal."""
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = on_stop
     connector._slurm_sigusr_handler_fn = on_requeue
 
 
 def stop_at_the_end_of_the_batch(trainer: Trainer) -> None:
-    """Let the Trainer stop as it does when it has received SIGTERM."""
+    """Stop the Trainer after this batch, as on SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
 def last_saved_step(callback: ModelCheckpoint) -> int:
-    """Return the global step that `callback` has last saved at."""
+    """Return the global step of the last save of `callback`."""
     return callback._last_global_step_saved
 
 
 def read_checkpoint(io: CheckpointIO, path: PathLike, weights_only: bool | None) -> Any:
-    """Read by `io`, whose method has no argument `weights_only` before Lightning 2.6."""
+    """Read by `io`, whose method lacks `weights_only` before Lightning 2.6."""
     parameters = inspect.signature(io.load_checkpoint).parameters.values()
     if any(one.name == "weights_only" or one.kind is one.VAR_KEYWORD for one in parameters):
         reader: Any = io

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there."""
+"""Atomic checkpoint files: whole or absent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a local checkpoint to a file beside it, which then takes its place in one move.
+    """Writes a local checkpoint to a temporary file, and moves it to its name.
 
-    Whenever a save is cut off, the last checkpoint of that name is still there. Remote paths are
-    written as Lightning does.
+    An interrupted save leaves the last checkpoint intact. Remote paths are written by Lightning.
     """
 
     def save_checkpoint(
@@ -41,9 +40,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint in `path`; objects of one's own classes only where that is asked.
+        """Load the checkpoint; with `weights_only` refuse all but tensors and plain types.
 
-        torch before 2.6, and Lightning before 2.6, would run whatever code the file holds.
+        torch before 2.6, and Lightning before 2.6, would run any code in the file.
         """
         if not get_filesystem(path).exists(str(path)):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -52,14 +51,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def holds_plain_types(weights_only: bool | None) -> bool:
-    """Whether to read tensors and plain types alone; None leaves it to the environment."""
+    """Whether to load only tensors and plain types; None reads the environment."""
     if weights_only is not None:
         return weights_only
     return os.environ.get(TRUST, "0").lower() not in ("1", "y", "yes", "true")
 
 
 def local_path(path: PathLike) -> Path | None:
-    """Return `path` as a local one; None if it is remote."""
+    """Return `path` as a local path; None if it is remote."""
     text = str(path)
     if "://" not in text:
         return Path(text)

@@ -1,24 +1,20 @@
-"""Checkpoints: Lightning's own, whole on every rank, with what the run needs to go on."""
+"""Checkpoints: stock files with the weights of all stages, and the state of the run."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.engine import PipelineEngine, RankHistories, RunState, SavedRun
+from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.errors import CheckpointError, ConfigError, explain
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.saving import sharded, sidecar
@@ -27,66 +23,55 @@ from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
 from lightning_gnnpipe.trainer.checkpoint_io import (
     TRUST,
-    AtomicCheckpointIO,
     holds_plain_types,
     local_path,
 )
+from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
 from lightning_gnnpipe.trainer.launcher import random_state
-from lightning_gnnpipe.trainer.processes import PipeProcesses
-from lightning_gnnpipe.trainer.signals import StopSignals, keep_last
+from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.signals import keep_last
 
 log = logging.getLogger(__name__)
 
 _KEY = "gnnpipe"
 
 
-class PipeCheckpoints(PipeProcesses):
-    """Puts the stages' weights and optimizer states together, and takes whole ones apart.
+class Checkpoints:
+    """Merges the stages' weights and optimizer states when saving, and reads whole ones.
 
     Args:
-        args: Of `PipeProcesses`, as are `kwargs`.
+        strategy: Has the module, the devices and the checkpoint plugin.
+        processes: The ranks.
+        host: Has the engine.
+        is_sharded: Whether each rank writes its own weights.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._engine: PipelineEngine | None = None
-        self._prefix = ""
-        self._signals = StopSignals()
-        self._saved: tuple[SavedRun, Mapping[str, Any]] | None = None  # and random numbers
-        self._ended: RunState | None = None  # of the last run that trained
+    def __init__(
+        self,
+        strategy: _compat.LightningStrategy,
+        processes: Processes,
+        host: EngineHost,
+        *,
+        is_sharded: bool,
+    ) -> None:
+        self._strategy, self._processes, self._host = strategy, processes, host
+        self._is_sharded = is_sharded
+        self._resumed: ResumedRun | None = None
         self._fallbacks = Fallbacks(log)
 
-    @property
-    def engine(self) -> PipelineEngine:
-        """The engine, while a fit, validate, test or predict runs.
+    def take_resumed(self) -> ResumedRun | None:
+        """Return the run that the last loaded checkpoint goes on with, once."""
+        resumed, self._resumed = self._resumed, None
+        return resumed
 
-        Raises:
-            ConfigError: Outside of a run.
-        """
-        if self._engine is None:
-            raise ConfigError(
-                explain(
-                    expected="the engine to be asked for while the Trainer runs",
-                    found="no run in progress",
-                    remedy="Ask in a hook such as on_train_epoch_end.",
-                )
-            )
-        return self._engine
-
-    def make_checkpoint_io(self) -> CheckpointIO:
-        return AtomicCheckpointIO()
-
-    def load_checkpoint(
-        self, checkpoint_path: PathLike, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load(self, checkpoint_path: PathLike, weights_only: bool | None) -> dict[str, Any]:
         """Return the checkpoint; all ranks fail together, with the first one's reason.
 
         Raises:
             CheckpointError: If it cannot be read.
         """
-        checkpoint_path = self.broadcast(
-            checkpoint_path
-        )  # each rank may have found another last one
+        # Each rank may have found another "last" checkpoint.
+        checkpoint_path = self._processes.broadcast(checkpoint_path)
         path = local_path(checkpoint_path)
 
         def read() -> dict[str, Any]:
@@ -94,26 +79,22 @@ class PipeCheckpoints(PipeProcesses):
                 found = sharded.read_sharded(path, holds_plain_types(weights_only))
             else:
                 found = self._read_stock(checkpoint_path, weights_only)
-            self._saved = self._read_run(found, path)
+            self._resumed = self._read_run(found, path)
             return found
 
-        found = self.together(read)
-        has_histories = self._saved is not None and bool(self._saved[0].stages)
-        has_histories = self.reduce_boolean_decision(has_histories)  # all take the same steps
-        if self._saved is not None:
-            run, random = self._saved
-            run = run if has_histories else SavedRun(run.state, ())
-            self._saved = run, random
+        found = self._processes.together(read)
+        has_histories = self._resumed is not None and bool(self._resumed.run.stages)
+        # All ranks have them or none uses them, so that all run the same steps.
+        has_histories = self._processes.vote(has_histories, needs_all=True)
+        if self._resumed is not None and not has_histories:
+            run = SavedRun(self._resumed.run.state, ())
+            self._resumed = ResumedRun(run, self._resumed.random)
         return found
-
-    def teardown(self) -> None:
-        self._saved = None  # of a run that failed before it began
-        super().teardown()
 
     def _read_stock(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
         torch.cuda.empty_cache()
         try:
-            found = _compat.read_checkpoint(self.checkpoint_io, path, weights_only)
+            found = _compat.read_checkpoint(self._strategy.checkpoint_io, path, weights_only)
         except FileNotFoundError:
             raise
         except Exception as error:  # torch does not say what damaged files raise
@@ -136,15 +117,12 @@ class PipeCheckpoints(PipeProcesses):
             )
         return found
 
-    def _read_run(
-        self, checkpoint: Mapping[str, Any], path: Path | None
-    ) -> tuple[SavedRun, Mapping[str, Any]] | None:
-        """Return what the checkpoint tells of a pipelined run, where one is to go on."""
-        assert self.lightning_module is not None
+    def _read_run(self, checkpoint: Mapping[str, Any], path: Path | None) -> ResumedRun | None:
+        """Return the pipelined run in the checkpoint, if a fit is about to go on with it."""
+        module = self._strategy.lightning_module
+        assert module is not None
         found = checkpoint.get(_KEY)
-        is_new_run = self._engine is None and self.lightning_module.trainer.state.fn == (
-            TrainerFn.FITTING
-        )
+        is_new_run = not self._host.is_running and module.trainer.state.fn == TrainerFn.FITTING
         if found is None or not is_new_run:
             return None
         if not isinstance(found, dict) or not {"run", "random", "histories"} <= found.keys():
@@ -166,58 +144,65 @@ class PipeCheckpoints(PipeProcesses):
         if path is not None and ident is not None:
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
             stages = sidecar.read_stages(folder, state.num_ranks)
-        return SavedRun(state, stages), found["random"]
+        return ResumedRun(SavedRun(state, stages), found["random"])
 
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if self._engine is not None:  # in the middle of a run, as after a search for a rate
-            self._engine.model.restore()
-            self._engine.graphs.drop_histories()
-            self._engine.statistics.stale.clear()
-        super().load_model_state_dict(checkpoint, strict)
+    def begin_load_of_weights(self) -> None:
+        """Forget what was computed with the present weights, as after a search for a rate."""
+        if self._host.is_running:
+            engine = self._host.engine
+            engine.model.restore()
+            engine.graphs.drop_histories()
+            engine.statistics.stale.clear()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self.lightning_module
+    def module_state(self) -> dict[str, Any]:
+        """Return the state dict of the LightningModule with the weights of all stages."""
+        module = self._strategy.lightning_module
         assert module is not None
-        if not self._is_split:
+        if not self._host.is_split:
             return module.state_dict()
-        with self.engine.model.reads.inside():
-            if self._is_interrupted:
+        model = self._host.engine.model
+        with model.reads.inside():
+            if self._processes.is_interrupted:
                 return module.state_dict()
-            if self.options.save_distributed_checkpoint:
-                return own_state_dict(module, self.engine.model, self._pipe.mesh)
-            return full_state_dict(module, self.engine.model)
+            if self._is_sharded:
+                return own_state_dict(module, model, self._processes.transport.mesh)
+            return full_state_dict(module, model)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        reads = self._engine.model.reads if self._engine else None
+    def optimizer_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state that `read` gives on this rank, with that of all stages."""
+        reads = self._host.engine.model.reads if self._host.is_running else None
         if reads is not None:
             reads.forget_foreign_states()
         with reads.inside() if reads is not None else nullcontext():
-            state = super().optimizer_state(optimizer)
-        if not self._has_peers or self._is_interrupted:
+            state = read()
+        if not self._processes.has_peers or self._processes.is_interrupted:
             return state
-        if self.options.save_distributed_checkpoint:
-            own = own_optimizer_state(self._pipe, state)
-            return {**state, "state": {} if self._pipe.mesh.replica else own}
-        return merge_optimizer_states(self._pipe, state)
+        transport = self._processes.transport
+        if self._is_sharded:
+            own = own_optimizer_state(transport, state)
+            return {**state, "state": {} if transport.mesh.replica else own}
+        return merge_optimizer_states(transport, state)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
+    def save(
+        self, checkpoint: dict[str, Any], filepath: PathLike, write: Callable[[PathLike], None]
     ) -> None:
-        if self._is_interrupted and (self._is_split or self._has_workers):
+        """Write the checkpoint by `write` on rank 0, and the histories beside it on all ranks."""
+        processes, is_first = self._processes, self._strategy.is_global_zero
+        if processes.is_interrupted and (self._host.is_split or processes.has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
-            keep_last(_compat.trainer_of(self.lightning_module))
+            keep_last(_compat.trainer_of(self._strategy.lightning_module))
             return
-        filepath = self.broadcast(filepath)
+        filepath = processes.broadcast(filepath)
         path = local_path(filepath)
-        if self.options.save_distributed_checkpoint:
+        if self._is_sharded:
             self._save_sharded(checkpoint, filepath, path)
             return
         ident = None
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
             has_histories = path is not None and bool(state.inputs)
-            ident = self._everyone.broadcast_object(sidecar.new_id() if has_histories else None)
-            if path is None and bool(state.inputs) and self.is_global_zero:
+            ident = processes.everyone.broadcast_object(sidecar.new_id() if has_histories else None)
+            if path is None and bool(state.inputs) and is_first:
                 self._fallbacks.tell(
                     f"{filepath} is on remote storage, where histories are not saved",
                     origin="resuming with the histories of the run",
@@ -227,17 +212,17 @@ class PipeCheckpoints(PipeProcesses):
         if path is not None and ident is not None:
             self._write_histories(sidecar.unfinished_folder(path, ident))
 
-        def write() -> None:
+        def finish() -> None:
             if path is not None and ident is not None:
                 sidecar.finish(path, ident)
-            super(PipeCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
+            write(filepath)
 
-        self.together(lambda: write() if self.is_global_zero else None)
+        processes.together(lambda: finish() if is_first else None)
         if path is not None and ident is not None:
-            with suppress(OSError):  # the first rank's file system is this rank's as well
+            with suppress(OSError):  # on a common file system rank 0 has done it already
                 sidecar.finish(path, ident)
-        if path is not None and self.local_rank == 0:
-            is_late = isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        if path is not None and self._strategy.local_rank == 0:
+            is_late = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
             sidecar.prune(path, ident, keeps_last=is_late)
 
     def _save_sharded(
@@ -252,73 +237,54 @@ class PipeCheckpoints(PipeProcesses):
                     "save_distributed_checkpoint off.",
                 )
             )
+        together, is_first = self._processes.together, self._strategy.is_global_zero
         weights = checkpoint.pop("state_dict")
-        if not self._is_split and not self.is_global_zero:
+        if not self._host.is_split and not is_first:
             weights = {}
         optimizers = [one["state"] for one in checkpoint.get("optimizer_states", ())]
         for one in checkpoint.get("optimizer_states", ()):
             one["state"] = {}
-        self.together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
+        together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
         state = self._run_state()
         if state is not None and optimizers:
             has_histories = bool(state.inputs)
             checkpoint[_KEY] = self._run(state, sharded.HISTORIES if has_histories else None)
             if has_histories:
                 self._write_histories(sharded.part_of(path) / sharded.HISTORIES)
-        meta = sharded.write_shards(self._pipe, path, checkpoint, weights, optimizers)
-        self.together(lambda: sharded.finish(path, meta) if self.is_global_zero else None)
+        transport = self._processes.transport
+        meta = sharded.write_shards(transport, path, checkpoint, weights, optimizers)
+        together(lambda: sharded.finish(path, meta) if is_first else None)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Save, if all ranks stop together; then see `PipeProcesses.on_exception`."""
-        if isinstance(exception, SIGTERMException) and self._signals.stops_together:
-            self._signals.save()
-        super().on_exception(exception)
-
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        super().remove_checkpoint(filepath)
+    def remove(self, filepath: PathLike) -> None:
+        """Delete the histories of checkpoints that are gone from the folder of `filepath`."""
         path = local_path(filepath)
-        if self.local_rank == 0 and path is not None:
+        if self._strategy.local_rank == 0 and path is not None:
             sidecar.prune(path, None)
 
     def _run_state(self) -> RunState | None:
-        """Return the state of the run that trains, or that of the last one, without histories."""
-        if self._engine is not None and self._engine.options.is_fitting:
-            return self._engine.run_state()
-        return self._ended
+        """Return the state of the run that trains, or of the last one, without histories."""
+        host = self._host
+        if not host.is_running or not host.engine.options.is_fitting:
+            return host.last_run
+        module = self._strategy.lightning_module
+        assert module is not None
+        is_next = not host.engine.step.averages_weights and _compat.validates_next(module.trainer)
+        return host.engine.run_state(is_validation_next=is_next)
 
     def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run, in plain types."""
+        """Return the run for the checkpoint, in plain types."""
         return {
             "run": state.as_dict(),
-            "random": random_state(self.root_device),
+            "random": random_state(self._strategy.root_device),
             "histories": histories,
         }
 
     def _write_histories(self, folder: Path) -> None:
         def write() -> None:
-            for stage, saved in self.engine.stage_states().items():
+            for stage, saved in self._host.engine.stage_states().items():
                 sidecar.write_stage(folder, stage, saved)
 
-        self.together(write)
-
-    @property
-    def _is_split(self) -> bool:
-        """Whether this rank holds only its stage's parameters."""
-        return self._has_peers and self._engine is not None and self._engine.model.is_split
-
-    @property
-    def _is_stopping(self) -> bool:
-        return bool(self._engine is not None and self._engine.progress.signals)
-
-    @property
-    def _is_interrupted(self) -> bool:
-        """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
-        trainer = _compat.trainer_of(self.lightning_module)
-        if trainer is None:  # not begun, or in the process that started those that train
-            return self._has_workers and sys.exc_info()[1] is not None
-        is_stop = isinstance(sys.exc_info()[1], SIGTERMException)
-        is_orderly = is_stop and self._signals.stops_together
-        return bool(trainer.interrupted) and not is_orderly
+        self._processes.together(write)
 
 
 State = dict[str, Any]

@@ -1,8 +1,7 @@
-"""Attaches the engine to the user's module when a loop starts, and detaches it at the end.
+"""Puts the engine behind the pipelined module's forward when a loop starts; detaches it at the end.
 
-It takes over once a loop starts, not before. Until then every rank holds the whole module. What
-runs it earlier, such as a model summary with an example input or a logger that draws the model, on
-one rank alone, gets its own forward.
+Before a loop starts every rank holds the whole module, with its own forward: a model summary with
+an example input, or a logger that draws the model, runs it on one rank alone.
 """
 
 from __future__ import annotations
@@ -11,117 +10,272 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
-from torch import nn
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
+from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.layers import check_support
+from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, find_pipelined
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.launcher import set_random_state
+from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
 from lightning_gnnpipe.trainer.loaders import NextBatch
-from lightning_gnnpipe.trainer.precision import StagePrecision
-from lightning_gnnpipe.trainer.refuse import check_pruning, check_sharded
+from lightning_gnnpipe.trainer.precision import StagePrecision, loss_scale
+from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.refuse import (
+    check_optimizers,
+    check_pruning,
+    check_scaling,
+    check_sharded,
+    check_sync,
+    check_was_called,
+)
 from lightning_gnnpipe.trainer.replay import StepReplay, check_replay
-from lightning_gnnpipe.trainer.replicas import PipelineMetrics, PipeReplicas
+from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.trainer.weight_callbacks import GuestCallbacks, HookEnds, owners_of_hooks
 
 log = logging.getLogger(__name__)
 
 
-class PipeLoops(PipeReplicas):
-    """Puts the engine behind the pipelined module's forward at the start of each loop.
+@dataclass(frozen=True, slots=True)
+class ResumedRun:
+    """A run to go on with, and the random states it was saved with."""
+
+    run: SavedRun
+    random: Mapping[str, Any]
+
+
+class EngineHost:
+    """Makes the engine of a run, runs the user's steps with it, and takes it down.
 
     Args:
-        args: Of `PipeReplicas`, as are `kwargs`.
+        strategy: Has the module, the devices and the optimizers.
+        options: The strategy's options.
+        processes: The ranks.
+        replicas: Share buffers and metrics.
+
+    Attributes:
+        controls: Requests of callbacks for the next training step.
+        last_run: State of the last run that trained, without histories.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        strategy: _compat.LightningStrategy,
+        options: StrategyOptions,
+        processes: Processes,
+        replicas: Replicas,
+    ) -> None:
+        self._strategy, self._options = strategy, options
+        self._processes, self._replicas = processes, replicas
         self.controls = Controls()
-        self._metrics = PipelineMetrics()
+        self.last_run: RunState | None = None
+        self._engine: PipelineEngine | None = None
+        self._prefix = ""
         self._guests = GuestCallbacks()
         self._precision = StagePrecision()
         self._next_batch = NextBatch()
         self._hook_ends = HookEnds()
-        self._unserve: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._take_over()
+    @property
+    def engine(self) -> PipelineEngine:
+        """The engine of the present run.
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.engine.abandon()
-        self.engine.progress.is_validating = True
-        self._begin_stream()
+        Raises:
+            ConfigError: Outside of a run.
+        """
+        if self._engine is None:
+            raise ConfigError(
+                explain(
+                    expected="the engine to be asked for while the Trainer runs",
+                    found="no run in progress",
+                    remedy="Ask in a hook such as on_train_epoch_end.",
+                )
+            )
+        return self._engine
 
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._begin_stream()
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is in progress."""
+        return self._engine is not None
 
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._begin_stream()
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank holds only its stage's parameters."""
+        return self._processes.has_peers and self.is_running and self.engine.model.is_split
 
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._end_stream()
-        self.engine.progress.is_validating = False
-        self.engine.note_validation()
+    def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None, *, is_fitting: bool) -> None:
+        """Make the engine of one run."""
+        module, options = trainer.lightning_module, self._options
+        check_sync(_compat.syncs_norms(self._strategy), options.data_parallel)
+        if not self._replicas.are_several:
+            self._undo += [_compat.keep_samplers(trainer), _compat.without_wrong_advice()]
+        if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
+            names = ", ".join(options.idle_in_one_chunk)
+            log.warning("With num_chunks=1 nothing is cut or stale: %s change nothing.", names)
+        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
+        check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
+        seed = self._processes.share_start(module)
+        if resumed is not None:
+            seed = resumed.run.state.seed
+            set_random_state(resumed.random, self._strategy.root_device)
+        engine_options = options.for_engine(seed, self._strategy.world_size, is_fitting=is_fitting)
+        engine = PipelineEngine(pipelined, self._processes.transport, engine_options, self.controls)
+        self._engine = engine
+        engine.model.shared_outside = _parameters_outside(module, pipelined)
+        if resumed is not None:
+            engine.resume(resumed.run)
+        elif self.last_run is not None and not is_fitting:
+            engine.model.prefer(self.last_run.stage_layers)
+        if is_fitting and engine_options.schedule != "fill_drain":
+            check_replay(module)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        averages = [one for one in map(_compat.average_of, callbacks) if one is not None]
+        engine.set_step(averages_weights=bool(averages))
+        self._replicas.attach_metrics(module)
+        if self._processes.has_peers:
+            self._serve_callbacks(callbacks, averages)
+        if self._processes.has_stages:
+            self._answer_reads(trainer)
+        self._processes.signals.attach(trainer)
+        if is_fitting and trainer.is_global_zero and _shows_summaries(callbacks):
+            engine.model.on_split = partial(_print_stages, trainer, pipelined)
 
-    def on_test_end(self) -> None:
-        super().on_test_end()
-        self._end_stream()
+    def attach_precision(self, plugin: Precision) -> None:
+        """Let `plugin` clip and scale over all stages."""
+        if self._processes.has_peers:
+            module = self._strategy.lightning_module
+            assert module is not None
+            self._precision.attach(plugin, module, self.engine.model, self._processes.transport)
+        check_scaling(plugin, self._options.async_halo)
 
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self._end_stream()
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let user code read the states of all stages from `optimizers`."""
+        is_first = self._strategy.is_global_zero
+        check_optimizers(optimizers, self._processes.transport.mesh.num_stages if is_first else 1)
+        if self._processes.has_stages:
+            self._undo += [self.engine.model.reads.serve(one) for one in optimizers]
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_step(*args):
-            return super().validation_step(*args, **kwargs)
+    def detach(self) -> None:
+        """Undo `attach`, and give the user's module all weights unless an error ended the run."""
+        if self._engine is None:
+            self._undo_all()
+            return
+        engine, self._engine = self._engine, None
+        is_interrupted = self._processes.is_interrupted
+        if engine.options.is_fitting:
+            self.last_run = engine.run_state(is_validation_next=False).without_histories()
+        engine.detach()
+        self._hook_ends.detach()
+        if engine.model.is_split and not is_interrupted:
+            engine.model.reads.gather_states()
+        self._undo_all()
+        if not is_interrupted:
+            engine.statistics.warn()
+            engine.graphs.inputs.tell_share(engine.num_training_passes)
+        self._precision.detach()
+        self._guests.detach()
+        self._replicas.detach_metrics()
+        self.controls.reset()
+        if not is_interrupted:
+            engine.graphs.drop_histories()
+            engine.model.restore()
+            return
+        if engine.model.placeholders():
+            log.warning(
+                "The module on rank %d holds the weights of one stage only, because the run was "
+                "interrupted. Load the last checkpoint.",
+                self._strategy.global_rank,
+            )
+        engine.model.forget()
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_step(*args):
-            return super().test_step(*args, **kwargs)
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_step(*args):
-            return super().predict_step(*args, **kwargs)
+    def take_over(self) -> None:
+        """Put the engine behind the module's forward."""
+        if not self.engine.is_attached:
+            self.engine.attach()
 
-    def _begin_stream(self) -> None:
-        self._take_over()
-        if self._has_peers:
-            self._next_batch.attach(self.lightning_module.trainer)  # type: ignore[union-attr]
+    def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the user's training step; its pipelined forward trains."""
+        engine, module = self.engine, self._strategy.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
+        engine.set_step(
+            step_index=trainer.fit_loop.epoch_loop.total_batch_idx,
+            signals=self._processes.signals.received,
+        )
+        engine.model.reads.settle()
+        self._replicas.share_buffers(engine)
+        if _compat.skips_backward(trainer):  # histories are of the weights before averaging
+            self.controls.is_exact = True
+            engine.statistics.stale.clear()  # Lightning computes them anew
+        passes = engine.num_training_passes
+        if engine.batches.needs_loss:
+            self._prepare_replay(step, args)
+        output = step(*args)
+        engine.batches.early_loss.run = None
+        self.controls.reset()  # requests are for one step
+        check_was_called(self._prefix, engine.num_training_passes > passes)
+        engine.model.reads.forget_foreign_states()
+        loss = output.get("loss") if isinstance(output, dict) else output
+        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
+        self._processes.signals.agree(engine.agreed_signals)
+        if self._processes.has_stages:
+            engine.model.reads.meet("end training_step")
+        return output
 
-    def _end_stream(self) -> None:
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the user's backward; its pipelined part averages its own gradients over replicas."""
+        module, engine = self._strategy.lightning_module, self.engine
+        assert module is not None
+        engine.set_step(loss_scale=loss_scale(self._strategy.precision_plugin))
+        run()
+        pipelined = {id(p) for p in engine.model.module.parameters()}
+        engine.average(p for p in module.parameters() if id(p) not in pipelined)
+
+    def begin_stream(self) -> None:
+        """Begin a loop without gradients; with several ranks it looks ahead by one batch."""
+        self.take_over()
+        if self._processes.has_peers:
+            assert self._strategy.lightning_module is not None
+            self._next_batch.attach(self._strategy.lightning_module.trainer)
+
+    def end_stream(self) -> None:
+        """End a loop without gradients."""
         self._next_batch.detach()
         self.engine.stream.end()
 
     @contextmanager
-    def _in_step(self, batch: Any, *others: Any) -> Iterator[None]:
-        """Let the engine know what the user's step gets, and what the next one will."""
-        self.engine.model.reads.settle()
-        self.engine.stream.enter_step(batch, lambda: self._next_batch.peek(self.root_device))
+    def step_of_stream(self, batch: Any) -> Iterator[None]:
+        """Run a step without gradients on `batch` within the block."""
+        engine, device = self.engine, self._strategy.root_device
+        engine.set_step(signals=self._processes.signals.received)
+        engine.model.reads.settle()
+        engine.stream.enter_step(batch, lambda: self._next_batch.peek(device))
         try:
             yield
         finally:
-            self.engine.stream.leave_step()
-
-    def _take_over(self) -> None:
-        if not self.engine.is_attached:
-            self.engine.attach()
+            engine.stream.leave_step()
+        self._processes.signals.agree(engine.agreed_signals)
 
     def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Let the engine run a training step again on outputs that have come out early."""
-        module, pipelined = self.lightning_module, self.engine.model.module
+        """Let the engine run the training step again, for the loss of one micro-batch."""
+        module, pipelined = self._strategy.lightning_module, self.engine.model.module
         assert module is not None
         reads = self.engine.model.reads
 
@@ -130,118 +284,60 @@ class PipeLoops(PipeReplicas):
                 return step(*args)
 
         with reads.inside():
-            replay = StepReplay(module, pipelined, step_again, args, self.root_device)
+            device = self._strategy.root_device
+            replay = StepReplay(module, pipelined, step_again, args, device)
         self.engine.batches.early_loss.run = replay
 
-    def _attach(self, module: pl.LightningModule, is_fitting: bool) -> None:
-        """Make the engine of the pipelined module; it takes over when a loop starts."""
-        options = self.options
-        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
-        check_support(pipelined, 1)  # what chunks need is checked once it is known what they are of
-        seed = self._share_start(module)
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            run, random = saved
-            seed = run.state.seed
-            set_random_state(random, self.root_device)
-        engine_options = options.for_engine(seed, self.world_size, is_fitting=is_fitting)
-        self._engine = PipelineEngine(pipelined, self._pipe, engine_options, self.controls)
-        inside = {id(one) for one in pipelined.modules()}
-        outside = ((name, one) for name, one in module.named_modules() if id(one) not in inside)
-        self._engine.model.shared_outside = {
-            id(parameter): f"{name}.{own}" if name else own
-            for name, one in outside
-            for own, parameter in one.named_parameters(recurse=False)
-        }
-        if saved is not None:
-            self._engine.resume(run)
-        elif self._ended is not None and not is_fitting:
-            self._engine.model.prefer(self._ended.stage_layers)
-        if is_fitting and engine_options.schedule != "fill_drain":
-            check_replay(module)
-        callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        averages = any(_compat.average_of(one) is not None for one in callbacks)
-        self._engine.progress.averages_weights = averages
-        if not averages:
-            self._engine.progress.validates_next = partial(_compat.validates_next, module.trainer)
-        self._metrics.attach(module, self._gather_metrics())
-        if self._has_peers:
-            self._serve_guests(callbacks)
-        if self._has_stages:
-            reads = self._engine.model.reads
-            reads.is_closed = lambda: self._is_interrupted
-            owners = self._everyone.all_gather_objects(list(owners_of_hooks(module.trainer)))
-            everywhere = set.intersection(*map(set, owners))
-
-            def meet(name: str) -> None:
-                # No other rank comes to a hook of this rank's callback, nor after an error.
-                if name.rpartition(".")[0] in everywhere and not self._is_interrupted:
-                    reads.meet(f"end {name}")
-
-            self._hook_ends.attach(module.trainer, meet)
-
-    def _serve_optimizers(self) -> None:
-        if self._has_stages:
-            reads = self.engine.model.reads
-            self._unserve += [reads.serve(optimizer) for optimizer in self.optimizers]
-
-    def _serve_guests(self, callbacks: list[pl.Callback]) -> None:
-        check_sharded(callbacks, self.options.save_distributed_checkpoint)
-        if self._has_stages:
+    def _serve_callbacks(
+        self, callbacks: Sequence[pl.Callback], averages: Sequence[nn.Module]
+    ) -> None:
+        check_sharded(callbacks, self._options.save_distributed_checkpoint)
+        if self._processes.has_stages:
             check_pruning(callbacks)
-        for average in filter(None, map(_compat.average_of, callbacks)):
-            self._share_weights(average)
+        for average in averages:
+            self._processes.share_weights(average)
         self._guests.attach(
-            callbacks, self.engine.model, self._prefix, lambda: self._is_interrupted
+            callbacks, self.engine.model, self._prefix, lambda: self._processes.is_interrupted
         )
 
-    def _detach(self) -> None:
-        """Give the user's module, and everything else that was changed, back as it was."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        if engine.options.is_fitting:
-            self._ended = engine.run_state().without_histories()
-        engine.detach()
-        self._hook_ends.detach()
-        if engine.model.is_split and not self._is_interrupted:
-            engine.model.reads.gather_states()
-        while self._unserve:
-            self._unserve.pop()()
-        if not self._is_interrupted:
-            engine.statistics.warn()
-            engine.tell_changes()
-        self._precision.detach()
-        self._guests.detach()
-        self._metrics.detach()
-        self.controls.reset()
-        if not self._is_interrupted:
-            engine.graphs.drop_histories()
-            engine.model.restore()
-            return
-        if engine.model.placeholders():
-            log.warning(
-                "The module on rank %d holds the weights of one stage only, because the run was "
-                "interrupted. Load the last checkpoint.",
-                self.global_rank,
-            )
-        engine.model.forget()
+    def _answer_reads(self, trainer: pl.Trainer) -> None:
+        """Let ranks answer each other's reads of weights at the ends of the user's hooks."""
+        processes, reads = self._processes, self.engine.model.reads
+        reads.is_closed = lambda: processes.is_interrupted
+        owners = processes.everyone.all_gather_objects(list(owners_of_hooks(trainer)))
+        everywhere = set.intersection(*map(set, owners))
+
+        def meet(name: str) -> None:
+            # A callback of this rank alone has no peers to meet, and none come after an error.
+            if name.rpartition(".")[0] in everywhere and not processes.is_interrupted:
+                reads.meet(f"end {name}")
+
+        self._hook_ends.attach(trainer, meet)
 
 
-def shows_stages(trainer: pl.Trainer) -> bool:
-    """Whether the table is to be shown here: on the first rank, unless summaries are off."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return trainer.is_global_zero and any(isinstance(one, ModelSummary) for one in callbacks)
+def _parameters_outside(module: nn.Module, pipelined: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters outside of `pipelined`, by id."""
+    inside = {id(one) for one in pipelined.modules()}
+    outside = ((name, one) for name, one in module.named_modules() if id(one) not in inside)
+    return {
+        id(parameter): f"{name}.{own}" if name else own
+        for name, one in outside
+        for own, parameter in one.named_parameters(recurse=False)
+    }
 
 
-def print_stages(
+def _shows_summaries(callbacks: Sequence[pl.Callback]) -> bool:
+    return any(isinstance(one, ModelSummary) for one in callbacks)
+
+
+def _print_stages(
     trainer: pl.Trainer,
     pipelined: nn.Module,
     stages: Sequence[Stage],
     users: Mapping[str, set[int]],
     costs: Sequence[float],
 ) -> None:
-    """Print the table without breaking the progress bar; see `describe_stages`."""
+    """Print the table of stages without breaking the progress bar; see `describe_stages`."""
     rows = describe_stages(trainer.lightning_module, pipelined, stages, users, costs)
     text = format_stages(rows, shutil.get_terminal_size().columns)
     bar = trainer.progress_bar_callback

@@ -1,4 +1,4 @@
-"""Starts ranks by fork or spawn, with this process's random numbers, and stops them together."""
+"""Starts ranks by fork or spawn with this process's random state, and stops them together."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _STOPPED = "stopped by SIGTERM"
 
 
 class WorkerLauncher(_compat.MultiProcessingLauncher):
-    """Lightning's launcher, and what it leaves out.
+    """Lightning's launcher with three additions.
 
-    - Python seeds `random` anew in a process that it forks: workers draw what this process would.
-    - A worker that stops on SIGTERM tells its callbacks, as the Trainer does where it starts no
-      workers; Lightning would wait for its result for ever.
-    - SIGTERM to this process alone is passed on to the workers.
+    - Workers get the state of `random` of this process, which Python seeds anew after a fork.
+    - A worker that stops on SIGTERM runs the callbacks' hooks and reports; Lightning would wait
+      forever for its result.
+    - This process passes SIGTERM on to its workers.
     """
 
     random_state: dict[str, Any] | None = None
+    end_worker: Callable[[BaseException], None]  # publishes the error that ends a worker
 
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         self.random_state = random_state(torch.device("cpu"))
-        if threading.current_thread() is not threading.main_thread():  # may not handle signals
+        if threading.current_thread() is not threading.main_thread():  # cannot handle signals
             return super().launch(function, *args, **kwargs)
         before = signal.signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
         try:
@@ -49,9 +50,8 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             if index == 0:
                 results.put(_STOPPED)
         except BaseException as error:
-            trainer.strategy.end_with(error)
+            self.end_worker(error)
             shorten(error)
-            trainer.strategy.abandon()
             raise
 
     def check_result(self, result: Any) -> None:
@@ -60,7 +60,7 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of all streams, with that of `device` if it is a GPU."""
+    """Return the states of all random streams, including a GPU `device`."""
     algorithm, keys, position, has_gauss, cached = cast(Any, np.random.get_state())
     state = {
         "torch": torch.get_rng_state(),
@@ -74,7 +74,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put all streams into the states that `random_state` has returned."""
+    """Restore the states of `random_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     algorithm, keys, position, has_gauss = state["numpy"]

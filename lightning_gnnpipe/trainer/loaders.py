@@ -1,6 +1,6 @@
-"""Loaders of replicas with as many batches each, and a look at the next batch.
+"""Loaders with equally many batches on all replicas, and access to the next batch.
 
-Replicas average gradients in each step, so one that has no batch left would let the others wait.
+Replicas average gradients in each step, so a replica without a batch would block all ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ _END = object()
 
 
 class SameLengthLoader:
-    """A loader that ends on all ranks at once, or is refused on all of them.
+    """Wraps `loader`; raises ConfigError on all ranks if their numbers of batches differ.
 
-    Args:
-        loader: The user's; its attributes are this one's as well.
-        gather: Returns the numbers of all ranks; a collective call.
-
-    Raises:
-        ConfigError: If ranks expect different numbers of batches.
+    `gather` returns the numbers of all ranks; collective.
     """
 
     def __init__(self, loader: Any, gather: Gather) -> None:
@@ -45,7 +40,7 @@ class SameLengthLoader:
             _refuse(", ".join("unknown" if one == _UNKNOWN else str(one) for one in lengths))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is copied or unpickled
+        if name == "loader":  # during copying or unpickling
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -53,11 +48,7 @@ class SameLengthLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches.
-
-        Raises:
-            ConfigError: If some ranks have another batch, and others do not.
-        """
+        """Yield the batches; raise ConfigError if only some ranks have one left."""
         batches = iter(self.loader)
         for number in count():
             batch = next(batches, _END)
@@ -84,7 +75,7 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class NextBatch:
-    """The batches of a loop without gradients, and the one after the present."""
+    """Gives access to the next batch in loops without gradients."""
 
     def __init__(self) -> None:
         self._fetcher: Any = None
@@ -93,8 +84,8 @@ class NextBatch:
     def attach(self, trainer: pl.Trainer) -> None:
         """Look ahead in the loop that `trainer` has begun.
 
-        Where the user changes batches on their way to the device, or ranks must agree that there is
-        another one, they are not looked at before.
+        Not if the user changes batches on their way to the device, or if ranks must agree on each
+        batch.
         """
         self.detach()
         owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
@@ -104,27 +95,27 @@ class NextBatch:
             return
         fetcher = _compat.fetcher_of(trainer)
         loaders = [] if fetcher is None else fetcher.combined_loader.flattened
-        if any(isinstance(one, SameLengthLoader) for one in loaders):  # ranks take batches together
+        if any(isinstance(one, SameLengthLoader) for one in loaders):  # ranks advance together
             return
         self._fetcher = fetcher
         if self._fetcher is not None:
             self._source = self._fetcher.iterator = _Source(self._fetcher.iterator)
 
     def detach(self) -> None:
-        """Look ahead no longer."""
+        """Stop looking ahead."""
         self._fetcher = self._source = None
 
     def peek(self, device: torch.device) -> Any:
-        """Return the batch after the present one, on `device`; None if there is none."""
+        """Return the next batch, on `device`; None if there is none."""
         if self._source is None:
             return None
-        fetched = getattr(self._fetcher, "batches", None)  # by Lightning, of loaders without length
+        fetched = getattr(self._fetcher, "batches", None)  # prefetched by Lightning
         item = fetched[0] if fetched else self._source.peek()
         return None if item is None else move_data_to_device(item[0], device)
 
 
 class _Source(Iterator[Any]):
-    """Hands items on; the next one can be looked at before. Errors come when their item would."""
+    """Iterator with access to the next item; raises a loader's error when its item is due."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
@@ -143,6 +134,6 @@ class _Source(Iterator[Any]):
         if not self._next:
             try:
                 self._next = [(next(self._source), None)]
-            except Exception as error:  # raised when its batch is asked for
+            except Exception as error:  # raised when its batch is due
                 self._next = [(None, error)]
         return self._next[0][0]

@@ -1,8 +1,7 @@
 """Gradient clipping and loss scaling over all stages.
 
-Clipping needs the norm over the gradients of all stages. A loss scaler looks at the gradients of
-its own process: where one stage overflows, all stages must skip the step, or their scales and
-weights drift apart.
+Clipping uses the norm over all stages. If one stage overflows, all stages skip the step, or their
+scales and weights would drift apart.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from lightning_gnnpipe.steps import PipelinedModel
 
 
 def loss_scale(plugin: Precision) -> float:
-    """Return the factor that `plugin` puts on the next loss."""
+    """Return the plugin's factor on the next loss."""
     scaler = getattr(plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 class StagePrecision:
-    """Clips by the norm over all stages, and skips a step where any of them overflows."""
+    """Clips by the norm over all stages, and skips a step if any stage overflows."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -37,14 +36,7 @@ class StagePrecision:
     def attach(
         self, plugin: Precision, module: LightningModule, model: PipelinedModel, pipe: Transport
     ) -> None:
-        """Change `plugin`.
-
-        Args:
-            plugin: Of the Trainer, set up already.
-            module: The module that holds all parameters.
-            model: The pipelined model in it.
-            pipe: The ranks.
-        """
+        """Patch `plugin`, which is set up already; `module` holds all parameters."""
         clip_by_value = plugin.clip_grad_by_value
 
         def clip(optimizer: Optimizer, clip_val: float) -> None:
@@ -65,7 +57,7 @@ class StagePrecision:
             self._undo.append(share_overflows(scaler, pipe, model.reads.inside))
 
     def detach(self) -> None:
-        """Give the plugin back as it was."""
+        """Restore the plugin."""
         while self._undo:
             self._undo.pop()()
 
@@ -77,20 +69,11 @@ def clip_by_total_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
 ) -> Tensor:
-    """Scale the gradients of `parameters` so that their norm over all stages is at most `max_norm`.
+    """Scale gradients of `parameters` to a norm over all stages of at most `max_norm`; collective.
 
-    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank, all
-    in each replica. A collective call.
-
-    Args:
-        model: The pipelined model.
-        transport: The ranks.
-        root: The module that holds all parameters.
-        parameters: Those to clip.
-        max_norm: Largest 2-norm of their gradients.
-
-    Returns:
-        The norm before clipping, equal on all ranks.
+    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank, in
+    each
+    replica. `root` holds all parameters. Returns the norm before clipping, equal on all ranks.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     counted = _counted(model, transport, root)
@@ -108,8 +91,8 @@ def clip_by_total_norm(
 
 
 def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> set[int]:
-    """Return the ids of the parameters of `root` that count on this rank; each counts once."""
-    if transport.mesh.shard:  # the stage's first rank has the same
+    """Return ids of the parameters of `root` that count on this rank; each counts once."""
+    if transport.mesh.shard:  # the stage's first rank counts them
         return set()
     named = dict(model.module.named_parameters())
     pipelined = {id(named[name]) for name in model.pipelined if name in named}
@@ -123,9 +106,9 @@ def share_overflows(
     transport: Transport,
     inside: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Let `scaler` find what any stage finds, from now on; return what gives it back as it was.
+    """Make `scaler` see the overflows of all stages; return an undo function.
 
-    It looks at gradients within the context `inside`.
+    It reads gradients within the context `inside`.
     """
 
     def over_stages(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -133,6 +116,6 @@ def share_overflows(
         for one in found_here.values():
             found += one.to(found.device)
         transport.all_reduce(found, "control")
-        return {found.device: found.clamp_(max=1.0)}  # fused kernels ask whether it is 1
+        return {found.device: found.clamp_(max=1.0)}  # fused kernels compare it with 1
 
     return _compat_torch.change_overflows(scaler, over_stages, inside)

@@ -1,7 +1,6 @@
-"""Processes and collectives as Lightning sees them: launching, ranks, barriers, reductions.
+"""The processes of a run: launching, ranks, collectives, failures.
 
-Decisions (stop now? save now?) are taken by all ranks together. What is done over replicas of the
-data is in `replicas`.
+Decisions such as stopping or saving are taken by all ranks together.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,6 +39,7 @@ from lightning_gnnpipe.errors import ConfigError, PeerError, explain
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.launcher import WorkerLauncher, random_state, set_random_state
+from lightning_gnnpipe.trainer.signals import StopSignals
 from lightning_gnnpipe.user_code import shorten, silence
 
 T = TypeVar("T")
@@ -49,192 +50,186 @@ _LEAST_START_TIMEOUT = timedelta(minutes=2)
 _GRACE_S = 4.0
 
 
-class PipeProcesses(_compat.LightningStrategy):
-    """The processes: R replicas of S stages of G shards.
+class Processes:
+    """R replicas of S stages of G shards, one process each.
 
     Args:
-        options: Of the strategy.
-        process_group_backend: Of torch.distributed; None for the device's own.
-        plugins: Passed on to `ParallelStrategy`.
+        strategy: Has the ranks and devices.
+        options: The strategy's options.
+        backend: Backend of torch.distributed; None for the device's default.
     """
 
     def __init__(
-        self, options: StrategyOptions, process_group_backend: str | None, **plugins: Any
+        self, strategy: _compat.LightningStrategy, options: StrategyOptions, backend: str | None
     ) -> None:
-        super().__init__(**plugins)
-        self.options = options
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
+        self._strategy, self._options, self._backend = strategy, options, backend
         self._transport: Transport | None = None
+        self.signals = StopSignals()
 
     @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning should treat loaders and logging as distributed."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def _pipe(self) -> Transport:
+    def transport(self) -> Transport:
+        """The messages between ranks, once the processes run."""
         assert self._transport is not None, "the processes have not been set up"
         return self._transport
 
     @property
-    def _everyone(self) -> Collectives:
-        """What all ranks do together."""
-        return self._pipe.everyone
+    def everyone(self) -> Collectives:
+        """Collective calls of all ranks."""
+        return self.transport.everyone
 
     @property
-    def _has_peers(self) -> bool:
-        """Whether there are other ranks, and this process is one of them."""
+    def has_peers(self) -> bool:
+        """Whether this process is one of several ranks."""
         return self._transport is not None and self._transport.world.is_distributed
 
     @property
-    def _has_stages(self) -> bool:
+    def has_stages(self) -> bool:
         """Whether ranks hold the weights of different stages."""
-        return self._has_peers and self._pipe.mesh.num_stages > 1
+        return self.has_peers and self.transport.mesh.num_stages > 1
 
     @property
-    def _is_interrupted(self) -> bool:
-        """Whether other ranks may be gone, so that none may wait for them."""
-        return False
+    def has_workers(self) -> bool:
+        """Whether this process started the ranks and does not train itself."""
+        return self._transport is None and isinstance(self._strategy.launcher, WorkerLauncher)
 
     @property
-    def _is_stopping(self) -> bool:
-        """Whether this process has been told to stop."""
-        return False
-
-    @property
-    def _meets_peers(self) -> bool:
-        return self._has_peers and not self._is_interrupted
-
-    @property
-    def _has_workers(self) -> bool:
-        """Whether this process has started those that train, and does not train itself."""
-        return self._transport is None and isinstance(self.launcher, WorkerLauncher)
+    def is_interrupted(self) -> bool:
+        """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
+        trainer = _compat.trainer_of(self._strategy.lightning_module)
+        if trainer is None:  # not begun, or in the process that started the ranks
+            return self.has_workers and sys.exc_info()[1] is not None
+        is_stop = isinstance(sys.exc_info()[1], SIGTERMException)
+        is_orderly = is_stop and self.signals.stops_together
+        return bool(trainer.interrupted) and not is_orderly
 
     def make_launcher(self) -> Any:
-        assert self.cluster_environment is not None
-        if self.num_processes * self.num_nodes == 1:
+        """Return the launcher of the processes; None if they run already."""
+        strategy, method = self._strategy, self._options.start_method
+        assert strategy.cluster_environment is not None
+        num_processes, num_nodes = strategy.num_processes, strategy.num_nodes
+        if num_processes * num_nodes == 1:
             return None
-        if self.options.start_method != "popen":
-            return WorkerLauncher(self, start_method=self.options.start_method)
-        if self.cluster_environment.creates_processes_externally:
+        if method != "popen":
+            launcher = WorkerLauncher(strategy, start_method=method)
+            launcher.end_worker = self._end_worker
+            return launcher
+        if strategy.cluster_environment.creates_processes_externally:
             return None
         return _compat.SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+            strategy.cluster_environment, num_processes, num_nodes
         )
 
-    def set_world_ranks(self) -> None:
-        """Tell the environment this process's place among all."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        cast(Any, rank_zero_only).rank = self.global_rank
+    def set_ranks(self) -> None:
+        """Give the cluster environment the rank of this process and the number of ranks."""
+        strategy = self._strategy
+        if strategy.cluster_environment is not None:
+            rank = strategy.node_rank * strategy.num_processes + strategy.local_rank
+            strategy.cluster_environment.set_global_rank(rank)
+            strategy.cluster_environment.set_world_size(strategy.num_nodes * strategy.num_processes)
+        cast(Any, rank_zero_only).rank = strategy.global_rank
 
-    def setup_environment(self) -> None:
-        if self.local_rank >= self.num_processes:
+    def begin(self) -> None:
+        """Check the rank of this process, and draw random numbers as the launching process would.
+
+        Raises:
+            ConfigError: If the process was started by a Trainer with more devices.
+        """
+        strategy = self._strategy
+        if strategy.local_rank >= strategy.num_processes:
             raise ConfigError(
                 explain(
                     expected="as many devices as the Trainer that has started this process has",
-                    found=f"devices={self.num_processes} in the process of local rank "
-                    f"{self.local_rank}",
+                    found=f"devices={strategy.num_processes} in the process of local rank "
+                    f"{strategy.local_rank}",
                     remedy="Each rank runs the script from its beginning. Use one Trainer a "
                     "script, the same number of devices in all of them, or "
                     "GNNPipeStrategy(start_method='spawn').",
                 )
             )
-        if isinstance(self.launcher, WorkerLauncher) and self.launcher.random_state is not None:
-            set_random_state(self.launcher.random_state, torch.device("cpu"))
-            self.launcher.random_state = None
-        super().setup_environment()
-        self.set_world_ranks()
-        layout, wire = self.options.resolve_layout(self.world_size), None
-        if self.world_size > 1:
-            backend = self._connect()
-            layout = self.options.resolve_layout(dist.get_world_size())
-            wire = choose_wire(self.root_device, backend)
+        launcher = strategy.launcher
+        if isinstance(launcher, WorkerLauncher) and launcher.random_state is not None:
+            set_random_state(launcher.random_state, torch.device("cpu"))
+            launcher.random_state = None
+
+    def connect(self) -> None:
+        """Make the process groups, or use those of an earlier run of the same ranks."""
+        self.set_ranks()
+        strategy, options = self._strategy, self._options
+        layout, wire = options.resolve_layout(strategy.world_size), None
+        if strategy.world_size > 1:
+            backend = self._make_group()
+            layout = options.resolve_layout(dist.get_world_size())
+            wire = choose_wire(strategy.root_device, backend)
         world = World(
-            self.global_rank,
-            self.world_size,
-            self.root_device,
-            self.options.timeout,
+            strategy.global_rank,
+            strategy.world_size,
+            strategy.root_device,
+            options.timeout,
             wire,
-            self.options.data_parallel,
+            options.data_parallel,
         )
         if self._transport is None or self._transport.world != world:
-            if self._transport is not None:
-                self._transport.end_run()
+            self.end_run()
             self._transport = Transport(world, layout, Meter())
-        self._transport.begin_run(lambda: self._is_stopping)
+        self._transport.begin_run(lambda: self.signals.received != 0)
 
-    def teardown(self) -> None:
-        try:
-            super().teardown()
-        finally:
-            if self._transport is not None:
-                self._transport.end_run()
+    def end_run(self) -> None:
+        """Stop watching the other ranks."""
+        if self._transport is not None:
+            self._transport.end_run()
 
-    def _connect(self) -> str:
-        """Make the group of all processes; return its backend."""
-        environment = self.cluster_environment
+    def _make_group(self) -> str:
+        """Make the group of all processes and return its backend."""
+        environment = self._strategy.cluster_environment
         assert environment is not None
-        backend = self._process_group_backend or _default_backend(self.root_device)
-        # Processes start at their own pace: the first meeting may take longer than a message.
-        timeout = max(self.options.timeout, _LEAST_START_TIMEOUT)
+        backend = self._backend or _default_backend(self._strategy.root_device)
+        # Processes start at their own pace, so the first rendezvous may take longer than a message.
+        timeout = max(self._options.timeout, _LEAST_START_TIMEOUT)
         store = restart_store(environment.main_address, environment.main_port, timeout)
         is_new = not dist.is_initialized()
         _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
         end_groups_at_exit(is_new=is_new)
         if is_new:
             self._transport = None  # its groups have ended
-        set_group_timeout(self.options.timeout)
+        set_group_timeout(self._options.timeout)
         return backend
 
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    def _share_weights(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's weights."""
+    def share_weights(self, module: nn.Module) -> None:
+        """Copy rank 0's weights and buffers to all ranks."""
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
-                here = tensor.data.to(self.root_device)
-                self._everyone.broadcast(here, 0, "control")
+                here = tensor.data.to(self._strategy.root_device)
+                self.everyone.broadcast(here, 0, "control")
                 tensor.data.copy_(here)
 
-    def _share_start(self, module: nn.Module) -> int:
-        """Give all ranks rank 0's weights and random numbers; return the seed of the run."""
-        self._share_weights(module)
+    def share_start(self, module: nn.Module) -> int:
+        """Copy rank 0's weights and random states to all ranks; return the seed of the run."""
+        self.share_weights(module)
         given = os.environ.get("PL_GLOBAL_SEED")
-        state = self._everyone.broadcast_object(random_state(self.root_device))
-        set_random_state(state, self.root_device)
+        device = self._strategy.root_device
+        set_random_state(self.everyone.broadcast_object(random_state(device)), device)
         seed = int(given) if given is not None else torch.initial_seed()
-        return self._everyone.broadcast_object(seed)
+        return self.everyone.broadcast_object(seed)
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, name: str | None) -> None:
+        """Wait for all ranks, unless an error ended the run."""
         if self._meets_peers:
-            self._everyone.meet(f"meet the other ranks ({name or 'barrier'})")
+            self.everyone.meet(f"meet the other ranks ({name or 'barrier'})")
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._everyone.broadcast_object(obj, src) if self._meets_peers else obj
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of rank `src`; this rank's own if an error ended the run."""
+        return self.everyone.broadcast_object(value, src) if self._meets_peers else value
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all, or any, ranks decided so."""
+    def vote(self, decision: bool, *, needs_all: bool) -> bool:
+        """Return whether all ranks decided so, or with `needs_all=False` any of them."""
         if not self._meets_peers:
             return decision
-        votes = [one[0] for one in self._everyone.meet("vote", [int(decision)])]
-        return min(votes) == 1 if all else max(votes) == 1
+        votes = [one[0] for one in self.everyone.meet("vote", [int(decision)])]
+        return min(votes) == 1 if needs_all else max(votes) == 1
+
+    @property
+    def _meets_peers(self) -> bool:
+        return self.has_peers and not self.is_interrupted
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if one fails, all do."""
@@ -243,8 +238,8 @@ class PipeProcesses(_compat.LightningStrategy):
             result = work()
         except Exception as found:
             error = found
-        if self._has_peers:
-            texts = self._everyone.all_gather_objects(cause_of(error))
+        if self.has_peers:
+            texts = self.everyone.all_gather_objects(cause_of(error))
             failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
             if error is None and failed:
                 raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
@@ -252,44 +247,43 @@ class PipeProcesses(_compat.LightningStrategy):
             raise error
         return result
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Say who failed, and leave no process behind that waits, or sleeps, for ever."""
-        super().on_exception(exception)
+    def fail(self, exception: BaseException) -> None:
+        """Publish the error that ends this rank, log it once, and end the processes it started."""
         shorten(exception)
-        if not self._has_peers:
+        if not self.has_peers:
             return
-        if self._is_interrupted:
-            self.abandon()
-        if isinstance(exception, SIGTERMException) and not self._is_interrupted:  # all ranks stop
+        if self.is_interrupted:
+            abandon_groups()
+        if isinstance(exception, SIGTERMException) and not self.is_interrupted:  # all ranks stop
             return
         is_peers = isinstance(exception, PeerError)
         peer = self._publish(exception)
-        if first_rank_tells(repr(exception), self.global_rank, is_peers=is_peers):
+        rank = self._strategy.global_rank
+        if first_rank_tells(repr(exception), rank, is_peers=is_peers):
             silence(exception)
-        elif self.global_rank or peer:
+        elif rank or peer:
             self._log_end(exception, peer)
-        if isinstance(self.launcher, _compat.SubprocessScriptLauncher):
-            _end(self.launcher.procs)
+        launcher = self._strategy.launcher
+        if isinstance(launcher, _compat.SubprocessScriptLauncher):
+            _end(launcher.procs)
 
-    def end_with(self, exception: BaseException) -> None:
-        """Let all ranks know with what error this one ends."""
-        if self._has_peers:
+    def _end_worker(self, exception: BaseException) -> None:
+        """Publish and log the error that ends this worker, and do not wait for other ranks."""
+        if self.has_peers:
             self._log_end(exception, self._publish(exception))
+        abandon_groups()
 
     def _publish(self, exception: BaseException) -> str:
-        """Let all ranks know why this one ends; return why it does, if that is another's fault."""
+        """Publish why this rank ends; return the cause, if another rank published one before."""
         is_cause = not isinstance(exception, PeerError) and not is_lost(exception)
-        return self._pipe.watch.fail(cause_of(exception) or "", is_cause=is_cause)
+        return self.transport.watch.fail(cause_of(exception) or "", is_cause=is_cause)
 
     def _log_end(self, exception: BaseException, peer: str) -> None:
+        rank = self._strategy.global_rank
         if peer and peer != str(exception):
-            log.error("Rank %d ends: %s", self.global_rank, peer)
+            log.error("Rank %d ends: %s", rank, peer)
         elif not isinstance(exception, PeerError | KeyboardInterrupt) and not is_lost(exception):
-            log.error("Rank %d failed: %s", self.global_rank, cause_of(exception))
-
-    def abandon(self) -> None:
-        """Do not wait for other ranks when this process ends."""
-        abandon_groups()
+            log.error("Rank %d failed: %s", rank, cause_of(exception))
 
 
 def _default_backend(device: torch.device) -> str:
@@ -298,7 +292,7 @@ def _default_backend(device: torch.device) -> str:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Give `processes` a moment to end by themselves, with their own errors, then kill the rest."""
+    """Wait a few seconds for `processes` to end with their own errors, then kill the rest."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What a Lightning user may bring that cannot work on stages; refused before training begins."""
+"""Refuses optimizers, plugins and callbacks that cannot work on stages, before training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
     """Refuse optimizers that evaluate the loss several times a step.
 
-    On several stages, warn of those that may mix the weights of several layers.
-
-    Raises:
-        UnsupportedError: With the optimizer.
+    On several stages, warn of unknown optimizers: they may mix weights of several layers.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -42,15 +39,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
 
 
 def check_scaling(plugin: Precision, is_async: bool) -> None:
-    """Refuse others' gradients of the last step, which had another loss scale, or overflowed.
-
-    Args:
-        plugin: Of the Trainer.
-        is_async: Whether shards use gradients of the last step.
-
-    Raises:
-        UnsupportedError: If they do, and losses are scaled.
-    """
+    """Refuse loss scaling with async shards: the last step's gradients had another scale."""
     if is_async and getattr(plugin, "scaler", None) is not None:
         raise UnsupportedError(
             explain(
@@ -63,11 +52,7 @@ def check_scaling(plugin: Precision, is_async: bool) -> None:
 
 
 def check_sync(is_asked: bool, num_replicas: int) -> None:
-    """Refuse `sync_batchnorm` over replicas, whose statistics are their own.
-
-    Raises:
-        UnsupportedError: If it is asked for and there are several.
-    """
+    """Refuse `sync_batchnorm` over replicas, each of which keeps its own statistics."""
     if is_asked and num_replicas > 1:
         raise UnsupportedError(
             explain(
@@ -80,11 +65,7 @@ def check_sync(is_asked: bool, num_replicas: int) -> None:
 
 
 def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
-    """Refuse to write two sets of weights, each rank its own: the averages and the present ones.
-
-    Raises:
-        UnsupportedError: With the callback.
-    """
+    """Refuse callbacks that save two sets of weights into a sharded checkpoint."""
     kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
     for callback in callbacks:
         if saves_sharded and kind is not None and isinstance(callback, kind):
@@ -98,11 +79,7 @@ def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
 
 
 def check_pruning(callbacks: Iterable[Callback]) -> None:
-    """Refuse to replace parameters by others, of which stages do not know.
-
-    Raises:
-        UnsupportedError: With the callback.
-    """
+    """Refuse callbacks that replace parameters, since stages would not know."""
     for callback in callbacks:
         if isinstance(callback, pl_callbacks.ModelPruning):
             raise UnsupportedError(
@@ -115,15 +92,7 @@ def check_pruning(callbacks: Iterable[Callback]) -> None:
 
 
 def check_was_called(name: str, was_called: bool) -> None:
-    """Refuse a training step that went past the pipelined module.
-
-    Args:
-        name: Of the pipelined module; empty for the LightningModule itself.
-        was_called: Whether it was called.
-
-    Raises:
-        UnsupportedError: With the module's name.
-    """
+    """Refuse a training step that did not call the pipelined module `name`."""
     if was_called:
         return
     raise UnsupportedError(

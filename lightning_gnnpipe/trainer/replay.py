@@ -1,7 +1,7 @@
-"""The user's training_step run again within itself, as if for the first time and without a trace.
+"""Runs the user's training_step again within itself, from the same state.
 
-It begins with the batch, the random numbers and the state of the LightningModule that the step
-began with, and leaves all of them as they were when it was called for. What it logs is dropped.
+Each run starts with the batch, random state and LightningModule state of the first one. Afterwards
+all of them are restored. Its log calls have no effect.
 """
 
 from __future__ import annotations
@@ -31,14 +31,9 @@ _MUTED = ("log", "log_dict", "print")
 
 
 class StepReplay:
-    """One training_step, to be run again while it runs.
+    """One training_step that can run again while it runs.
 
-    Args:
-        module: The LightningModule.
-        pipelined: The module whose calls are answered; its own state is left alone.
-        step: Runs the step on given arguments.
-        args: Its arguments.
-        device: Where it computes.
+    Calls of `pipelined` return known outputs in the repeated run, and its state is left alone.
     """
 
     def __init__(
@@ -57,10 +52,10 @@ class StepReplay:
         self._begin = self._capture()
 
     def __call__(self) -> Tensor:
-        """Return the loss as its backward would begin: divided for accumulation, and scaled.
+        """Return the loss as its backward starts: divided for accumulation, and scaled.
 
         Raises:
-            UnsupportedError: If the step returns none, or writes to the batch.
+            UnsupportedError: If the step returns no loss, or writes to the batch.
         """
         resume = self._capture()
         versions = [version_of(one) for one in self._tensors]
@@ -84,7 +79,7 @@ class StepReplay:
         return loss if scaler is None else scaler.scale(loss)
 
     def _capture(self) -> Restore:
-        """Return what puts random numbers and modules back into their present state."""
+        """Return a function that restores the present random and module state."""
         streams = random_state(self._device)
         kept = [one for one in (_keep(vars(each)) for each in self._modules) if one is not None]
 
@@ -97,11 +92,7 @@ class StepReplay:
 
 
 def check_replay(module: pl.LightningModule) -> None:
-    """Refuse modules whose training_step cannot be run again.
-
-    Raises:
-        UnsupportedError: With the reason.
-    """
+    """Refuse modules whose training_step cannot run again."""
     if not module.automatic_optimization:
         raise _refuse("automatic optimization", "automatic_optimization=False")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -109,8 +100,8 @@ def check_replay(module: pl.LightningModule) -> None:
 
 
 def _keep(value: Any) -> Restore | None:
-    """Return what gives a container, or tensor, its present contents back; None for others."""
-    if isinstance(value, Tensor):  # weights are not the step's to change
+    """Return a function that restores a container, tensor or generator; None for other values."""
+    if isinstance(value, Tensor):  # steps do not change weights
         is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
         return None if is_fixed else _keep_tensor(value)
     if isinstance(value, MutableMapping):
@@ -132,13 +123,13 @@ def _keep_tensor(tensor: Tensor) -> Restore:
     saved = tensor.detach().clone()
 
     def restore() -> None:
-        tensor.data.copy_(saved)  # not a write that autograd would object to
+        tensor.data.copy_(saved)  # invisible to autograd's version check
 
     return restore
 
 
 def _keep_all(container: Any, items: Any, inner: Sequence[Any]) -> Restore:
-    """Return what refills a container by `items` and gives `inner` their contents back."""
+    """Return a function that refills `container` with `items` and restores `inner`."""
     kept = [one for one in map(_keep, inner) if one is not None]
     fill = container.extend if hasattr(container, "extend") else container.update
 
@@ -152,7 +143,7 @@ def _keep_all(container: Any, items: Any, inner: Sequence[Any]) -> Restore:
 
 
 def _shallow(value: Any) -> Any:
-    """Return `value` with containers of its own, and the same tensors."""
+    """Return `value` with copied containers and the same tensors."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(map(_shallow, value))
     if isinstance(value, list):
@@ -163,10 +154,9 @@ def _shallow(value: Any) -> Any:
 
 
 def _mute(module: pl.LightningModule, modules: Iterable[nn.Module]) -> None:
-    """Let `module` log nothing, and metrics among `modules` compute on their own.
+    """Make `module` log nothing and metrics compute locally, until the state is restored.
 
-    What asks other ranks is refused: they do not run the step again, or not as often. All of it
-    lasts until the state of the modules is put back.
+    Collective calls raise: other ranks may run the step a different number of times.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,12 @@
-"""Data parallelism as Lightning sees it: each replica trains on batches of its own.
+"""Data parallelism: each replica trains on its own batches.
 
     replica 0   stage 0  ->  stage 1          reads batches 0, 2, 4, ...
     replica 1   stage 0  ->  stage 1          reads batches 1, 3, 5, ...
                    |            |
               gradients, metrics: over the data axis
 
-Samplers, gradients, buffers and reductions are those of Lightning's DDP, whose processes are the
-replicas. The ranks of one replica see the same batch, loss and logged values, so with one replica
-there is nothing to reduce.
+Samplers, gradients, buffers and reductions behave as in Lightning's DDP, with replicas in place of
+its processes. The ranks of one replica have the same batch, loss and logged values.
 """
 
 from __future__ import annotations
@@ -22,123 +21,113 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.checkpoints import PipeCheckpoints
 from lightning_gnnpipe.trainer.loaders import SameLengthLoader
+from lightning_gnnpipe.trainer.processes import Processes
 
 
-class PipeReplicas(PipeCheckpoints):
-    """Gives each replica its batches, and puts together what they make of them."""
+class Replicas:
+    """Splits batches over replicas, and reduces values and buffers over them.
+
+    Args:
+        strategy: Has the rank and the LightningModule.
+        processes: The ranks.
+        num_replicas: R; with 1 nothing is reduced.
+    """
+
+    def __init__(
+        self, strategy: _compat.LightningStrategy, processes: Processes, num_replicas: int
+    ) -> None:
+        self._strategy, self._processes, self._num_replicas = strategy, processes, num_replicas
+        self._metrics: list[tuple[Metric, Any, Any]] = []
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return for samplers how many replicas there are, and which one this is."""
-        num_replicas = self.options.data_parallel
-        size = max(self.world_size // num_replicas, 1)
-        return {"num_replicas": num_replicas, "rank": self.global_rank // size}
+    def are_several(self) -> bool:
+        """Whether there is more than one replica."""
+        return self._num_replicas > 1
+
+    @property
+    def sampler_kwargs(self) -> dict[str, int]:
+        """`num_replicas` and `rank` of this process, for a `DistributedSampler`."""
+        size = max(self._strategy.world_size // self._num_replicas, 1)
+        return {"num_replicas": self._num_replicas, "rank": self._strategy.global_rank // size}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give workers of loaders random numbers by replica; watch that replicas stay in step.
+        """Seed workers of loaders by replica, and check that replicas have equally many batches.
 
         Raises:
-            ConfigError: If replicas have different numbers of batches.
+            ConfigError: While it is iterated, if the numbers of batches differ.
         """
         is_seeded = int(os.environ.get("PL_SEED_WORKERS", 0)) == 1
-        replica: int = self.distributed_sampler_kwargs["rank"]
+        replica = self.sampler_kwargs["rank"]
         if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-        if self.options.data_parallel == 1 or self._predicts or self._is_dealt_out(dataloader):
+        if not self.are_several or self._predicts or self._is_split_evenly(dataloader):
             return dataloader
-        return SameLengthLoader(dataloader, partial(self._everyone.meet, "compare loaders"))
+        return SameLengthLoader(
+            dataloader, partial(self._processes.everyone.meet, "compare loaders")
+        )
 
     @property
     def _predicts(self) -> bool:
-        """Whether replicas may have different numbers of batches: nothing is done over them."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
+        """Whether replicas may have different numbers of batches, since nothing is reduced."""
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
 
-    def _is_dealt_out(self, dataloader: object) -> bool:
-        """Whether all replicas have as many batches, by the sampler that Lightning has put in."""
+    def _is_split_evenly(self, dataloader: object) -> bool:
+        """Whether a sampler that Lightning has put in gives all replicas equally many batches."""
         if not isinstance(dataloader, DataLoader):
             return False
         is_plain = type(dataloader.batch_sampler) in (BatchSampler, type(None))
         sampler = dataloader.sampler
         if not is_plain or not isinstance(sampler, DistributedSampler):
             return False
-        return sampler.num_replicas == self.options.data_parallel
+        return sampler.num_replicas == self._num_replicas
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor` reduced over replicas, or over `group`; on one replica as it is."""
-        if not isinstance(tensor, Tensor) or not self._has_peers:
+    def reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+        """Return `tensor` reduced over replicas, or over `group`."""
+        if not isinstance(tensor, Tensor) or not self._processes.has_peers:
             return tensor
-        return self._pipe.asked.over(
+        return self._processes.transport.asked.over(
             tensor, group, lambda here, over: _compat.reduce_over(here, over, reduce_op)
         )
 
     def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+        self, tensor: Tensor, group: Any | None, gather: Callable[[Tensor, Any], Tensor]
     ) -> Tensor:
-        """Return `tensor` of every replica, or of `group`, stacked; on one replica as it is."""
-        if not self._has_peers:
+        """Return `tensor` of every replica, or of `group`, stacked by `gather`."""
+        if not self._processes.has_peers:
             return tensor
-        gather = super().all_gather
-        return self._pipe.asked.over(
-            tensor, group, lambda here, over: gather(here, over, sync_grads)
-        )
+        return self._processes.transport.asked.over(tensor, group, gather)
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients accumulate in each replica within the block, as under DDP's `no_sync`."""
-        model = self.engine.model
-        model.is_accumulating = True
+    def accumulating(self, engine: PipelineEngine) -> Iterator[None]:
+        """Keep gradients within each replica, for a later step to average, within the block."""
+        engine.model.is_accumulating = True
         try:
             yield
         finally:
-            model.is_accumulating = False
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Run the user's backward; gradients are averaged before `on_after_backward` is called."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        pipelined = {id(p) for p in self.engine.model.module.parameters()}
-        self.engine.average(p for p in module.parameters() if id(p) not in pipelined)
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._share_buffers()
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self.engine.progress.is_uneven = self.options.data_parallel > 1
+            engine.model.is_accumulating = False
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Give all replicas the buffers of the first one, as DDP does before each step."""
-        if self.options.data_parallel == 1:
-            return
-        with self.engine.model.reads.inside():
-            self._share_all_buffers()
+    def share_buffers(self, engine: PipelineEngine) -> None:
+        """Copy the first replica's buffers to all replicas, as DDP does before each step."""
+        if self.are_several:
+            with engine.model.reads.inside():
+                self._share_buffers(engine)
 
-    def _share_all_buffers(self) -> None:
-        assert self.lightning_module is not None
-        model, over = self.engine.model, self._pipe.replicas
+    def _share_buffers(self, engine: PipelineEngine) -> None:
+        assert self._strategy.lightning_module is not None
+        model, over = engine.model, self._processes.transport.replicas
         named = model.module.named_buffers()
         foreign = {id(b) for name, b in named if name in model.pipelined - model.owned}
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.lightning_module.buffers():
+        for buffer in self._strategy.lightning_module.buffers():
             if id(buffer) not in foreign:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
@@ -148,34 +137,9 @@ class PipeReplicas(PipeCheckpoints):
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _gather_metrics(self) -> Callable[..., list[Tensor]] | None:
-        """Return what gathers the state of a metric from all replicas; None if there is one."""
-        if self.options.data_parallel == 1:
-            return None
-        asked = self._pipe.asked
-
-        def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
-            return asked.over(state, group, gather_all_tensors)
-
-        return gather
-
-
-Gather = Callable[..., list[Tensor]]
-
-
-class PipelineMetrics:
-    """The metrics of a module, told who else there is."""
-
-    def __init__(self) -> None:
-        self._metrics: list[tuple[Metric, Any, Any]] = []
-
-    def attach(self, module: nn.Module, gather: Gather | None) -> None:
-        """Let the metrics of `module` compute over replicas.
-
-        Args:
-            module: The module.
-            gather: Returns a state of all replicas; None if there is one.
-        """
+    def attach_metrics(self, module: nn.Module) -> None:
+        """Let the torchmetrics of `module` compute over replicas, not over all ranks."""
+        gather = self._gather_of_states() if self.are_several else None
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             before = metric.distributed_available_fn, metric.dist_sync_fn
             self._metrics.append((metric, *before))
@@ -183,11 +147,19 @@ class PipelineMetrics:
             if metric.dist_sync_fn is None:
                 metric.dist_sync_fn = gather
 
-    def detach(self) -> None:
-        """Give the metrics back as they were."""
+    def detach_metrics(self) -> None:
+        """Undo `attach_metrics`."""
         for metric, is_available, gather in self._metrics:
             metric.distributed_available_fn, metric.dist_sync_fn = is_available, gather
         self._metrics.clear()
+
+    def _gather_of_states(self) -> Callable[..., list[Tensor]]:
+        asked = self._processes.transport.asked
+
+        def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
+            return asked.over(state, group, gather_all_tensors)
+
+        return gather  # a function: metrics are copied with their module
 
 
 def _never() -> bool:

@@ -1,7 +1,7 @@
-"""Lets Lightning's callbacks that need all weights, such as SWA, run on a split model.
+"""Lets callbacks that need all weights, like SWA, run on a split model, and finds ends of hooks.
 
-It also finds the ends of users' hooks, where ranks answer those that read weights: Lightning
-profiles each hook that it calls, and the profile's name tells whose hook it is.
+Ranks answer reads of weights at the end of each user hook. Lightning profiles every hook, under a
+name that shows its owner.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ class GuestCallbacks:
         prefix: str,
         is_interrupted: Callable[[], bool],
     ) -> None:
-        """Serve `callbacks`, before the layers are assigned.
+        """Patch `callbacks`, which are set up already, before the layers are assigned.
 
-        Args:
-            callbacks: Of the Trainer, set up already.
-            model: The pipelined model.
-            prefix: Its name in the LightningModule, empty if it is the LightningModule itself.
-            is_interrupted: Whether an error may keep other ranks from answering.
+        `prefix`: name of the pipelined module in the LightningModule. `is_interrupted`: whether an
+        error
+        may keep other ranks from answering.
         """
         for callback in callbacks:
             average = _compat.average_of(callback)
@@ -50,7 +48,7 @@ class GuestCallbacks:
                 self._serve_finetuning(callback, model)
 
     def detach(self) -> None:
-        """Give the callbacks back as they were."""
+        """Restore the callbacks."""
         while self._undo:
             self._undo.pop()()
 
@@ -74,7 +72,7 @@ class GuestCallbacks:
         self._undo.append(lambda: average.__dict__.pop("state_dict", None))
 
     def _let_read(self, callback: Callback, model: PipelinedModel) -> None:
-        """Let the hooks of Lightning's own callback read weights as they are here."""
+        """Let hooks of Lightning's own callback use this rank's own weights."""
         for name in (name for name in dir(callback) if name.startswith("on_")):
             hook = getattr(callback, name)
             if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
@@ -106,18 +104,13 @@ _OURS = ("lightning.", "pytorch_lightning.", "lightning_gnnpipe.")
 
 
 class HookEnds:
-    """Runs something at the end of each hook that a user has written."""
+    """Calls a function at the end of each hook that a user has written."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
     def attach(self, trainer: pl.Trainer, run: Callable[[str], Any]) -> None:
-        """Call `run` with the name of each such hook at its end, on this rank.
-
-        Args:
-            trainer: Set up already.
-            run: It is not called where a hook fails.
-        """
+        """Call `run` with the hook's name at the end of each user hook that succeeds."""
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profile, is_users = profiler.profile, dict[str, bool]()
 
@@ -134,13 +127,13 @@ class HookEnds:
         self._undo.append(lambda: profiler.__dict__.pop("profile", None))
 
     def detach(self) -> None:
-        """Give the profiler back as it was."""
+        """Restore the profiler."""
         while self._undo:
             self._undo.pop()()
 
 
 def owners_of_hooks(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the user's module and the callbacks, by the names that Lightning profiles them by."""
+    """Return the user's module and callbacks by their names in Lightning's profiles."""
     owners: dict[str, Any] = {
         f"[Callback]{one.state_key}": one
         for one in trainer.callbacks  # type: ignore[attr-defined]
@@ -150,7 +143,7 @@ def owners_of_hooks(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _is_users(trainer: pl.Trainer, name: str) -> bool:
-    """Whether the action `name` is a hook of the user's own module or callbacks."""
+    """Whether the profiled action `name` is a hook that the user has written."""
     owners = owners_of_hooks(trainer)
     owner, _, hook = name.rpartition(".")
     if owner not in owners or not hook.startswith(("on_", "configure_")):

@@ -73,7 +73,7 @@ def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None
     expected = net(**{**batch, "edge_weight": batch["edge_weight"].clone()}).detach()
     engine = one_process_engine(net, partition=partition)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((), batch)
         torch.testing.assert_close(found.detach(), expected)
         found.sum().backward()
@@ -98,7 +98,7 @@ def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
     engine = one_process_engine(net, partition=CHUNKS)
     expected = net(**batch).detach()
     for step in range(5):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         batch["edge_weight"].requires_grad_(step >= 2)
         found = engine.forward((), batch)
         torch.testing.assert_close(found.detach(), expected)
@@ -136,7 +136,7 @@ def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -
     for step in range(3):
         if step == 1:
             made.clear()
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward(inputs, {})
         torch.testing.assert_close(found.detach(), expected)
         found.sum().backward()
@@ -164,7 +164,7 @@ def test_random_numbers_are_no_difference() -> None:
     batch = make_batch()
     engine = one_process_engine(Noisy(), partition=CHUNKS)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((batch["x"], batch["edge_index"]), {}).sum().backward()
 
 
@@ -182,7 +182,7 @@ def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: T
     batch, net = make_batch(), Two()
     engine = one_process_engine(net, partition=partition)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         with torch.autocast("cpu", torch.bfloat16):
             found = engine.forward((batch["x"], batch["edge_index"]), {})
             expected = net(batch["x"], batch["edge_index"])

@@ -140,7 +140,7 @@ def test_p1_several_edge_sets_train_as_in_pyg(
     for name, buffer in net.named_buffers():
         buffer.data = buffers[name]
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((), given)
         torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
         found.square().sum().backward()

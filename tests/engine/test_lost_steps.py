@@ -71,10 +71,10 @@ def start(method: str, dropout: float = 0.0) -> tuple[Net, PipelineEngine, Tenso
     partition = torch.arange(NUM_NODES) % 4
     engine = one_process_engine(net, partition=partition, method=METHODS[method])
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.abandon()
         engine.forward((x, EDGES), {}).square().sum().backward()
-    engine.progress.step_index = 3
+    engine.set_step(step_index=3)
     engine.abandon()
     return net, engine, x
 
@@ -92,7 +92,7 @@ def test_after_a_pass_that_failed_the_next_one_is_exact(
         engine.forward((x, EDGES), {}).square().sum().backward()
     torch.rows_left[phase] = 1000
     if waits_for_next_step:
-        engine.progress.step_index = 4
+        engine.set_step(step_index=4)
         engine.abandon()
     for is_exact in (True, False):
         net.zero_grad()
@@ -146,7 +146,7 @@ def test_gradients_of_one_layer_that_are_not_finite_cost_one_step(method: str) -
     engine = one_process_engine(net, partition=torch.arange(NUM_NODES) % 4, method=METHODS[method])
     found = []
     for step in range(7):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.abandon()
         net.zero_grad()
         Root.is_zero = step == 2
@@ -167,7 +167,7 @@ def test_two_passes_in_a_step_have_dropout_of_their_own() -> None:
         engine.controls.is_exact = True
         outputs = []
         for step in (3, 3, 4):
-            engine.progress.step_index = step
+            engine.set_step(step_index=step)
             outputs.append(engine.forward((x, EDGES), {}))
             outputs[-1].sum().backward()
         drawn.append(outputs)

@@ -73,7 +73,7 @@ def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
     for name, buffer in net.named_buffers():
         buffer.data = buffers[name]
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((), kwargs)
         for ours, theirs in zip(flat(found), flat(expected), strict=True):
             torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-10, atol=1e-10)

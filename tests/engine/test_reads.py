@@ -320,7 +320,7 @@ def test_layers_of_another_width_read_no_rows_of_those_before() -> None:
     for number in range(6):
         if number == 3:
             widen(net)
-        engine.progress.step_index = number
+        engine.set_step(step_index=number)
         found = engine.forward(inputs, {})
         torch.testing.assert_close(found, net(*inputs))
         found.sum().backward()

@@ -64,7 +64,7 @@ def train(
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     steps = []
     for step in range(4):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         output = engine.forward(graph(), {})
         optimizer.zero_grad()
         output.square().sum().backward()
@@ -112,7 +112,7 @@ def test_histories_on_another_device_under_autocast() -> None:
     for device in (None, torch.device("cpu:0")):
         engine = one_process_engine(Two(), partition=PARTITION, history_device=device)
         for step in range(3):
-            engine.progress.step_index = step
+            engine.set_step(step_index=step)
             with torch.autocast("cpu", torch.bfloat16):
                 output = engine.forward((x.float(), edges), {})
             output.float().sum().backward()
@@ -142,7 +142,7 @@ def test_the_numbers_are_the_same_in_odd_cases(case: str) -> None:
         engine = one_process_engine(net, partition=partition, recompute=recompute)
         net.train(case != "eval")
         for number in range(4):
-            engine.progress.step_index = 0 if case == "twice a step" else number
+            engine.set_step(step_index=0 if case == "twice a step" else number)
             output = engine.forward(graph(), {})
             if case == "one chunk":
                 with torch.no_grad():
@@ -182,7 +182,7 @@ def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: 
             history_dtype=dtype,
         )
         for step in range(3):
-            engine.progress.step_index = step
+            engine.set_step(step_index=step)
             output = engine.forward((x.float(), edges), {})
             assert output.dtype == torch.float32
             net.zero_grad()
@@ -210,7 +210,7 @@ def test_fewer_tensors_are_kept_between_forward_and_backward(is_exact: bool) -> 
         x = torch.randn(num_nodes, width)
         engine.forward((x, edges), {}).sum().backward()
         engine.controls.is_exact = is_exact
-        engine.progress.step_index = 1
+        engine.set_step(step_index=1)
         gc.collect()
         saved: set[int] = set()
         with torch.autograd.graph.saved_tensors_hooks(

@@ -91,7 +91,7 @@ def test_p1_dicts_train_as_in_pyg(kind: Any, num_likes: int) -> None:
     expected.square().sum().backward()
     expected_grads = gradients(net)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((), given)
         assert_same(found.detach(), expected.detach())
         found.square().sum().backward()
@@ -118,7 +118,7 @@ def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
         chunked = oracle.chunked(*batch, order=(0, 1, 2)) if step else oracle.exact(*batch)
         chunked.square().sum().backward()
         expected_grads = gradients(net)
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward(batch, {})
         assert_same(found.detach(), chunked.detach())
         found.square().sum().backward()
@@ -133,7 +133,7 @@ def test_half_precision_in_histories_and_by_autocast(kind: Any) -> None:
     given = (batch[0].float(), *batch[1:])
     engine = one_process_engine(net, partition=CHUNKS, history_dtype=torch.bfloat16)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         with torch.autocast("cpu", torch.bfloat16, enabled=step == 2):
             found, expected = engine.forward(given, {}), net.forward(*given)
         assert found.dtype == expected.dtype
@@ -215,7 +215,7 @@ def test_weights_of_edge_sets_can_be_used_in_forward() -> None:
     net, batch = Weighted(gnn.HANConv), make_batch()
     engine = one_process_engine(net, partition=CHUNKS)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward(batch, {})
         assert_same(found.detach(), net.forward(*batch).detach())
         found.sum().backward()

@@ -143,7 +143,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def step(engine: PipelineEngine, batch: dict[str, Tensor], weight: Tensor) -> Tensor:
-    engine.progress.step_index += 1
+    engine.set_step(step_index=engine.step.step_index + 1)
     output = engine.forward((), batch)
     (output * weight).sum().backward()
     return output.detach()

@@ -193,7 +193,7 @@ def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
         order = chunk_order(CHUNKS, epoch=epoch, seed=0, order="shuffled")
         expected = oracle.chunked(x, edge_index, order) if epoch else oracle.exact(x, edge_index)
         (expected * weight).sum().backward()
-        engine.progress.step_index = epoch
+        engine.set_step(step_index=epoch)
         found = engine.forward((x, edge_index), {})
         (found * weight).sum().backward()
         assert_same(found.detach(), expected.detach())
@@ -213,7 +213,7 @@ def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
     net, reference = make_stack(name), make_stack(name)
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(4):  # nothing moves, so stale and whole are the same
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((x, edge_index), {}).sum().backward()
         reference(x, edge_index)
     assert dict(net.named_buffers()).keys() == dict(reference.named_buffers()).keys()
@@ -232,7 +232,7 @@ def test_validation_replaces_running_statistics_after_pipelined_steps(name: str)
     net, reference = make_stack(name), make_stack(name)
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((x, edge_index), {}).sum().backward()
         with torch.no_grad():
             net.lin.weight += 0.1
@@ -251,7 +251,7 @@ def test_validation_replaces_running_statistics_after_pipelined_steps(name: str)
     with torch.no_grad():
         engine.forward((x, edge_index), {})
     assert_same(dict(net.named_buffers()), before)  # no validation of the Trainer's
-    engine.progress.is_validating = True
+    engine.set_step(is_validating=True)
     with torch.no_grad():
         engine.forward((2 * x, edge_index), {})
     assert_same(dict(net.named_buffers()), before)  # other inputs than those of training
@@ -264,9 +264,9 @@ def test_validation_leaves_running_statistics_of_exact_steps_and_frozen_norms() 
     x, edge_index = make_graph()
     net = make_stack("batch")
     engine = one_process_engine(net, partition=PARTITION)
-    engine.progress.is_validating = True
+    engine.set_step(is_validating=True)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         net.train()
         net.first.eval()
         engine.forward((x, edge_index), {}).sum().backward()
@@ -284,7 +284,7 @@ def test_validation_replaces_running_statistics_after(what: str) -> None:
     net = make_stack("batch")
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(4):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.controls.is_exact = what == "an exact step" and step == 3
         engine.forward((x, edge_index), {}).sum().backward()
         with torch.no_grad():
@@ -293,7 +293,7 @@ def test_validation_replaces_running_statistics_after(what: str) -> None:
         engine.stage_states()
         assert engine.run_state().stale_norms == ("first", "second")
     net.eval()
-    engine.progress.is_validating = True
+    engine.set_step(is_validating=True)
     with torch.no_grad():
         engine.forward((x, edge_index), {})
     assert_same(net.first.running_mean, net.lin(x).mean(0).detach())
@@ -310,12 +310,12 @@ def test_validation_leaves_norms_that_are_frozen_later_or_called_twice() -> None
     net = Twice(MAKE["batch"]).double()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((x, edge_index), {}).sum().backward()
     net.eval()
     net.second.track_running_stats = False
     before = {key: buffer.clone() for key, buffer in net.named_buffers()}
-    engine.progress.is_validating = True
+    engine.set_step(is_validating=True)
     with torch.no_grad():
         engine.forward((x, edge_index), {})
     assert_same(dict(net.named_buffers()), before)
@@ -331,10 +331,10 @@ def test_running_statistics_that_nothing_has_replaced_are_told(
     for step in range(2):
         engine.statistics.warn()
         assert not caplog.records  # the first step is exact
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((x, edge_index), {}).sum().backward()
     net.eval()
-    engine.progress.is_validating = True
+    engine.set_step(is_validating=True)
     with torch.no_grad():
         engine.forward((2 * x, edge_index), {})
     assert not caplog.records  # another validation batch may have the inputs of training
@@ -361,7 +361,7 @@ def test_channels_that_die_or_are_the_same_in_all_rows_stay_finite() -> None:
     net = Dying()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(4):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((x, edge_index), {})
         found.square().sum().backward()
         assert found.isfinite().all()
@@ -380,7 +380,7 @@ def test_a_frozen_norm_uses_its_running_statistics() -> None:
         module.first.eval()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((x, edge_index), {})
         found.sum().backward()
         assert_same(found.detach(), reference(x, edge_index).detach())
@@ -397,7 +397,7 @@ def test_a_refresh_renews_statistics_and_leaves_running_ones_alone() -> None:
         for module in (net, reference):
             module.lin.weight += 0.5
     engine.controls.refreshes = True
-    engine.progress.step_index = 1
+    engine.set_step(step_index=1)
     found = engine.forward((x, edge_index), {})
     assert_same(found.detach(), reference(x, edge_index).detach())
     mean = reference.lin(x).mean(0)
@@ -411,7 +411,7 @@ def test_a_norm_that_is_thawed_is_exact_once() -> None:
     net, reference = make_stack("batch"), make_stack("batch")
     engine = one_process_engine(net, partition=PARTITION)
     for step, is_training in enumerate([False, False, True, True]):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         for module in (net, reference):
             module.first.train(is_training)
         found = engine.forward((x, edge_index), {})
@@ -428,7 +428,7 @@ def test_a_norm_that_lightning_froze_does_not_count() -> None:
     net.first.track_running_stats = False
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         engine.forward((x, edge_index), {}).sum().backward()
     assert int(net.first.num_batches_tracked) == 0
     assert int(net.second.num_batches_tracked) == 3
@@ -447,7 +447,7 @@ def test_norms_take_their_arguments_by_name() -> None:
     expected = net(x, edge_index).detach()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(2):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         assert_same(engine.forward((x, edge_index), {}).detach(), expected)
         engine.abandon()
 
@@ -459,7 +459,7 @@ def test_half_precision_by_autocast(name: str) -> None:
     net = make_stack(name).float()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         with torch.autocast("cpu", torch.bfloat16):
             found = engine.forward((x.float(), edge_index), {})
             expected = net.forward(x.float(), edge_index)
@@ -507,7 +507,7 @@ def test_norms_inside_of_layers_reach_a_fixed_point(make: Callable[[], nn.Module
     expected = net(x, edge_index).detach()
     engine = one_process_engine(net, partition=PARTITION)
     for step in range(3):
-        engine.progress.step_index = step
+        engine.set_step(step_index=step)
         found = engine.forward((x, edge_index), {})
         found.sum().backward()
         assert_same(found.detach(), expected)

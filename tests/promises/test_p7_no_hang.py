@@ -58,7 +58,7 @@ def fail(place):
                 getattr(signal, how.removesuffix("-parent")))
     if how == "SIGTERM-parent":  # which sends it on
         deadline = time.monotonic() + 5
-        while not trainer.strategy.engine.progress.signals and time.monotonic() < deadline:
+        while not trainer.strategy._processes.signals.received and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
