@@ -22,8 +22,9 @@ import torch
 from batches import build_parser, train_and_report
 from images import ImageGraphs, find_cifar10, load_images
 from quiet import silence_lightning
+from vig import PixelViG, ViG
 
-from lightning_gnnpipe.models import GraphClassifier, PixelViG, ViG
+from lightning_gnnpipe.models import GraphClassifier
 
 PATCH = {"digits": 2, "cifar10": 4}
 """Rows and columns of a patch: 16 nodes an image of digits, 64 one of CIFAR-10."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_gnnpipe.callbacks import (
     BoundedStaleness,
     ChunkProgress,
@@ -14,7 +16,6 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
-from lightning_gnnpipe.registry import register_strategies
 from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
@@ -40,4 +41,17 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-register_strategies()
+# The names for `Trainer(strategy="gnnpipe")`, each with the way in which it starts processes.
+for _name, _start_method in {
+    "gnnpipe": "popen",
+    "gnnpipe_spawn": "spawn",
+    "gnnpipe_fork": "fork",
+    "gnnpipe_notebook": "fork",
+}.items():
+    StrategyRegistry.register(
+        _name,
+        GNNPipeStrategy,
+        description=f"GNNPipe, processes started by {_start_method}",
+        override=True,
+        start_method=_start_method,
+    )

@@ -10,29 +10,28 @@ from torch import Tensor, nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
 
+# `MeshCNNConv`; empty before PyG 2.7.
 MESH_CNN_CONV: tuple[type, ...] = tuple(
     getattr(gnn, name) for name in ("MeshCNNConv",) if hasattr(gnn, name)
 )
-"""`MeshCNNConv`; empty before PyG 2.7."""
 
+# Attributes in which layers keep what they computed from the edges.
 CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
-"""Attributes in which layers keep what they computed from the edges."""
 
+# Attributes of a layer that passes messages for all channels at once.
 UNDECOMPOSED = {"_decomposed_layers": 1}
-"""Attributes of a layer that passes messages for all channels at once."""
 
+# HGTConv's method that copies keys and values of the source nodes.
 SOURCE_ROWS = "_construct_src_node_feat"
-"""HGTConv's method that copies keys and values of the source nodes."""
 
 _HOOKS = ("_propagate_", "_message_", "_aggregate_", "_edge_update_")
 
 
 def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
-    """Return how PyG collated the attribute `name` of a batch of graphs.
+    """Return how PyG collated the attribute `name`: slices, and increments or None.
 
-    That is `[num_graphs + 1]` where the rows of each graph begin, and `[num_graphs, *]` increments
-    added
-    to its values, or None. Returns None if the attribute is not of the graphs, or no tensor.
+    Rows of each graph begin at slices, `[num_graphs + 1]`; increments, `[num_graphs, *]`, were
+    added to values. None if the attribute is not of the graphs, or no tensor.
     """
     slices = getattr(batch, "_slice_dict", {}).get(name)
     increments = getattr(batch, "_inc_dict", {}).get(name)

@@ -27,8 +27,7 @@ _DISTRIBUTED = os.path.dirname(dist.__file__)
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
-CALL_OF_MODULE = nn.Module._call_impl.__code__
-"""What runs hooks and the forward of a module."""
+CALL_OF_MODULE = nn.Module._call_impl.__code__  # runs hooks and the forward
 
 # Types in pickled metadata of torch.distributed.checkpoint; they only hold data.
 METADATA_TYPES = {
@@ -51,11 +50,7 @@ METADATA_TYPES = {
 
 
 def member_of_metadata(kind: Any, name: str) -> Any:
-    """Return a member of an enum; Python 3.11 pickles it as a call of `getattr`.
-
-    Raises:
-        TypeError: For any other enum.
-    """
+    """Return an enum member, which Python 3.11 pickles as a call of `getattr`."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise TypeError(f"{kind!r}.{name} is no part of a checkpoint's metadata")
     return kind[name]
@@ -77,6 +72,7 @@ def fills_grad_of(accumulator: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(accumulator))
 
 
+# Attributes and methods of a tensor that do not depend on its values.
 TENSOR_FLAGS = {
     *("requires_grad", "requires_grad_", "is_leaf", "retains_grad", "grad_fn", "name"),
     *("dtype", "device", "get_device", "layout", "is_sparse", "is_cuda", "is_cpu", "is_mps"),
@@ -85,7 +81,6 @@ TENSOR_FLAGS = {
     *("register_hook", "register_post_accumulate_grad_hook"),
     *("_backward_hooks", "_post_accumulate_grad_hooks"),
 }
-"""What a tensor tells of itself without its values: attributes and methods."""
 
 _DROPPING = {
     inspect.unwrap(function).__code__
@@ -106,8 +101,8 @@ def ignoring_classes() -> Any:
 
 
 _SAVED = "_saved_"  # prefix of a function's saved values
+# Functions that save which rows they have chosen, by the values of weights.
 _CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Mode", "Median", "Cum")
-"""Functions that save which rows they have chosen, by the values of weights."""
 
 
 def saved_data(node: Any) -> list[Tensor]:
@@ -143,7 +138,7 @@ def shape_of_output(node: Any, index: int) -> tuple[int, ...]:
 
 
 def _is_given(kind: str, name: str) -> bool:
-    """Whether the function received what it saved as `name`, rather than computed it."""
+    """Whether the function received the saved value `name`, rather than computed it."""
     if name.startswith("result"):
         return "Dropout" in kind  # its mask
     if name.startswith(("running", "logsumexp", "philox", "rng_state", "cum_seq", "output")):
@@ -179,13 +174,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 def hooks_of_module(module: nn.Module) -> Iterator[Any]:
     """Yield the hooks that run with the module's forward and backward."""
-    for hooks in (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ):
-        yield from hooks.values()
+    yield from module._forward_hooks.values()
+    yield from module._forward_pre_hooks.values()
+    yield from module._backward_hooks.values()
+    yield from module._backward_pre_hooks.values()
 
 
 def global_hooks() -> Iterator[Any]:
@@ -271,7 +263,7 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
 
 def clone_store() -> Any:
     """Return the default store, with a connection of its own if torch can clone it."""
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 

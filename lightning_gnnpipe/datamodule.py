@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import NoReturn
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 
-from lightning_gnnpipe.errors import ConfigError, GraphError, explain
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 
-MASKS = ("train_mask", "val_mask", "test_mask")
-"""Names of the node masks, in the order of ``split_fracs``."""
+MASKS = ("train_mask", "val_mask", "test_mask")  # in the order of `split_fracs`
 
 
 class FullGraphDataModule(L.LightningDataModule):
     """Serve the whole graph as the only batch of fit, validate, test and predict.
 
     Masks come from the graph (one column of ``[num_nodes, num_splits]`` masks) or from an OGB data
-    set's
-    split; without either they are drawn at random. A graph with a training mask may lack validation
-    or
-    test masks if no step uses them. The given graph is not changed: ``datamodule.data`` is a
-    shallow
-    copy that shares its tensors.
+    set's split; without either they are drawn at random. A graph with a training mask may lack
+    validation or test masks if no step uses them. The given graph is not changed:
+    ``datamodule.data`` is a shallow copy that shares its tensors.
 
     Example::
 
@@ -86,14 +83,7 @@ class FullGraphDataModule(L.LightningDataModule):
     def train_dataloader(self) -> SingleGraphLoader:
         return SingleGraphLoader(self.data)
 
-    def val_dataloader(self) -> SingleGraphLoader:
-        return SingleGraphLoader(self.data)
-
-    def test_dataloader(self) -> SingleGraphLoader:
-        return SingleGraphLoader(self.data)
-
-    def predict_dataloader(self) -> SingleGraphLoader:
-        return SingleGraphLoader(self.data)
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class SingleGraphLoader:
@@ -129,11 +119,9 @@ def load_ogb_node_dataset(name: str, root: str) -> Dataset:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
         raise ConfigError(
-            explain(
-                expected="the package 'ogb' to be installed",
-                found=str(error),
-                remedy="Run `pip install lightning-gnnpipe[examples]`, or `pip install ogb`.",
-            )
+            expected="the package 'ogb' to be installed",
+            found=str(error),
+            remedy="Run `pip install lightning-gnnpipe[examples]`, or `pip install ogb`.",
         ) from error
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.storage import GlobalStorage
@@ -142,93 +130,79 @@ def load_ogb_node_dataset(name: str, root: str) -> Dataset:
     return PygNodePropPredDataset(name, root)
 
 
+def _refuse(
+    expected: str, found: str, remedy: str, kind: type[GNNPipeError] = GraphError
+) -> NoReturn:
+    raise kind(expected=expected, found=found, remedy=remedy)
+
+
 def _single_graph(data: Data | Dataset) -> Data:
-    """Return the one graph of ``data``; raise GraphError if there is none."""
     if isinstance(data, Dataset):
         if len(data) != 1:
-            raise GraphError(
-                explain(
-                    expected="a data set of one graph",
-                    found=f"{type(data).__name__} with {len(data)} graphs",
-                    remedy="Choose one: FullGraphDataModule(dataset[0]).",
-                )
+            _refuse(
+                "a data set of one graph",
+                f"{type(data).__name__} with {len(data)} graphs",
+                "Choose one: FullGraphDataModule(dataset[0]).",
             )
         data = data[0]
     if isinstance(data, HeteroData) or not isinstance(data, Data):
-        raise GraphError(
-            explain(
-                expected="a homogeneous graph (torch_geometric.data.Data) or a data set of one",
-                found=type(data).__name__,
-                remedy="A HeteroData graph can be converted with `data.to_homogeneous()`.",
-            )
+        _refuse(
+            "a homogeneous graph (torch_geometric.data.Data) or a data set of one",
+            type(data).__name__,
+            "A HeteroData graph can be converted with `data.to_homogeneous()`.",
         )
     return data
 
 
 def _check_features(graph: Data) -> None:
-    """Refuse a graph without node features, or with a wrong number of rows."""
     x = graph.x
     if not isinstance(x, Tensor) or x.dim() != 2:
-        raise GraphError(
-            explain(
-                expected="node features 'x' of shape [num_nodes, num_features]",
-                found=_describe(x),
-                remedy="Give the nodes features, for example one-hot degrees "
-                "(torch_geometric.transforms.OneHotDegree) or a constant.",
-            )
+        _refuse(
+            "node features 'x' of shape [num_nodes, num_features]",
+            _describe(x),
+            "Give the nodes features, for example one-hot degrees "
+            "(torch_geometric.transforms.OneHotDegree) or a constant.",
         )
     if graph.num_nodes != x.size(0):
-        raise GraphError(
-            explain(
-                expected=f"'x' to have one row for each of the {graph.num_nodes} nodes",
-                found=_describe(x),
-                remedy="Set 'num_nodes' to the number of rows of 'x', or complete 'x'.",
-            )
+        _refuse(
+            f"'x' to have one row for each of the {graph.num_nodes} nodes",
+            _describe(x),
+            "Add the missing rows to 'x', or correct 'num_nodes'.",
         )
 
 
 def _check_edges(edge_index: Tensor | None, num_nodes: int) -> None:
-    """Refuse edges of a wrong shape or type, or between missing nodes."""
     if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise GraphError(
-            explain(
-                expected="'edge_index' of shape [2, num_edges]",
-                found=_describe(edge_index),
-                remedy="Row 0 holds the source of each edge, row 1 its target; "
-                "for edge pairs [num_edges, 2] pass `pairs.t().contiguous()`.",
-            )
+        _refuse(
+            "'edge_index' of shape [2, num_edges]",
+            _describe(edge_index),
+            "Row 0 holds the source of each edge, row 1 its target; "
+            "for edge pairs [num_edges, 2] pass `pairs.t().contiguous()`.",
         )
     if edge_index.dtype != torch.int64:
-        raise GraphError(
-            explain(
-                expected="'edge_index' of type torch.int64",
-                found=str(edge_index.dtype),
-                remedy="Convert it with `edge_index.long()`.",
-            )
+        _refuse(
+            "'edge_index' of type torch.int64",
+            str(edge_index.dtype),
+            "Convert it with `edge_index.long()`.",
         )
     low, high = (int(end) for end in edge_index.aminmax()) if edge_index.numel() else (0, -1)
     if low < 0 or high >= num_nodes:
-        raise GraphError(
-            explain(
-                expected=f"'edge_index' to name nodes 0 to {num_nodes - 1}",
-                found=f"{low} to {high}",
-                remedy="Renumber the nodes from zero, or add the missing rows to 'x'.",
-            )
+        _refuse(
+            f"'edge_index' to name nodes 0 to {num_nodes - 1}",
+            f"{low} to {high}",
+            "Renumber the nodes from zero, or add the missing rows to 'x'.",
         )
 
 
 def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
-    """Refuse labels or masks whose number of rows is not the number of nodes."""
     rows = graph.get(name)
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != num_nodes:
-        raise GraphError(
-            explain(
-                expected=f"'{name}' to have one row for each of the {num_nodes} nodes",
-                found=_describe(rows),
-                remedy=f"Row n of '{name}' belongs to row n of 'x'.",
-            )
+        _refuse(
+            f"'{name}' to have one row for each of the {num_nodes} nodes",
+            _describe(rows),
+            f"Row n of '{name}' belongs to row n of 'x'.",
         )
 
 
@@ -236,22 +210,18 @@ def _select_split(graph: Data, split: int) -> None:
     """Reduce every mask of ``graph`` to the column ``split``, ``[num_nodes]``."""
     given = [name for name in MASKS if name in graph]
     if MASKS[0] not in given:
-        raise GraphError(
-            explain(
-                expected=f"a '{MASKS[0]}', since there are other masks",
-                found=", ".join(given),
-                remedy=f"Give the graph a '{MASKS[0]}', or no mask at all to draw all three.",
-            )
+        _refuse(
+            f"a graph with '{MASKS[0]}' or without masks",
+            ", ".join(given),
+            f"Add a '{MASKS[0]}', or remove all masks: then they are drawn at random.",
         )
     for name in given:
         mask = graph[name]
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() > 2:
-            raise GraphError(
-                explain(
-                    expected=f"a boolean '{name}' of shape [num_nodes] or [num_nodes, num_splits]",
-                    found=_describe(mask),
-                    remedy="Make it of node numbers by torch_geometric.utils.index_to_mask.",
-                )
+            _refuse(
+                f"a boolean '{name}' of shape [num_nodes] or [num_nodes, num_splits]",
+                _describe(mask),
+                "Make a mask of node numbers by torch_geometric.utils.index_to_mask.",
             )
     num_splits = max(graph[name].size(1) if graph[name].dim() == 2 else 1 for name in given)
     _check_split(split, num_splits)
@@ -262,18 +232,15 @@ def _select_split(graph: Data, split: int) -> None:
 
 def _check_split(split: int, num_splits: int) -> None:
     if not 0 <= split < num_splits:
-        raise ConfigError(
-            explain(
-                expected=f"'split' to be between 0 and {num_splits - 1}",
-                found=str(split),
-                remedy=f"The graph has {num_splits} split(s); where masks are drawn at random, "
-                "'seed' chooses another draw.",
-            )
+        _refuse(
+            f"'split' to be between 0 and {num_splits - 1}",
+            str(split),
+            f"The graph has {num_splits} split(s). For other random masks, change 'seed'.",
+            ConfigError,
         )
 
 
 def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
-    """Set the masks of ``graph`` from OGB's lists of nodes."""
     for name, key in zip(MASKS, ("train", "valid", "test"), strict=True):
         mask = torch.zeros(graph.x.size(0), dtype=torch.bool)
         mask[indices[key]] = True
@@ -283,12 +250,11 @@ def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
 def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
     """Set disjoint random masks of the given shares."""
     if len(split_fracs) != 3 or min(split_fracs) < 0 or sum(split_fracs) > 1 + 1e-9:
-        raise ConfigError(
-            explain(
-                expected="'split_fracs' to be three shares that add up to 1 at most",
-                found=str(split_fracs),
-                remedy="The default is (0.6, 0.2, 0.2): train, validation, test.",
-            )
+        _refuse(
+            "'split_fracs' to be three shares that add up to at most 1",
+            str(split_fracs),
+            "The default is (0.6, 0.2, 0.2): train, validation, test.",
+            ConfigError,
         )
     num_nodes = graph.x.size(0)
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))

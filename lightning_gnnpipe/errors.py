@@ -1,10 +1,22 @@
-"""Errors that users can meet; each text says what was expected, found, and what to do."""
+"""Errors that users can meet; each states the expectation, the finding and a remedy."""
 
 from __future__ import annotations
 
 
 class GNNPipeError(ValueError):
-    """Base of all errors of this package that a user can fix."""
+    """Base of all errors of this package that a user can fix.
+
+    Args:
+        text: The whole text, or else:
+        expected: A clause.
+        found: A clause.
+        remedy: Whole sentences.
+    """
+
+    def __init__(
+        self, text: str = "", *, expected: str = "", found: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(text or explain(expected=expected, found=found, remedy=remedy))
 
 
 class ConfigError(GNNPipeError):
@@ -32,13 +44,7 @@ class PeerError(RuntimeError):
 
 
 def explain(*, expected: str, found: str, remedy: str) -> str:
-    """Return the text of an error.
-
-    Args:
-        expected: A clause after "Expected", without a full stop.
-        found: A clause after "got", without brackets.
-        remedy: One or two whole sentences.
-    """
+    """Return an error text; `expected` and `found` are clauses, `remedy` is whole sentences."""
     return f"Expected {expected} (got {found}). {remedy}"
 
 

@@ -16,7 +16,7 @@ class Fallbacks:
         self._told: set[tuple[str, str]] = set()
 
     def tell(self, why: str, *, origin: str, to: str, remedy: str = "") -> None:
-        """Warn once that `to` replaces `origin`, because of `why`; `remedy` is sentences."""
+        """Warn once that `to` replaces `origin` because of `why`; `remedy`: whole sentences."""
         if not self._is_quiet and (origin, to) not in self._told:
             self._told.add((origin, to))
             self._log.warning("%s: from %s to %s.%s", why, origin, to, remedy and f" {remedy}")

@@ -1,23 +1,34 @@
-"""Options of the strategy, checked at construction."""
+"""Options of the strategy, checked at construction.
+
+An option that has no effect beside the given ones, on any devices and any graph, is refused.
+Options are not refused if they
+
+- only have no effect on the present devices, so that a script runs on one device and on eight:
+  `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
+- have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
+- ask for what happens anyway: `guard=False`, `self_check=False`, `balance="uniform"`, and the
+  callback `StalenessWarmup` if every step is exact.
+
+An option with its default value counts as not given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions
-from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.idle_options import check_idle, for_graphs, idle_in_one_chunk
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
+    Balance,
     ChangingInputs,
     CodecOption,
     CrossChunkEdges,
@@ -31,85 +42,70 @@ from lightning_gnnpipe.types import (
     StartMethod,
 )
 
-BalanceOption = Literal["measured", "uniform"] | Sequence[int]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "partition": get_args(PartitionMethod),
+    "balance": ("measured", "uniform"),
+    "cross_chunk_edges": get_args(CrossChunkEdges),
+    "changing_inputs": get_args(ChangingInputs),
+    "start_method": get_args(StartMethod),
+    "chunk_order": get_args(OrderName),
+    "staleness": get_args(StalenessName),
+    "history_dtype": get_args(DtypeName),
+    "schedule": get_args(ScheduleName),
+}
+_OTHER_VALUES: dict[str, Any] = {
+    "partition": Tensor,
+    "balance": object,
+    "history_dtype": (torch.dtype, type(None)),
+}
+_OF_CHUNKS = ("partition", "chunk_order", "cross_chunk_edges")
+_OF_ROWS = ("staleness", "history_dtype", "history_device")
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyOptions:
-    """See `GNNPipeStrategy` for the meaning of each option.
+    """See `GNNPipeStrategy`; raises ConfigError for values wrong on any graph and devices."""
 
-    Raises:
-        ConfigError: If an option is wrong on any graph and any devices.
-    """
-
-    num_stages: int | Literal["auto"]
-    num_chunks: int | Literal["auto"]
-    partition: Partition
-    chunk_order: OrderName
-    staleness: StalenessName
-    pipelined_module: str | None
-    balance: BalanceOption
-    recompute: bool
-    history_dtype: torch.dtype | DtypeName | None
-    history_device: torch.device | str | None
-    self_check: bool
-    timeout: timedelta
-    start_method: StartMethod
-    save_distributed_checkpoint: bool = False
+    num_stages: int | Literal["auto"] = "auto"
     graph_parallel: int = 1
     data_parallel: int = 1
+    num_chunks: int | Literal["auto"] = "auto"
+    partition: Partition = "metis"
+    cross_chunk_edges: CrossChunkEdges = "keep"
+    chunk_order: OrderName = "shuffled"
+    staleness: StalenessName = "drift"
+    guard: bool = True
+    changing_inputs: ChangingInputs = "exact"
+    pipelined_module: str | None = None
+    balance: Balance = "measured"
     halo_codec: CodecOption = "fp32"
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
     repeat_encoder: RepeatOption = "auto"
-    cross_chunk_edges: CrossChunkEdges = "keep"
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 2
-    guard: bool = True
-    changing_inputs: ChangingInputs = "exact"
+    recompute: bool = False
+    history_dtype: torch.dtype | DtypeName | None = None
+    history_device: torch.device | str | None = None
+    self_check: bool = True
+    timeout: timedelta = timedelta(minutes=10)
+    start_method: StartMethod = "popen"
+    save_distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("num_stages", self.num_stages, "the number of devices")
-        _check_count("num_chunks", self.num_chunks, "the number of nodes")
-        if not is_count(self.graph_parallel):
-            _refuse(
-                "'graph_parallel' to be at least 1",
-                repr(self.graph_parallel),
-                "1 leaves the graph in one piece on each stage. For what is best on N devices run "
-                "`gnnpipe plan --num_devices N`, and write the number that it prints.",
-            )
-        if not isinstance(self.partition, Tensor):
-            _check_choice("partition", self.partition, get_args(PartitionMethod))
-        if isinstance(self.balance, str):
-            _check_choice("balance", self.balance, ("measured", "uniform"))
-        _check_choice("cross_chunk_edges", self.cross_chunk_edges, get_args(CrossChunkEdges))
-        _check_choice("changing_inputs", self.changing_inputs, get_args(ChangingInputs))
-        _check_choice("start_method", self.start_method, get_args(StartMethod))
-        _check_choice("chunk_order", self.chunk_order, get_args(OrderName))
-        _check_choice("staleness", self.staleness, tuple(METHODS))
-        if isinstance(self.history_dtype, str):
-            _check_choice("history_dtype", self.history_dtype, get_args(DtypeName))
-        elif self.history_dtype is not None and not self.history_dtype.is_floating_point:
-            _refuse(
-                "'history_dtype' to be a floating-point dtype",
-                self.history_dtype,
-                "Use torch.bfloat16, for instance.",
-            )
-        _check_device(self.history_device)
-        if self.history_device is not None and self.graph_parallel != 1:
-            _refuse(
-                "'history_device' to be None where the graph is split over shards",
-                self.history_device,
-                "Leave it out, or use graph_parallel=1.",
-            )
+        self._check_counts()
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            is_name = isinstance(value, str) or not isinstance(value, _OTHER_VALUES.get(name, ()))
+            if is_name and value not in choices:
+                remedy = advice_on(value) or "Choose one of them."
+                _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
         self.messages.check()
-        _check_choice("schedule", self.schedule, get_args(ScheduleName))
-        check_axes(self.data_parallel, self.graph_parallel, self.schedule, self.num_virtual)
         if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
             _refuse(
                 "'repeat_encoder' to be True, False or 'auto'",
                 repr(self.repeat_encoder),
-                "'auto' repeats what is cheap and spares bytes.",
+                "'auto' repeats an encoder where this is cheap and saves traffic.",
             )
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             _refuse(
@@ -117,42 +113,108 @@ class StrategyOptions:
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
-        check_idle(self)
+        self._check_histories()
+        self._check_effects()
 
-    def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
-        """Return the engine's options for a run on `world_size` processes."""
-        num_stages, _ = self.resolve_layout(world_size)
-        auto_chunks = CHUNKS_PER_STAGE * num_stages
-        balance = self.balance
-        if balance == "measured" and not is_fitting:
-            balance = "uniform"  # stages run one after the other in exact passes
-        return EngineOptions(
-            ChunkOptions(
-                self.num_chunks, self.partition, seed, auto_chunks, self.cross_chunk_edges
+    def _check_counts(self) -> None:
+        for name, most in (("num_stages", "devices"), ("num_chunks", "nodes")):
+            value = getattr(self, name)
+            if value != "auto" and not _is_count(value):
+                _refuse(
+                    f"'{name}' to be between 1 and the number of {most}, or 'auto'",
+                    value,
+                    f"Use {name}='auto', the default.",
+                )
+        for name, remedy in (
+            (
+                "graph_parallel",
+                "1 does not split the graph. To find the best number for N devices, run "
+                "`gnnpipe plan --num_devices N`.",
             ),
-            self.histories,
-            self.chunk_order,
-            balance,
-            seed,
-            is_fitting,
-            self.self_check,
-            self.messages,
-            self.repeat_encoder,
-            self.schedule,
-            self.num_virtual if self.schedule == "interleaved" else 1,
-            guards_loss=self.guard,
-            allows_changes=self.changing_inputs == "allow",
-        )
+            ("data_parallel", "1 trains a single pipeline."),
+            ("num_virtual", "The default is 2."),
+        ):
+            if not _is_count(getattr(self, name)):
+                _refuse(f"'{name}' to be at least 1", repr(getattr(self, name)), remedy)
+
+    def _check_histories(self) -> None:
+        dtype, device = self.history_dtype, self.history_device
+        if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+            _refuse(
+                "'history_dtype' to be a floating-point dtype",
+                dtype,
+                "Use torch.bfloat16, for instance.",
+            )
+        try:
+            has_memory = device is None or torch.device(device).type != "meta"
+        except (RuntimeError, TypeError):
+            has_memory = False
+        if not has_memory:
+            _refuse(
+                "'history_device' to be a device with memory", device, "Use 'cpu', for instance."
+            )
+        if device is not None and self.graph_parallel != 1:
+            _refuse(
+                f"'history_device' to be None with graph_parallel={self.graph_parallel}",
+                device,
+                "Leave it out, or use graph_parallel=1.",
+            )
+
+    def _check_effects(self) -> None:
+        """Refuse options that have no effect beside the given ones."""
+        if self.for_graphs and self.graph_parallel != 1:
+            _refuse(
+                f"'graph_parallel' to be 1 with {self.for_graphs}",
+                self.graph_parallel,
+                f"{self.for_graphs} is for batches of graphs, which are not split into shards. "
+                "Use more stages or more replicas.",
+            )
+        if self.for_graphs:
+            why = "in batches of graphs, no graph is cut into chunks and no row is stale"
+            use = f"leave out {self.for_graphs}"
+            self._refuse_given((*_OF_CHUNKS, *_OF_ROWS), self.for_graphs, why, use)
+        if self.graph_parallel == 1:
+            names, why = ("halo_codec", "async_halo"), "there is only one shard"
+            self._refuse_given(names, "graph_parallel=1", why, "use graph_parallel=2 or more")
+        if self.num_stages == 1:
+            names, why = ("cut_codec", "repeat_encoder"), "there is only one stage"
+            self._refuse_given(names, "num_stages=1", why, "use num_stages='auto'")
+        if self.schedule != "interleaved":
+            setting, why = f"schedule={self.schedule!r}", "each rank has one stage"
+            self._refuse_given(("num_virtual",), setting, why, "use schedule='interleaved'")
+
+    def _refuse_given(self, names: tuple[str, ...], setting: str, why: str, use: str) -> None:
+        for name in filter(self._is_given, names):
+            _refuse(
+                f"'{name}' to be left out with {setting}",
+                repr(getattr(self, name)),
+                f"It has no effect: {why}. Leave it out, or {use}.",
+            )
+
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        if name == "partition" and isinstance(value, Tensor):
+            return False  # checked against the number of chunks
+        if name == "repeat_encoder":
+            return value is True
+        if name.endswith("codec") and not isinstance(value, str):
+            return any(one != _DEFAULTS[name] for one in value)
+        return bool(value != _DEFAULTS[name])
 
     @property
     def idle_in_one_chunk(self) -> list[str]:
         """Names of given options without effect, if there is one chunk."""
-        return idle_in_one_chunk(self)
+        if self.num_chunks != 1:
+            return []
+        has_rows = self.async_halo or (self.recompute and self.graph_parallel > 1)
+        return list(filter(self._is_given, _OF_CHUNKS if has_rows else (*_OF_CHUNKS, *_OF_ROWS)))
 
     @property
     def for_graphs(self) -> str:
         """The option that requires batches of graphs; "" if there is none."""
-        return for_graphs(self)
+        if self.data_parallel > 1:
+            return f"data_parallel={self.data_parallel}"
+        return "" if self.schedule == "fill_drain" else f"schedule={self.schedule!r}"
 
     @property
     def messages(self) -> MessageOptions:
@@ -173,41 +235,55 @@ class StrategyOptions:
             dtype = getattr(torch, dtype)
         return HistoryOptions(self.method, self.recompute, dtype, device)
 
+    def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
+        """Return the engine's options for a run on `world_size` processes."""
+        num_stages, _ = self.resolve_layout(world_size)
+        balance = self.balance
+        if balance == "measured" and not is_fitting:
+            balance = "uniform"  # exact passes run the stages one after the other
+        return EngineOptions(
+            chunks=ChunkOptions(
+                self.num_chunks,
+                self.partition,
+                seed,
+                auto_chunks=CHUNKS_PER_STAGE * num_stages,
+                cross_edges=self.cross_chunk_edges,
+            ),
+            histories=self.histories,
+            chunk_order=self.chunk_order,
+            balance=balance,
+            seed=seed,
+            is_fitting=is_fitting,
+            self_check=self.self_check,
+            messages=self.messages,
+            repeat_encoder=self.repeat_encoder,
+            schedule=self.schedule,
+            num_virtual=self.num_virtual if self.schedule == "interleaved" else 1,
+            guards_loss=self.guard,
+            allows_changes=self.changing_inputs == "allow",
+        )
+
     def resolve_layout(self, world_size: int) -> tuple[int, int]:
-        """Return the numbers of stages and shards of a replica, S and G.
-
-        Raises:
-            ConfigError: If the options do not fit the number of processes.
-        """
-        replicas, shards, stages = self.data_parallel, self.graph_parallel, self.num_stages
-        world_size = self._replica_size(world_size)
-        if world_size % shards:
+        """Return stages and shards of a replica, S and G; raise ConfigError if they do not fit."""
+        replicas, shards = self.data_parallel, self.graph_parallel
+        left = world_size
+        for name, number in (("data_parallel", replicas), ("graph_parallel", shards)):
+            if left % number:
+                _refuse(
+                    f"'{name}' to divide the number of processes, {left}",
+                    number,
+                    f"Use Trainer(devices={number}) for one stage, or a multiple for more.",
+                )
+            left //= number
+        if self.num_stages not in ("auto", left):
             _refuse(
-                f"'graph_parallel' to divide the number of processes, {world_size}",
-                shards,
-                f"Use Trainer(devices={shards}) for one stage, or a multiple of it for more.",
+                f"'num_stages' to be {left} for {world_size} processes with "
+                f"graph_parallel={shards} and data_parallel={replicas}",
+                self.num_stages,
+                f"Use Trainer(devices={self.num_stages * shards * replicas}), or "
+                "num_stages='auto'.",
             )
-        if stages not in ("auto", world_size // shards):
-            _refuse(
-                f"'num_stages' to be {world_size // shards}: the number of processes, "
-                f"{world_size * replicas}"
-                f"{f', over graph_parallel={shards}' if shards > 1 else ''}"
-                f"{f', over data_parallel={replicas}' if replicas > 1 else ''}",
-                stages,
-                f"Use Trainer(devices={stages * shards * replicas}), or num_stages='auto'.",
-            )
-        return world_size // shards, shards
-
-    def _replica_size(self, world_size: int) -> int:
-        """Return the number of processes of a replica."""
-        if world_size % self.data_parallel:
-            _refuse(
-                f"'data_parallel' to divide the number of processes, {world_size}",
-                self.data_parallel,
-                f"Use Trainer(devices={self.data_parallel}) for one stage, or a multiple of it for "
-                "more.",
-            )
-        return world_size // self.data_parallel
+        return left, shards
 
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph."""
@@ -215,57 +291,12 @@ class StrategyOptions:
         return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
 
 
-def _check_count(name: str, value: object, limit: str) -> None:
-    if value != "auto" and not is_count(value):
-        _refuse(
-            f"'{name}' to be between 1 and {limit}, or 'auto'",
-            value,
-            f"Leave it at '{name}=\"auto\"'.",
-        )
+_DEFAULTS = {one.name: one.default for one in fields(StrategyOptions)}
 
 
-def _check_device(device: torch.device | str | None) -> None:
-    try:
-        is_storage = device is None or torch.device(device).type != "meta"
-    except (RuntimeError, TypeError):
-        is_storage = False
-    if not is_storage:
-        _refuse("'history_device' to be a device with memory", device, "Use 'cpu', for instance.")
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        remedy = advice_on(value) or "Choose one of them."
-        _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
-
-
-def _refuse(expected: str, found: Any, remedy: str) -> None:
-    raise ConfigError(explain(expected=expected, found=str(found), remedy=remedy))
-
-
-def check_axes(
-    data_parallel: object, graph_parallel: object, schedule: ScheduleName, num_virtual: object
-) -> None:
-    """Raise ConfigError if these options are wrong on any graph and any devices."""
-    if not is_count(data_parallel):
-        found, remedy = data_parallel, "1 gives all processes the same batches."
-        _refuse("'data_parallel' to be at least 1", found, remedy)
-    if data_parallel != 1 and graph_parallel != 1:
-        _refuse(
-            "'graph_parallel' to be 1 with data_parallel, which is for batches of graphs",
-            graph_parallel,
-            "Graphs of a batch are not split: use more stages, or more replicas.",
-        )
-    if not is_count(num_virtual):
-        _refuse("'num_virtual' to be at least 1", num_virtual, "Leave it at 2.")
-    if schedule != "fill_drain" and graph_parallel != 1:
-        _refuse(
-            f"'graph_parallel' to be 1 where schedule={schedule!r}",
-            graph_parallel,
-            "Only batches of graphs can go back early, and they have no shards.",
-        )
-
-
-def is_count(value: object) -> bool:
-    """Whether `value` is an integer of at least 1."""
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _refuse(expected: str, found: Any, remedy: str) -> NoReturn:
+    raise ConfigError(expected=expected, found=str(found), remedy=remedy)

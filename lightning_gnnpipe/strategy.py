@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.chunks import PipelineStats
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.options import BalanceOption, StrategyOptions
+from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.staleness import Staleness
+from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import (
     AtomicCheckpointIO,
     Checkpoints,
@@ -34,6 +34,7 @@ from lightning_gnnpipe.trainer import (
     optimizers_to_device,
 )
 from lightning_gnnpipe.types import (
+    Balance,
     ChangingInputs,
     CodecOption,
     CrossChunkEdges,
@@ -62,7 +63,7 @@ class GNNPipeStrategy(LightningStrategy):
             batches and average their gradients, as in DDP. There are R x S x G processes.
         num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 a stage. With 1
             nothing overlaps and no row is stale. Of a batch of many graphs: micro-batches, at most
-            as many as it has graphs with nodes.
+            the number of graphs with nodes.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
@@ -139,7 +140,7 @@ class GNNPipeStrategy(LightningStrategy):
         guard: bool = True,
         changing_inputs: ChangingInputs = "exact",
         pipelined_module: str | None = None,
-        balance: BalanceOption = "measured",
+        balance: Balance = "measured",
         halo_codec: CodecOption = "fp32",
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
@@ -161,9 +162,7 @@ class GNNPipeStrategy(LightningStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = locals()
-        self.options = StrategyOptions(
-            **{one.name: given[one.name] for one in fields(StrategyOptions)}
-        )
+        self.options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -34,7 +34,7 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARY = _folders()
-_CALLS = inspect.getsourcefile(nn.Module)
+_CALLS = inspect.getsourcefile(nn.Module)  # torch's calls of a module's forward
 _HERE = os.path.dirname(__file__) + os.sep
 _MOST_BEHIND = 4  # library frames kept after the user's last one
 _OWN = "is_users_own"
@@ -60,7 +60,8 @@ def line_here() -> str:
 
 def line_of(error: BaseException) -> str:
     """Return the innermost user line on the way to `error`; empty if there is none."""
-    lines = [(f.f_code.co_filename, n) for f, n in _walk(error) if is_users(f.f_code)]
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(f.f_code.co_filename, n) for f, n in frames if is_users(f.f_code)]
     return _line(*lines[-1]) if lines else ""
 
 
@@ -72,10 +73,6 @@ def at(line: str) -> str:
 def _line(name: str, number: int) -> str:
     text = linecache.getline(name, number).strip()
     return f"{os.path.basename(name)}:{number}" + (f", `{text}`" if text else "")
-
-
-def _walk(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    return traceback.walk_tb(error.__traceback__)
 
 
 def shorten(error: BaseException) -> None:
@@ -93,10 +90,8 @@ def shorten(error: BaseException) -> None:
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
-        is_ours, frames = (
-            isinstance(one, GNNPipeError | PeerError),
-            list(_frames(one.__traceback__)),
-        )
+        is_ours = isinstance(one, GNNPipeError | PeerError)
+        frames = list(_frames(one.__traceback__))
         if any(is_users(frame.tb_frame.f_code) for frame in frames):
             one.__traceback__ = _joined(_telling(frames, is_ours or _OWN in vars(one)))
         elif is_ours:
@@ -139,17 +134,12 @@ def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
     """
     last = max(i for i, one in enumerate(frames) if is_users(one.tb_frame.f_code))
     kept = [one for one in frames[: last + 1] if is_users(one.tb_frame.f_code)]
-    behind = [one for one in frames[last + 1 :] if not _is_a_call(one.tb_frame.f_code)]
+    behind = [one for one in frames[last + 1 :] if one.tb_frame.f_code.co_filename != _CALLS]
     if is_ours:
         names = [one.tb_frame.f_code.co_filename for one in behind]
         ours = [i for i, name in enumerate(names) if name.startswith(_HERE)]
         behind = behind[ours[-1] + 1 :] if ours else behind
     return [*kept, *behind[-_MOST_BEHIND:]]
-
-
-def _is_a_call(code: CodeType) -> bool:
-    """Whether `code` is torch's call of a module's forward."""
-    return code.co_filename == _CALLS
 
 
 def _joined(frames: Iterable[TracebackType]) -> TracebackType | None:

@@ -49,9 +49,11 @@ def says_nothing_of_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail on errors of the package, of this process, whose text is not for users."""
     texts: list[str] = []
 
-    def note(self: GNNPipeError, *args: object) -> None:
-        texts.extend(map(str, args))
-        ValueError.__init__(self, *args)
+    build = GNNPipeError.__init__
+
+    def note(self: GNNPipeError, *args: str, **parts: str) -> None:
+        build(self, *args, **parts)
+        texts.append(str(self))
 
     monkeypatch.setattr(GNNPipeError, "__init__", note)
     yield

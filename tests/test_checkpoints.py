@@ -22,10 +22,11 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.models import GNN, NodeClassifier
-from lightning_gnnpipe.saving import load_shards, sharded, sidecar
-from lightning_gnnpipe.saving.sharded import read_sharded
+from lightning_gnnpipe.saving import sharded, sidecar
+from lightning_gnnpipe.saving.sharded import load_shards, read_sharded
 from lightning_gnnpipe.trainer import _compat, checkpoints
-from lightning_gnnpipe.trainer.checkpoint_io import AtomicCheckpointIO
+from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
+from tests.helpers.cases import covering, slow
 
 
 def data() -> Data:
@@ -83,9 +84,16 @@ def weights(one: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in one.parameters()])
 
 
+@pytest.fixture(scope="module")
+def once_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fit(tmp_path_factory.mktemp("once") / "saved")[1]
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    return fit(tmp_path / "saved")[1]
+def saved(once_saved: Path, tmp_path: Path) -> Path:
+    """A checkpoint of the test's own, of two stages after three epochs, next to its histories."""
+    shutil.copytree(once_saved.parent, tmp_path / "saved", symlinks=True)
+    return tmp_path / "saved" / once_saved.name
 
 
 def test_histories_of_checkpoints_that_are_gone_are_gone(tmp_path: Path) -> None:
@@ -161,8 +169,10 @@ def test_histories_are_read_from_no_other_place(saved: Path, tmp_path: Path) -> 
         fit(tmp_path / "again", num_stages=1, resume=saved)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("how", ["empty", "truncated", "noise", "foreign", "code", "format"])
+@pytest.mark.parametrize(
+    ("how", "num_stages"),
+    covering(["empty", "truncated", "noise", "foreign", "code", "format"], [1, 2]),
+)
 def test_a_damaged_checkpoint_ends_all_ranks_with_a_reason(
     saved: Path, how: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +212,9 @@ def test_a_save_that_is_cut_off_leaves_the_last_checkpoint(
     assert torch.load(path, weights_only=True) == {"n": 1}
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(1, 2), (2, 1), *(slow(*one) for one in ((1, 1), (2, 2), (2, 3), (3, 2)))]
+)
 def test_a_sharded_checkpoint_goes_on_like_a_stock_one(
     first: int, second: int, tmp_path: Path
 ) -> None:
@@ -220,8 +232,13 @@ def test_a_sharded_checkpoint_goes_on_like_a_stock_one(
     assert torch.equal(weights(a), weights(b))
 
 
-@pytest.mark.parametrize("file", ["meta.pt", ".metadata", "__0_0.distcp", "histories/stage_0.pt"])
-@pytest.mark.parametrize("how", ["truncated", "noise", "code"])
+@pytest.mark.parametrize(
+    ("file", "how"),
+    covering(
+        ["meta.pt", ".metadata", "__0_0.distcp", "histories/stage_0.pt"],
+        ["code", "truncated", "noise"],
+    ),
+)
 def test_a_damaged_sharded_checkpoint_is_refused(
     file: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +268,7 @@ class SavesEarly(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, slow(2)])
 def test_a_resumed_run_that_saves_before_its_first_step_keeps_the_histories(
     saved: Path, num_stages: int, tmp_path: Path
 ) -> None:
@@ -290,8 +307,10 @@ def test_a_run_saved_when_it_is_over_goes_on_from_an_exact_step(
     assert "has no histories of this input" in caplog.text
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize(("stages", "shards"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("stages", "shards", "is_sharded"),
+    [(1, 2, True), slow(1, 2, False), slow(2, 2, True), slow(2, 2, False)],
+)
 def test_p6_a_run_on_shards_goes_on(
     stages: int, shards: int, is_sharded: bool, tmp_path: Path
 ) -> None:
@@ -333,14 +352,14 @@ def test_hosts_without_a_common_disk_go_on_from_an_exact_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 writes to a disk of its own."""
-    original, disk = checkpoints.local_path, tmp_path / "disk"
+    original, disk = checkpoints._local_path, tmp_path / "disk"
 
     def on_own_disk(path: Any) -> Path | None:
         found = original(path)
         is_first = found is None or torch.distributed.get_rank() == 0
         return found if is_first else disk / found.name
 
-    monkeypatch.setattr(checkpoints, "local_path", on_own_disk)
+    monkeypatch.setattr(checkpoints, "_local_path", on_own_disk)
     _, path = fit(tmp_path / "saved")
     for folder, stage in ((path.parent, 0), (disk, 1)):
         found = list(folder.glob(".gnnpipe/*"))
@@ -465,7 +484,7 @@ class SavesByRank(L.Callback):
             trainer.save_checkpoint(self.folder / f"of_{trainer.global_rank}" / "one.ckpt")
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", [slow(False), True])
 def test_all_ranks_write_where_the_first_one_says(is_sharded: bool, tmp_path: Path) -> None:
     fit(tmp_path / "a", SavesByRank(tmp_path), save_distributed_checkpoint=is_sharded)
     assert not (tmp_path / "of_1").exists()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import inspect
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,11 @@ import torch
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup, models
 from lightning_gnnpipe.cli import commands as cli
 from lightning_gnnpipe.options import StrategyOptions
+from tests.helpers.scripts import Script, start_script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 CONFIGS = EXAMPLES / "configs"
-LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 
 
@@ -41,22 +39,14 @@ class Commands:
         self.monkeypatch.setattr(sys, "argv", ["gnnpipe", *arguments])
         return cli.main()
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> Script:
         """As the installed script does: a file that Lightning runs again for the other ranks."""
-        script = self.folder / "bin" / "gnnpipe"
-        script.parent.mkdir(exist_ok=True)
-        script.write_text("import sys\nfrom lightning_gnnpipe.cli import main\nsys.exit(main())\n")
-        environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-        paths = (str(ROOT), environment.get("PYTHONPATH", ""))
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, str(script), *arguments],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
+        path = self.folder / "bin" / "gnnpipe"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("import sys\nfrom lightning_gnnpipe.cli import main\nsys.exit(main())\n")
+        script = start_script(path, *arguments, is_new=False)
+        script.end(180)
+        return script
 
 
 @pytest.fixture
@@ -80,8 +70,8 @@ def test_one_file_serves_every_command(
     """Trained by two processes, with a network of the user's; judged by one."""
     config = ("--config", "own_net.yaml")
     done = gnnpipe.run("fit", *config, "--trainer.max_epochs=4", *QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Starting with 2 processes" in done.stdout + done.stderr
+    assert done.returncode == 0, done.text
+    assert "Starting with 2 processes" in done.text
     assert len(list(gnnpipe.folder.rglob("config.yaml"))) == 1
     losses = logged(gnnpipe.folder, "val_loss")
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -213,7 +203,7 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         (["plan", "--data=null"], "'data' to name a LightningDataModule"),
         (["plan", "--link_gbit=0"], "'link_gbit_per_s' to be positive"),
         (["plan", "--num_devices=0"], "'num_devices' to be at least 1"),
-        (["plan", "--trainer.strategy.num_stages=3"], "number of processes, 2"),
+        (["plan", "--trainer.strategy.num_stages=3"], "'num_stages' to be 2 for 2 processes"),
         (["fit", "--trainer.strategy.num_chunks=0"], "'num_chunks' to be between 1"),
         (["fit", "--data.split=3"], "'split' to be between 0 and 0"),
         (["fit", "--trainer.devices=0"], "Trainer"),
@@ -266,7 +256,7 @@ def test_a_failing_fit_of_two_processes_ends_with_its_error(gnnpipe: Commands) -
         "fit", "--config=own_net.yaml", "--trainer.strategy.balance=[7]", "--trainer.logger=false"
     )
     assert done.returncode == 1
-    assert done.stderr.count("gnnpipe: Expected") == 1 and "Traceback" not in done.stderr
+    assert done.text.count("gnnpipe: Expected") == 1 and "Traceback" not in done.text
 
 
 def test_a_missing_package_names_the_extra(

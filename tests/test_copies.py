@@ -270,7 +270,7 @@ def test_other_weights_by_functional_call() -> None:
 
 
 def test_other_weights_are_refused_on_stages() -> None:
-    with pytest.raises(Exception, match=r"another tensor as .*nor given other weights"):
+    with pytest.raises(Exception, match=r"a new tensor as .*cannot give them other weights"):
         run(seeded(Swapped, False), 2)
 
 
@@ -284,7 +284,7 @@ class Fast(Module):
 
 
 def test_computed_weights_are_refused() -> None:
-    with pytest.raises(Exception, match=r"a computed tensor as 'scale', such as functional_call"):
+    with pytest.raises(Exception, match=r"a computed tensor as 'scale', for example from functional_call"):
         run(seeded(Fast), 1)
 
 

@@ -187,7 +187,10 @@ BAD_GRAPHS = {
         r"'val_mask' to have one row for each of the 10 nodes \(got \[11\], torch.bool\)",
     ),
     "mask of numbers": (masks_of(0) | dict(test_mask=torch.ones(10)), r"a boolean 'test_mask'"),
-    "no training mask": (masks_of(0) | dict(train_mask=None), r"a 'train_mask'.*no mask at all"),
+    "no training mask": (
+        masks_of(0) | dict(train_mask=None),
+        r"a graph with 'train_mask'.*remove all masks",
+    ),
 }
 
 
@@ -219,5 +222,5 @@ def test_split_of_a_graph_without_masks_points_to_the_seed():
 
 @pytest.mark.parametrize("fracs", [(0.8, 0.2, 0.2), (-0.1, 0.5, 0.5), (0.5, 0.5)])
 def test_shares_that_do_not_add_up_are_refused(fracs):
-    with pytest.raises(ConfigError, match="three shares that add up to 1 at most"):
+    with pytest.raises(ConfigError, match="three shares that add up to at most 1"):
         FullGraphDataModule(build_graph(), split_fracs=fracs)

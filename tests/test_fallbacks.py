@@ -34,7 +34,7 @@ TOLD = {  # the first words of each, and the test that meets it
     "Edges join graphs of the batch": HERE + "test_a_batch_whose_graphs_are_joined",
     "No graph of a batch is cut": HERE + "test_options_for_one_graph_and_batches_of_graphs",
     "No validation has run": VALIDATION,
-    "Ranks … are on one GPU": HERE + "test_ranks_on_one_gpu",
+    "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",
     "The checkpoint has no histories": "test_checkpoints.py::"
     "test_without_its_histories_a_checkpoint_goes_on_exactly_and_says_so",
     "The pipelined module was given another": HERE + "test_a_graph_that_changes",
@@ -43,6 +43,8 @@ TOLD = {  # the first words of each, and the test that meets it
     "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
     "The last step failed midway": HERE + "test_a_loss_of_nan",
     "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
+    "The module does not run on a part": "test_planning.py::"
+    "test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_trainer",
     "The module runs in a way": HERE + "test_a_layer_that_is_frozen_in_between",
     "The training loss jumped": "engine/test_loss_guard.py::"
     "test_a_jump_makes_one_step_exact_and_warns_once",
@@ -149,7 +151,7 @@ def test_without_rows_of_validation_it_is_told_why(
     fit(make_module(norm), data, *callbacks, **options)
     [text] = told(caplog)
     assert text.startswith(why)
-    assert ": from stale rows of validation to those of the last step." in text
+    assert ": from stale rows of validation to stale rows of the last step." in text
     caplog.clear()
     strategy = {"staleness": "constant"}  # the remedy
     fit(make_module(norm), data, *callbacks, strategy=strategy, **options)
@@ -243,7 +245,7 @@ def batches() -> Any:
 def test_a_batch_of_fewer_graphs_than_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
     fit(OfBatches(), batches())
     [text] = told(caplog)
-    assert text.startswith("A batch has 2 graphs with nodes: from num_chunks=3 to as many")
+    assert text.startswith("A batch has 2 graphs with nodes: from num_chunks=3 to one micro-batch")
     caplog.clear()
     for num_chunks in (2, "auto"):
         fit(OfBatches(), batches(), strategy={"num_chunks": num_chunks})
@@ -278,7 +280,7 @@ def test_ranks_on_one_gpu(
     found = wire.choose_wire(torch.device("cuda"), wire.GPU_BACKEND)
     assert found == torch.device("cpu")
     [text] = told(caplog)
-    assert text.startswith("Ranks 0 and 1 are on one GPU, which NCCL refuses: from messages by")
+    assert text.startswith("Ranks 0 and 1 share a GPU, which NCCL does not support: from NCCL")
 
 
 def test_a_config_that_is_in_the_way(

@@ -10,7 +10,13 @@ import torch
 
 from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.options import StrategyOptions
 from tests.helpers.observed import make_data, make_module, make_trainer
+
+
+def test_defaults_are_those_of_the_strategy() -> None:
+    assert GNNPipeStrategy().options == StrategyOptions()
+
 
 SHARDS = {"graph_parallel": 2}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -31,7 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_an_option_that_changes_nothing_is_refused(
     name: str, options: dict[str, Any], remedy: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"'{name}' to be left out with .*change nothing"):
+    with pytest.raises(ConfigError, match=rf"'{name}' to be left out with .*has no effect"):
         GNNPipeStrategy(**options)
     GNNPipeStrategy(**{key: value for key, value in options.items() if key != name})
     GNNPipeStrategy(**{**options, **remedy})
@@ -55,18 +61,16 @@ def test_what_is_so_anyway_or_idle_on_these_devices_only_is_taken(options: dict[
 
 
 def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(1, 1, max_epochs=1)
-    trainer.strategy.options = GNNPipeStrategy(
-        num_chunks=1, partition="random", staleness="constant", chunk_order="shuffled"
-    ).options
+    options = {"partition": "random", "staleness": "constant", "chunk_order": "shuffled"}
+    trainer = make_trainer(1, 1, max_epochs=1, strategy=options)
     trainer.fit(make_module(), make_data())
-    assert sum("partition, staleness change nothing" in one for one in caplog.messages) == 1
+    assert sum("no effect: partition, staleness." in one for one in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
     ("callback", "options", "text", "remedy"),
     [
-        (BoundedStaleness(2), {}, "'async_halo' with BoundedStaleness", {}),
+        (BoundedStaleness(2), {}, "async_halo=True with BoundedStaleness", {}),
         (EmbeddingRefresh(2), {"schedule": "1f1b"}, "stale rows .* schedule='1f1b'", {}),
         (EmbeddingRefresh(2, "snapshot"), {"schedule": "1f1b"}, "schedule='1f1b'", {}),
     ],
@@ -75,8 +79,7 @@ def test_a_callback_that_changes_nothing_is_refused(
     callback: L.Callback, options: dict[str, Any], text: str, remedy: dict[str, Any]
 ) -> None:
     def fit(options: dict[str, Any], *callbacks: L.Callback) -> None:
-        trainer = make_trainer(1, 4, *callbacks, max_epochs=1)
-        trainer.strategy.options = GNNPipeStrategy(**options).options
+        trainer = make_trainer(1, 4, *callbacks, max_epochs=1, strategy=options)
         trainer.fit(make_module(), make_data())
 
     with pytest.raises(ConfigError, match=text):
@@ -88,8 +91,7 @@ def test_a_callback_that_changes_nothing_is_refused(
 
 def test_statistics_over_replicas_that_nobody_makes_are_refused() -> None:
     def fit(**options: Any) -> None:
-        trainer = make_trainer(2, 2, max_epochs=1, **options)
-        trainer.strategy.options = GNNPipeStrategy(data_parallel=2, start_method="fork").options
+        trainer = make_trainer(2, 2, max_epochs=1, strategy={"data_parallel": 2}, **options)
         trainer.fit(make_module(), make_data())
 
     with pytest.raises(Exception, match="Expected sync_batchnorm=False with data_parallel"):

@@ -16,16 +16,16 @@ MAX_FILES = 14
 
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
-    *("errors", "types", "removed", "_compat_torch", "_compat_pyg", "fallbacks", "controls"),
-    *("idle_options", "user_code", "datamodule", "models"),
-    *("schedule", "staleness", "codecs", "graph", "passing", "calls", "comm"),
+    *("errors", "types", "removed", "_compat_torch", "_compat_pyg", "fallbacks"),
+    *("user_code", "datamodule", "models"),
+    *("schedule", "graph", "staleness", "codecs", "passing", "calls", "comm"),
     *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),
-    *("batches", "planning", "engine", "trainer", "strategy", "registry", "callbacks", "cli"),
+    *("batches", "planning", "engine", "trainer", "strategy", "callbacks", "cli"),
     "__init__",
 )
 LIGHTNING = {
+    "__init__",
     "strategy",
-    "registry",
     "trainer",
     "planning",
     "callbacks",

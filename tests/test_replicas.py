@@ -31,6 +31,7 @@ from tests.helpers.batches import (
     GraphModule,
     draw_batch,
 )
+from tests.helpers.cases import slow
 from tests.helpers.launch import FitResult, fit_batches
 from tests.helpers.record import assert_steps_equal
 
@@ -78,15 +79,23 @@ class NormedModule(GraphModule):
 
 
 class GraphData(L.LightningDataModule):
-    """The loaders, made anew in each process; the graphs are changed by workers at random."""
+    """The loaders, made anew in each process; the graphs are changed at random.
 
-    def __init__(self) -> None:
+    Args:
+        num_workers: Of each rank, which change them. They are forked by a process without
+            threads: a rank has those of gloo, and the fork of one might wait for ever.
+    """
+
+    def __init__(self, num_workers: int) -> None:
         super().__init__()
+        self.options: dict[str, Any] = {"num_workers": num_workers}
+        if num_workers:
+            self.options |= {"multiprocessing_context": "forkserver", "persistent_workers": True}
         self.graphs = draw_batch(SIZES + SIZES).to_data_list()
 
     def train_dataloader(self) -> DataLoader:
         graphs = Noisy(self.graphs)
-        return DataLoader(graphs, batch_size=3, shuffle=True, drop_last=True, num_workers=1)
+        return DataLoader(graphs, batch_size=3, shuffle=True, drop_last=True, **self.options)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.graphs[:11], batch_size=2)  # one graph is validated on twice
@@ -120,14 +129,14 @@ class KeepsBuffers(L.Callback):
         torch.save(buffers, self.folder / f"buffers_{trainer.global_rank}.pt")
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_one_stage_is_lightnings_ddp(accumulated: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulated", "num_workers"), [(1, 0), (2, 0), slow(1, 1)])
+def test_one_stage_is_lightnings_ddp(accumulated: int, num_workers: int, tmp_path: Path) -> None:
     """The order of batches, losses, gradients, weights, running statistics and what is logged."""
     folders = [tmp_path / "ddp", tmp_path / "piped"]
     runs: list[FitResult] = []
     for num_stages, folder in enumerate(folders):
         folder.mkdir()
-        data = GraphData()
+        data = GraphData(num_workers)
         run = fit_batches(
             NormedModule(),
             data,
@@ -212,7 +221,7 @@ def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) 
     if num_batches[0] == num_batches[1]:
         trainer.fit(UnevenModule(num_batches))
         return
-    with pytest.raises(Exception, match="Expected as many batches on all ranks"):
+    with pytest.raises(Exception, match="Expected the same number of batches on all ranks"):
         trainer.fit(UnevenModule(num_batches))
 
 
@@ -234,7 +243,7 @@ def test_uneven_loaders_are_refused_on_all_ranks(
         list(SameLengthLoader(Sized(2 + rank, lengths[rank]), gather))
 
     for text in in_threads(read):
-        assert text.startswith(f"Expected as many batches on all ranks (got {found}")
+        assert text.startswith(f"Expected the same number of batches on all ranks (got {found}")
 
 
 def test_even_loaders_yield_everything() -> None:
@@ -295,7 +304,7 @@ def test_one_graph_is_refused() -> None:
     with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
         make_trainer(2).fit(module, datamodule=FullGraphDataModule(ring))
     strategy = GNNPipeStrategy(data_parallel=2, num_chunks=2)
-    with pytest.raises(UnsupportedError, match="on which each of 2 replicas would train alike"):
+    with pytest.raises(UnsupportedError, match="on which all 2 replicas would compute the same"):
         strategy.plan(module, FullGraphDataModule(ring))
 
 
@@ -331,7 +340,7 @@ def test_processes_are_dealt_out_to_replicas_first() -> None:
         options.resolve_layout(3)
     with pytest.raises(
         ConfigError,
-        match=r"'num_stages' to be 3: the number of processes, 6, over data_parallel=2 \(got 2\). "
+        match=r"'num_stages' to be 3 for 6 processes .* data_parallel=2 \(got 2\). "
         r"Use Trainer\(devices=4\)",
     ):
         GNNPipeStrategy(data_parallel=2, num_stages=2).options.resolve_layout(6)

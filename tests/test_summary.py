@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from lightning.pytorch.utilities.model_summary import summarize
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.report import StageRow, format_stages
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, make_data, make_module, make_trainer
+from tests.helpers.scripts import start_script
 
 
 class Keep(ModelSummary):
@@ -90,10 +88,9 @@ def test_model_summary_is_right_where_processes_stay(tmp_path: Path) -> None:
     script, folder = tmp_path / "fit_twice.py", tmp_path / "found"
     script.write_text(SCRIPT)
     folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = start_script(script, folder, is_new=False)
+    done.end(120)
+    assert done.returncode == 0, done.text
     assert_summaries(folder, 2, table(Drawn()))
 
 
@@ -137,7 +134,7 @@ def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str])
     trainer = make_trainer(2, 4, enable_model_summary=True)
     trainer.fit(module, make_data())
     rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "convs." in line]
-    assert [row[2].strip() for row in rows] == ["convs.0", "lin_in again, convs.1 .. convs.2 (2)"]
+    assert [row[2].strip() for row in rows] == ["convs.0", "lin_in (repeated), convs.1 .. convs.2 (2)"]
     assert sum(int(row[3].replace(",", "")) for row in rows) == sum(
         p.numel() for p in module.parameters()
     )
@@ -158,7 +155,7 @@ ROWS = (
 def test_costs_are_shown_where_they_were_measured() -> None:
     text = format_stages(ROWS)
     assert "cost [ms]" in text and "12.3" in text and "500.0" in text and "1,200" in text
-    assert "outside of the pipelined module" in text and "3 layers in 2 stages" in text
+    assert "outside the pipelined module" in text and "3 layers in 2 stages" in text
     assert "cost" not in format_stages(ROWS[2:])
 
 
@@ -166,8 +163,8 @@ def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("lightning_gnnpipe.report.stages.find_spec", lambda name: None)
     assert format_stages(ROWS).splitlines() == [
         "Pipeline: 3 layers in 2 stages",
-        "stage  layers                           parameters  cost [ms]",
-        "    0  a .. b (2)                            1,200       12.3",
-        "    1  lin again, c                            300      500.0",
-        "  all  outside of the pipelined module           7           ",
+        "stage  layers                        parameters  cost [ms]",
+        "    0  a .. b (2)                         1,200       12.3",
+        "    1  lin (repeated), c                    300      500.0",
+        "  all  outside the pipelined module           7           ",
     ]

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import Realistic, realistic_graph
 from tests.helpers.trainers import (
     assert_same,
@@ -80,8 +81,8 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_the_trainer(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "num_stages"), covering(OPTIONS, [2, 1, 3]))
+def test_options_of_the_trainer(name: str, num_stages: int, tmp_path: Path) -> None:
     def fit(num_stages: int) -> tuple[L.LightningModule, dict[str, float], int]:
         module, options = make_module(scheduler="step"), OPTIONS[name](tmp_path)
         callbacks = options.pop("callbacks", [])
@@ -90,12 +91,11 @@ def test_options_of_the_trainer(name: str, tmp_path: Path) -> None:
         return module, metrics_of(trainer), trainer.global_step
 
     plain, metrics, num_steps = fit(0)
-    for num_stages in (1, 2, 3):
-        ours, found, found_steps = fit(num_stages)
-        assert_same(ours, plain)
-        assert found == pytest.approx(metrics, abs=1e-6)
-        if num_stages == 1:  # forked processes keep it
-            assert found_steps == num_steps
+    ours, found, found_steps = fit(num_stages)
+    assert_same(ours, plain)
+    assert found == pytest.approx(metrics, abs=1e-6)
+    if num_stages == 1:  # forked processes keep it
+        assert found_steps == num_steps
     assert not torch.equal(weights(plain), weights(make_module()))
 
 
@@ -231,7 +231,8 @@ class SavesCurve(LearningRateFinder):
         torch.save(self.optimal_lr.results, self.folder / f"{trainer.global_rank}.pt")
 
 
-def test_the_search_for_a_rate_equals_plain_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
+def test_the_search_for_a_rate_equals_plain_lightning(num_stages: int, tmp_path: Path) -> None:
     """Its curve, and training from the first weights afterwards, with the rate that it found."""
 
     def fit(num_stages: int) -> tuple[L.LightningModule, list[dict[str, list[float]]]]:
@@ -244,13 +245,12 @@ def test_the_search_for_a_rate_equals_plain_lightning(tmp_path: Path) -> None:
 
     plain, [curve] = fit(0)
     assert len(curve["loss"]) == 40
-    for num_stages in (1, 2, 3):
-        ours, curves = fit(num_stages)
-        assert len(curves) == num_stages
-        for found in curves:
-            assert found["lr"] == pytest.approx(curve["lr"], abs=1e-12)
-            assert found["loss"] == pytest.approx(curve["loss"], abs=1e-9)
-        torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=1e-8)
+    ours, curves = fit(num_stages)
+    assert len(curves) == num_stages
+    for found in curves:
+        assert found["lr"] == pytest.approx(curve["lr"], abs=1e-12)
+        assert found["loss"] == pytest.approx(curve["loss"], abs=1e-9)
+    torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=1e-8)
     assert list(tmp_path.rglob(".lr_find*")) == []
 
 
@@ -311,7 +311,7 @@ def run_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
 def test_a_script_of_many_runs_equals_plain_lightning(num_stages: int, tmp_path: Path) -> None:
     """Two fits, all loops, the best checkpoint, one saved afterwards, the Tuner; on every rank."""
     for name in ("plain", "ours"):

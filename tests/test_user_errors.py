@@ -5,10 +5,7 @@ Every error is one screen at most, and has no names of the package's insides.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -26,10 +23,11 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import GNNPipeError, GraphError, UnsupportedError
+from tests.helpers.cases import slow
+from tests.helpers.scripts import ROOT, start_script
 from tests.helpers.texts import INSIDES
 
 N, E, D = 40, 160, 4
-ROOT = Path(__file__).parents[1]
 SCREEN = 24  # lines
 
 Forward = Callable[[Any, Data], Any]
@@ -380,13 +378,13 @@ Make = Callable[[], L.LightningModule]
 REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
     "attention weights": (
         lambda: Module(Attends()),
-        "several results in one at .*leave return_attention_weights out",
+        "a tuple, or another value that is no tensor at .*leave return_attention_weights out",
         lambda: Module(Attends(returns_weights=False)),
         {},
     ),
     "unpacked attention weights": (
         lambda: Module(UnpacksWeights()),
-        "rows belong to no nodes at .*leave return_attention_weights out",
+        "without one row for each node, edge or graph at .*leave return_attention_weights out",
         None,
         {},
     ),
@@ -404,19 +402,19 @@ REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
     ),
     "pairs decoded": (
         lambda: Module(Decodes(), with_pairs),
-        "If 'edge_label_index' holds numbers of nodes, such as pairs.*z, the rows of all nodes",
+        "If 'edge_label_index' holds node numbers, such as pairs.*z, the rows of all nodes",
         Scores,
         {},
     ),
     "pairs by another name": (
         lambda: Module(TakesPairs(), with_pairs),
-        "If 'pairs' holds numbers of nodes, such as pairs.*in training_step",
+        "If 'pairs' holds node numbers, such as pairs.*in training_step",
         Scores,
         {},
     ),
     "rows of edges": (
         lambda: Module(PairsOfEdges()),
-        "one row an edge at .*compute those of edges from them in training_step",
+        "one row an edge at .*compute the rows of edges in training_step",
         Scores,
         {},
     ),
@@ -428,7 +426,7 @@ REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
     ),
     "weights of nodes": (
         lambda: Module(Embeds(), by_edges),
-        rf"'emb.weight' has one row for each of the {N} nodes: pass torch.arange\(num_nodes\)",
+        rf"'emb.weight' has one row for each of the {N} nodes. Pass torch.arange\(num_nodes\)",
         lambda: Module(LooksUp(), looked_up),
         {},
     ),
@@ -439,7 +437,12 @@ REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
         {"num_chunks": 1},
     ),
     "length": (lambda: Module(Counts()), r"len\(\) of a tensor", None, {}),
-    "a mean": (lambda: Module(Means()), "rows belong to no nodes at .*in training_step", None, {}),
+    "a mean": (
+        lambda: Module(Means()),
+        "without one row for each node, edge or graph at .*in training_step",
+        None,
+        {},
+    ),
     "a decision": (lambda: Module(Decides()), "a decision on the values of a tensor", None, {}),
 }
 
@@ -495,7 +498,9 @@ fit(module, graph({changes}), 4, devices=2)
     ("net", "changes", "text"),
     [
         ("", "x=torch.rand(40, 5)", "RuntimeError: mat1 and mat2 shapes"),
-        ("", "edge_index=torch.rand(2, 9)", "GraphError: Expected 'edge_index' to hold integers"),
+        slow(
+            "", "edge_index=torch.rand(2, 9)", "GraphError: Expected 'edge_index' to hold integers"
+        ),
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(
@@ -505,21 +510,14 @@ def test_an_error_of_all_ranks_is_printed_once(
     seeded = "torch.manual_seed(0); " if "rand" in changes else ""
     lines = SCRIPT.format(folder=str(ROOT), net=net, changes=changes)
     script.write_text(textwrap.dedent(lines).replace("module =", f"{seeded}module =", 1))
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = start_script(script, is_new=False)
+    done.end(120)
     assert done.returncode != 0
-    assert done.stderr.count("Traceback") == done.stderr.count(text) == 1, done.stderr
-    told = done.stderr[done.stderr.index("Traceback") :]
+    assert done.text.count("Traceback") == done.text.count(text) == 1, done.text
+    told = done.text[done.text.index("Traceback") :]
     assert told.count("\n") <= SCREEN, told
     assert not INSIDES.search(told)
-    assert "PeerError" not in done.stderr
+    assert "PeerError" not in done.text
 
 
 def test_the_whole_traceback_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:

@@ -384,7 +384,10 @@ def gradients_of(module: Any) -> Any:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (alone, r"all ranks to do the same \(got rank 0 wants to evaluate.*on_train_epoch_end"),
+        (
+            alone,
+            r"all ranks to make the same calls \(got rank 0 wants to evaluate.*on_train_epoch_end",
+        ),
         (gradients_of, r"gradients of some weights.*loss\.backward"),
     ],
 )
@@ -441,7 +444,7 @@ def test_an_optimizer_that_may_mix_weights_is_told_of(caplog: pytest.LogCaptureF
     check_optimizers([optimizer, torch.optim.Adam(optimizer.param_groups[0]["params"])], 2)
     check_optimizers([optimizer], 1)
     [text] = caplog.messages
-    assert text.startswith("OfOthers is not one of torch.optim's")
+    assert text.startswith("OfOthers is not an optimizer of torch.optim")
 
 
 def reads_alone_then_saves(module: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.batches.batch_schedules import check_schedule
-from lightning_gnnpipe.batches.batches import BatchPasses, check_replicas
+from lightning_gnnpipe.batches.batches import BatchPasses, check_replicas, check_schedule
 from lightning_gnnpipe.batches.stream import BatchStream
 
 __all__ = [

@@ -8,16 +8,16 @@ No plan is cached: batches differ from step to step.
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 
 from torch import Tensor
 
-from lightning_gnnpipe.batches.batch_schedules import AlternatingPass, BatchSchedules
-from lightning_gnnpipe.batches.early import EarlyGrads, EarlyLoss
+from lightning_gnnpipe.batches.early import AlternatingPass, EarlyGrads, EarlyLoss
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import BatchInputs, PassSpec, StepCosts, measure_batch
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.layers import (
@@ -26,9 +26,11 @@ from lightning_gnnpipe.layers import (
     check_norms,
     uses_batch_statistics,
 )
+from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain, interleaved
 from lightning_gnnpipe.selfcheck import check_graphs, norms_without_batch
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.steps import EngineOptions, Mode, PassSeeds, PipelinedModel, TrainingPass
+from lightning_gnnpipe.types import ScheduleName
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,31 @@ def check_replicas(num_replicas: int) -> None:
     """Raise `UnsupportedError` for several replicas: on one graph all would train alike."""
     if num_replicas > 1:
         raise UnsupportedError(
-            explain(
-                expected="batches of graphs for data_parallel",
-                found=f"one graph, on which each of {num_replicas} replicas would train alike",
-                remedy="Use data_parallel=1, and the devices for more stages or shards.",
-            )
+            expected="batches of graphs for data_parallel",
+            found=f"one graph, on which all {num_replicas} replicas would compute the same",
+            remedy="Use data_parallel=1, and use the devices for more stages or shards.",
         )
+
+
+def check_schedule(name: ScheduleName) -> None:
+    """Raise `UnsupportedError` unless `name` is "fill_drain", the only schedule for one graph."""
+    if name != "fill_drain":
+        raise UnsupportedError(
+            expected=f"batches of graphs where schedule={name!r}",
+            found="one graph; its chunks depend on each other, so none can run backward "
+            "before all have run forward",
+            remedy="Use schedule='fill_drain'.",
+        )
+
+
+@lru_cache(maxsize=64)
+def make_schedule(
+    name: ScheduleName, num_ranks: int, num_virtual: int, num_chunks: int
+) -> Schedule:
+    """Return the schedule of `num_chunks` micro-batches, `num_virtual` stages on each rank."""
+    if name == "fill_drain":
+        return add_transfers(fill_drain(num_ranks, range(num_chunks)))
+    return add_transfers(interleaved(num_ranks, num_virtual, num_chunks))  # 1F1B: one stage a rank
 
 
 class BatchPasses:
@@ -57,7 +78,9 @@ class BatchPasses:
     ) -> None:
         self._model, self._transport, self._options = model, transport, options
         self._seeds = seeds
-        self._schedules = BatchSchedules(options.schedule)
+        self._alternates = options.schedule != "fill_drain"
+        # Whether this rank needs the loss before all outputs are computed.
+        self.needs_loss = self._alternates and transport.mesh.is_last
         self.early_loss = EarlyLoss()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
@@ -67,21 +90,14 @@ class BatchPasses:
         sizes = (inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes)
         return hash(sizes) & ((1 << 62) - 1)
 
-    @property
-    def needs_loss(self) -> bool:
-        """Whether this rank needs the loss before all outputs are computed."""
-        return self._schedules.alternates and self._transport.mesh.is_last
-
     def check(self) -> None:
-        """Raise if the graphs were to be split over shards, or `partition` is a chunk per node."""
+        """Raise if there are several shards, or if `partition` names the chunk of each node."""
         check_graph_batches(self._transport.mesh.num_shards)
         if not isinstance(self._options.chunks.partition, str):
             raise ConfigError(
-                explain(
-                    expected="'partition' to be left out for batches of graphs",
-                    found="the chunk of each node",
-                    remedy="Graphs are assigned to micro-batches as wholes; choose num_chunks.",
-                )
+                expected="'partition' to be left out for batches of graphs",
+                found="a tensor with the chunk of each node",
+                remedy="Micro-batches hold whole graphs. Set num_chunks instead.",
             )
 
     def check_layers(self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool) -> None:
@@ -101,8 +117,8 @@ class BatchPasses:
         if used:
             self._fallbacks.tell(
                 f"BatchNorm ('{used[0]}') in a batch of graphs",
-                origin="the statistics of all its graphs",
-                to="those of each micro-batch, as on the replicas of DDP",
+                origin="the statistics of all graphs in the batch",
+                to="the statistics of each micro-batch, as DDP does on each replica",
                 remedy="Running statistics are updated once a step, from all graphs.",
             )
 
@@ -115,7 +131,7 @@ class BatchPasses:
             self._fallbacks.tell(
                 f"A batch has {plan.num_chunks} graphs with nodes",
                 origin=f"num_chunks={num_chunks}",
-                to="as many micro-batches as there are graphs",
+                to="one micro-batch for each graph",
             )
         return plan
 
@@ -133,8 +149,10 @@ class BatchPasses:
         """Return the training pass over the batch."""
         parts = self.parts(mode, call, inputs, is_training=True, codecs=codecs)
         num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
-        schedule = self._schedules.get(num_ranks, num_virtual, parts.plan.num_chunks)
-        if not self._schedules.alternates:
+        schedule = make_schedule(
+            self._options.schedule, num_ranks, num_virtual, parts.plan.num_chunks
+        )
+        if not self._alternates:
             return TrainingPass(parts, None, self._model, schedule, is_exact=codecs.is_exact)
 
         def differentiate(outputs: list[Tensor]) -> list[Tensor]:
@@ -144,13 +162,7 @@ class BatchPasses:
         return AlternatingPass(parts, self._model, schedule, early, is_exact=codecs.is_exact)
 
     def parts(
-        self,
-        mode: Mode,
-        call: Call,
-        inputs: Inputs,
-        *,
-        is_training: bool,
-        codecs: Codecs,
+        self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs
     ) -> PassSpec:
         """Return the specification of a pass over the batch."""
         plan = self.plan(inputs)

@@ -1,4 +1,4 @@
-"""Gradients of a micro-batch's outputs, before all micro-batches have run forward.
+"""Training by 1F1B and interleaved stages: micro-batches run backward before all have run forward.
 
     outputs, in the user's order     o0 o0 .. o1 o1 .. ..        two micro-batches have run
     rows that the loss reads         o0 o0 o0 o1 o1 o0 o1        copies fill the gaps
@@ -11,14 +11,18 @@ used, and the step is refused before any weight changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gnnpipe.chunks import PassSpec, Piece
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.chunks import PassSpec, Piece, own_random_stream
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.schedule import Schedule, arrived_sends
+from lightning_gnnpipe.steps import Controls, PipelinedModel, TrainingPass
 
 
 class EarlyLoss:
@@ -34,7 +38,7 @@ class EarlyLoss:
     ) -> list[Tensor]:
         """Return the gradients of the loss with respect to `outputs`, zeros where it has none."""
         assert self.run is not None
-        wanted = [t.requires_grad_() for t in outputs if t.is_floating_point() or t.is_complex()]
+        wanted = [output.requires_grad_() for output in outputs if _has_grad(output)]
         self._answers, self.is_running = [rebuild(outputs)], True
         try:
             loss = self.run()
@@ -53,26 +57,26 @@ class EarlyLoss:
         if self._answers and torch.is_grad_enabled():
             return self._answers.pop()
         raise UnsupportedError(
-            explain(
-                expected="training_step to call the pipelined module once, with gradients, where "
-                "micro-batches go back at once",
-                found="a second call" if torch.is_grad_enabled() else "a call in torch.no_grad()",
-                remedy="Call it once, or use schedule='fill_drain'.",
-            )
+            expected="training_step to call the pipelined module once, with gradients, unless "
+            "schedule='fill_drain'",
+            found="a second call" if torch.is_grad_enabled() else "a call in torch.no_grad()",
+            remedy="Call it once, or use schedule='fill_drain'.",
         )
 
-
-Differentiate = Callable[[list[Tensor]], list[Tensor]]
-"""From all outputs to the gradients of the loss: zeros for those that have none."""
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 _ROUGH = 2e-2  # half precision
 
 
 class EarlyGrads:
-    """Gradients of the outputs of one step, used on the rank of the last stage."""
+    """Gradients of the outputs of one step, used on the rank of the last stage.
 
-    def __init__(self, parts: PassSpec, differentiate: Differentiate) -> None:
+    `differentiate`: from all outputs to the gradients of the loss, zeros where there are none.
+    """
+
+    def __init__(
+        self, parts: PassSpec, differentiate: Callable[[list[Tensor]], list[Tensor]]
+    ) -> None:
         self._inputs, self._values = parts.inputs, parts.outputs
         self._differentiate = differentiate
         self._known: list[list[Tensor]] = [[] for _ in parts.outputs]
@@ -96,17 +100,14 @@ class EarlyGrads:
 
     def factor(self, grads: Sequence[Tensor]) -> float:
         """Return the loss scaling: `grads` over the gradients used; NaN if not proportional."""
-        pairs = [
-            (_real(used).double(), _real(grad).double())
-            for used, grad in zip(self._used, grads, strict=True)
-            if used.is_floating_point() or used.is_complex()
-        ]
+        known = [(u, g) for u, g in zip(self._used, grads, strict=True) if _has_grad(u)]
+        pairs = [(_real(used).double(), _real(grad).double()) for used, grad in known]
         if any(not torch.equal(u.isfinite(), g.isfinite()) for u, g in pairs):
             return float("nan")
         finite = [(u.nan_to_num(0, 0, 0), g.nan_to_num(0, 0, 0)) for u, g in pairs]
         size = sum(float(used.square().sum()) for used, _ in finite)
         factor = sum(float((used * grad).sum()) for used, grad in finite) / size if size else 1.0
-        for (used, grad), value in zip(finite, self._floating(), strict=True):
+        for (used, grad), (value, _) in zip(finite, known, strict=True):
             tolerance = _TOLERANCE.get(_real(value).dtype, _ROUGH)
             factor = 1.0 if abs(factor - 1) <= tolerance else factor
             most = abs(factor) * _largest(used)
@@ -114,8 +115,93 @@ class EarlyGrads:
                 return float("nan")
         return factor
 
-    def _floating(self) -> list[Tensor]:
-        return [used for used in self._used if used.is_floating_point() or used.is_complex()]
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+class AlternatingPass(TrainingPass):
+    """Training pass of alternating forwards and backwards, run in the user's forward call.
+
+    It adds weight gradients to `grad` in the user's backward. Only the output gradients that arrive
+    there show whether the early ones were right, and by what factor the loss was scaled.
+    """
+
+    def __init__(
+        self,
+        parts: PassSpec,
+        model: PipelinedModel,
+        schedule: Schedule,
+        early: EarlyGrads,
+        *,
+        is_exact: bool,
+    ) -> None:
+        super().__init__(parts, None, model, schedule, is_exact=is_exact)
+        self._early = early
+        self._grads: Gradients = {}
+
+    def forward(self, controls: Controls, number: int) -> list[Tensor]:
+        """Run both phases and return the detached outputs; see `TrainingPass`."""
+        parts = self._parts
+        self._watch(controls.on_chunk)
+        parts.transport.meter.reset()
+        with (
+            intercept(self._model.intercepted, parts.context),
+            own_random_stream(parts.transport.world.device),
+            torch.enable_grad(),
+            _apart(self._model.module.parameters()) as self._grads,
+        ):
+            arrived = arrived_sends(self._schedule, self._place)
+            actions = self._schedule.ranks[self._place]
+            return self._step.forward(actions, arrived, self._early.of)
+
+    def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
+        """Add gradients to the weights' `grad`; return the gradients of the leaves `slots`."""
+        self._begin_backward()
+        factor = self._agree_on_factor(grads)
+        sums = self._model.begin_backward()
+        with torch.no_grad():
+            for parameter, own in self._grads.items():
+                grad = own if factor == 1 else own * factor
+                if parameter.grad is None:
+                    parameter.grad = grad
+                else:
+                    parameter.grad += grad
+        self._grads = {}
+        sums.finish()
+        return self._leaf_grads(slots, factor)
+
+    def _agree_on_factor(self, grads: Sequence[Tensor]) -> float:
+        """Broadcast the factor for all gradients from the last stage's rank; raise if it is NaN."""
+        transport, mesh = self._parts.transport, self._parts.transport.mesh
+        device = transport.world.device
+        factor = self._early.factor(grads) if mesh.is_last else 1.0
+        shared = torch.tensor([factor], dtype=torch.float64, device=device)
+        transport.broadcast(shared, mesh.rank_of(mesh.num_stages - 1), "control")
+        factor = float(shared)
+        if factor != factor:
+            raise UnsupportedError(
+                expected="the gradient of a micro-batch's outputs not to depend on the outputs "
+                "of other micro-batches, as in a sum or a mean over graphs or nodes",
+                found="a loss that depends on several graphs together, or a training_step "
+                "that gives another loss when it runs again",
+                remedy="Use schedule='fill_drain', which computes the loss once, from all outputs.",
+            )
+        return factor
+
+
+@contextmanager
+def _apart(parameters: Iterable[nn.Parameter]) -> Iterator[Gradients]:
+    """Yield a dict that holds the gradients computed in the block, once it ends; restore `grad`."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    found: Gradients = {}
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield found
+        found.update({p: p.grad for p, _ in before if p.grad is not None})
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
 
 
 def _fill(output: Tensor, known: Tensor) -> Tensor:
@@ -128,6 +214,10 @@ def _fill(output: Tensor, known: Tensor) -> Tensor:
         turn = torch.arange(missing.numel(), device=known.device) % known.numel()
         filled[known], filled[missing] = output[known], output[known[turn]]
     return filled
+
+
+def _has_grad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _real(tensor: Tensor) -> Tensor:

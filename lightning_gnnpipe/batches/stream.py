@@ -44,7 +44,7 @@ class BatchStream:
         self._model, self._transport, self._passes = model, transport, passes
         self._known_kinds = known_kinds
         self._batch: Any = None
-        self._peek: Callable[[], Any] = _see_nothing
+        self._peek: Callable[[], Any] | None = None
         self._next: PredictedCall | None = None
         self._begun: tuple[PredictedCall, _Pass] | None = None
         self._state: Hashable = None  # of the module, when `_begun` was started
@@ -56,7 +56,7 @@ class BatchStream:
 
     def leave_step(self) -> None:
         """Forget the batch and `peek`."""
-        self._batch, self._peek = None, _see_nothing
+        self._batch = self._peek = None
 
     def look(self, call: Call, inputs: Inputs, arguments: Arguments) -> int:
         """Check the prediction, predict the next call; return a number for ranks to compare."""
@@ -69,7 +69,7 @@ class BatchStream:
 
     def _foresee(self, arguments: Arguments) -> PredictedCall | None:
         is_training = any(module.training for module in self._model.module.modules())
-        following = None if is_training else self._peek()
+        following = None if is_training or self._peek is None else self._peek()
         found = None if following is None else predict_call(self._batch, arguments, following)
         if found is None:
             return None
@@ -120,8 +120,7 @@ class _Pass:
         mesh, num_chunks = self._transport.mesh, step.parts.plan.num_chunks
         num_virtual = len(step.parts.stages)
         built = stream(len(mode.stages), [num_chunks], num_virtual=num_virtual)
-        schedule = add_transfers(built)
-        self._actions = list(schedule.forward(mesh.stage))
+        self._actions = list(add_transfers(built).forward(mesh.stage))
         last = mesh.num_stages - 1
         num_ahead = -(-num_chunks * (last - mesh.stage) // max(last, 1))
         computes = [i for i, action in enumerate(self._actions) if action.op is Op.F]
@@ -161,7 +160,3 @@ class _Pass:
         ):
             self._step.run(self._actions[self._num_done : end])
         self._num_done = max(self._num_done, end)
-
-
-def _see_nothing() -> None:
-    return None

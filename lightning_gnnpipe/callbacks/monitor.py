@@ -1,4 +1,4 @@
-"""Figures of a training step of the pipeline, for any logger."""
+"""Callbacks that log figures of a training step: staleness, time, bytes, memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,62 @@ from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
-from lightning_gnnpipe.callbacks.staleness import StalenessMonitor
+from lightning_gnnpipe.callbacks.access import PipeCallback, check_count
 from lightning_gnnpipe.types import TrafficKind
 
 _MIB = 2**20
 
 
-class PipelineMonitor(Callback):
+class StalenessMonitor(PipeCallback):
+    """Logs how stale the reads of an epoch were.
+
+    Keys: `history/stale_frac` (share of halo rows from an earlier epoch), `history/age_epochs`
+    (their mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale - H_fresh| /
+    |H_fresh| over the rows that the epoch rewrote, dropout included). The drift costs one more read
+    of every history.
+
+    Args:
+        every_n_epochs: Measure and log the last of every n epochs.
+
+    Raises:
+        ConfigError: If `every_n_epochs` is not a positive integer.
+
+    Example:
+        >>> from lightning_gnnpipe import StalenessMonitor
+        >>> callback = StalenessMonitor()
+    """
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        super().__init__()
+        check_count("every_n_epochs", every_n_epochs, 1)
+        self.every_n_epochs = every_n_epochs
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if _is_due(trainer, self.every_n_epochs):
+            self.strategy(trainer).controls.records_staleness = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _is_due(trainer, self.every_n_epochs) or not self.has_trained(trainer):
+            return
+        layers = self.strategy(trainer).collect_staleness()
+        rows = sum(one.rows for one in layers.values())
+        stale = sum(one.stale_rows for one in layers.values())
+        age = sum(one.age_sum for one in layers.values())
+        norm_sq = sum(one.norm_sq for one in layers.values())
+        drift_sq = sum(one.drift_sq for one in layers.values())
+        values = {
+            "history/stale_frac": stale / rows if rows else 0.0,
+            "history/age_epochs": age / stale if stale else 0.0,
+            "history/drift": (drift_sq / norm_sq) ** 0.5 if norm_sq else 0.0,
+        }
+        values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
+        pl_module.log_dict(values, batch_size=1)
+
+
+class PipelineMonitor(PipeCallback):
     """Logs time, waits, bytes and memory of the pipeline, and the staleness of its reads.
 
     All figures are from the epoch's last training step, and equal on all ranks. Keys:
@@ -64,9 +110,9 @@ class PipelineMonitor(Callback):
         self._step_s = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
-        others = any(isinstance(one, StalenessMonitor) for one in trainer.callbacks)  # type: ignore[attr-defined]
-        is_wanted = self.logs_staleness and not others
+        super().setup(trainer, pl_module, stage)
+        has_monitor = any(isinstance(one, StalenessMonitor) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        is_wanted = self.logs_staleness and not has_monitor
         self._staleness = StalenessMonitor(self.every_n_epochs) if is_wanted else None
 
     def on_train_batch_start(
@@ -87,7 +133,7 @@ class PipelineMonitor(Callback):
         self._step_s = self._now_s(trainer) - self._start_s
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (trainer.current_epoch + 1) % self.every_n_epochs or not has_trained(self, trainer):
+        if not _is_due(trainer, self.every_n_epochs) or not self.has_trained(trainer):
             return
         values = self._collect(trainer)
         # Single precision holds byte counts exactly up to 16 MiB only.
@@ -98,7 +144,7 @@ class PipelineMonitor(Callback):
 
     def _collect(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return all figures except staleness, equal on all ranks; a collective call."""
-        strategy = pipe_strategy(self, trainer)
+        strategy = self.strategy(trainer)
         stats = strategy.collect_stats()
         values = {
             "pipe/step_s": strategy.broadcast(self._step_s),
@@ -115,6 +161,10 @@ class PipelineMonitor(Callback):
 
     def _now_s(self, trainer: pl.Trainer) -> float:
         device = trainer.strategy.root_device
-        if device.type == "cuda" and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+        if device.type == "cuda" and _is_due(trainer, self.every_n_epochs):
             torch.cuda.synchronize(device)
         return time.perf_counter()
+
+
+def _is_due(trainer: pl.Trainer, every_n_epochs: int) -> bool:
+    return (trainer.current_epoch + 1) % every_n_epochs == 0

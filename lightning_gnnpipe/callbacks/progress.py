@@ -6,15 +6,14 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from lightning_gnnpipe.callbacks.access import pipe_strategy
+from lightning_gnnpipe.callbacks.access import PipeCallback
 
 _INTERVAL_S = 0.1
 
 
-class ChunkProgress(Callback):
+class ChunkProgress(PipeCallback):
     """Shows on the progress bar how many chunks of the step the first rank has computed.
 
     The bar reads `Epoch 3 forward 5/16`, then `Epoch 3 backward 12/16`, updated at most ten times a
@@ -30,9 +29,7 @@ class ChunkProgress(Callback):
         self._bar: ProgressBar | None = None
         self._label = ""
         self._shown_s = 0.0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
+        self._has_phases = True  # all forwards run before all backwards
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -42,8 +39,9 @@ class ChunkProgress(Callback):
             self._bar = bar if bar.is_enabled else None
         if self._bar is not None:
             self._label = _description(self._bar)
+            self._has_phases = self.strategy(trainer).options.schedule == "fill_drain"
             self._shown_s = 0.0
-            pipe_strategy(self, trainer).controls.on_chunk = self._show
+            self.strategy(trainer).controls.on_chunk = self._show
 
     def on_train_batch_end(
         self,
@@ -64,11 +62,11 @@ class ChunkProgress(Callback):
         if self._bar is None or now_s - self._shown_s < _INTERVAL_S:
             return
         self._shown_s = now_s
-        num_chunks = num_total // 2
-        phase, done = "forward", num_done
-        if num_done > num_chunks:
-            phase, done = "backward", num_done - num_chunks
-        _describe(self._bar, f"{self._label.rstrip()} {phase} {done}/{num_chunks}")
+        text, half = f"{num_done}/{num_total}", num_total // 2
+        if self._has_phases:
+            is_back = num_done > half
+            text = f"backward {num_done - half}/{half}" if is_back else f"forward {num_done}/{half}"
+        _describe(self._bar, f"{self._label.rstrip()} {text}")
 
 
 def _description(bar: ProgressBar) -> str:

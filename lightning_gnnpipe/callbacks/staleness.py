@@ -1,64 +1,145 @@
-"""Staleness figures, once an epoch."""
+"""Callbacks that control staleness: exact epochs, synchronous epochs, refreshed rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch import Callback
 
-from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
+from lightning_gnnpipe.callbacks.access import PipeCallback, check_count
+from lightning_gnnpipe.errors import ConfigError
+
+RefreshHow = Literal["exact", "snapshot"]
 
 
-class StalenessMonitor(Callback):
-    """Logs how stale the reads of an epoch were.
+class StalenessWarmup(PipeCallback):
+    """Trains the first epochs by the exact schedule, which also fills the histories.
 
-    Keys: `history/stale_frac` (share of halo rows from an earlier epoch), `history/age_epochs`
-    (their mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale - H_fresh| /
-    |H_fresh| over the rows that the epoch rewrote, dropout included). The drift costs one more read
-    of every history.
+    While weights change fast, stale rows are far from fresh ones. The first epoch is always exact.
 
     Args:
-        every_n_epochs: Measure and log the last of every n epochs.
+        num_epochs: Exact epochs, counted from epoch 0.
 
     Raises:
-        ConfigError: If `every_n_epochs` is not a positive integer.
+        ConfigError: If `num_epochs` is negative or not an integer.
 
     Example:
-        >>> from lightning_gnnpipe import StalenessMonitor
-        >>> callback = StalenessMonitor()
+        >>> from lightning_gnnpipe import StalenessWarmup
+        >>> callback = StalenessWarmup(num_epochs=10)
     """
 
-    def __init__(self, every_n_epochs: int = 1) -> None:
+    def __init__(self, num_epochs: int) -> None:
         super().__init__()
-        check_count("every_n_epochs", every_n_epochs, 1)
-        self.every_n_epochs = every_n_epochs
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
+        check_count("num_epochs", num_epochs, 0)
+        self.num_epochs = num_epochs
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_due(trainer):
-            pipe_strategy(self, trainer).controls.records_staleness = True
+        if trainer.current_epoch < self.num_epochs:
+            self.strategy(trainer).controls.is_exact = True
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._is_due(trainer) or not has_trained(self, trainer):
-            return
-        layers = pipe_strategy(self, trainer).collect_staleness()
-        rows = sum(one.rows for one in layers.values())
-        stale = sum(one.stale_rows for one in layers.values())
-        age = sum(one.age_sum for one in layers.values())
-        norm_sq = sum(one.norm_sq for one in layers.values())
-        drift_sq = sum(one.drift_sq for one in layers.values())
-        values = {
-            "history/stale_frac": stale / rows if rows else 0.0,
-            "history/age_epochs": age / stale if stale else 0.0,
-            "history/drift": (drift_sq / norm_sq) ** 0.5 if norm_sq else 0.0,
-        }
-        values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
-        pl_module.log_dict(values, batch_size=1)
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+class BoundedStaleness(PipeCallback):
+    """Makes every n-th epoch of asynchronous halo exchange synchronous.
+
+    Needs `GNNPipeStrategy(async_halo=True)`. All halo rows are then fresh once in n epochs.
+
+    Source: Sylvie (arXiv 2303.01277), Bounded Staleness Adaptor.
+
+    Args:
+        sync_every_n_epochs: Epochs from one synchronous epoch to the next.
+
+    Raises:
+        ConfigError: If `sync_every_n_epochs` is not an integer of at least 1, or, once it is used,
+            if the strategy has no `async_halo`.
+
+    Example:
+        >>> from lightning_gnnpipe import BoundedStaleness
+        >>> callback = BoundedStaleness(sync_every_n_epochs=10)
+    """
+
+    def __init__(self, sync_every_n_epochs: int) -> None:
+        super().__init__()
+        check_count("sync_every_n_epochs", sync_every_n_epochs, 1)
+        self.sync_every_n_epochs = sync_every_n_epochs
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not self.strategy(trainer).options.async_halo:
+            raise ConfigError(
+                expected="async_halo=True with BoundedStaleness",
+                found="async_halo=False, so shards wait for each other in every epoch already",
+                remedy="Use GNNPipeStrategy(graph_parallel=2, async_halo=True), or remove the "
+                "callback.",
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch + 1) % self.sync_every_n_epochs == 0:
+            self.strategy(trainer).controls.is_synchronous = True
+
+
+class EmbeddingRefresh(PipeCallback):
+    """Renews the embeddings that stale reads return, every n epochs.
+
+    With `how="exact"`, a forward pass without overlap recomputes all histories before every n-th
+    epoch, with the present weights and without dropout. It costs nothing if validation has just run
+    on the same weights and inputs: its rows are used.
+
+    With `how="snapshot"`, stale reads return a copy of all rows, taken after every n-th epoch and
+    every exact one. The copy takes as much memory as the histories.
+
+    Source: GNNPipe (arXiv 2308.10087), technique 2, for "snapshot"; the paper's n is 23.
+
+    Args:
+        every_n_epochs: Epochs from one refresh to the next.
+        how: "exact" or "snapshot".
+
+    Raises:
+        ConfigError: If `every_n_epochs` is not a positive integer, or `how` is invalid; once it is
+            used, if the strategy has no stale rows.
+
+    Example:
+        >>> from lightning_gnnpipe import EmbeddingRefresh
+        >>> callback = EmbeddingRefresh(every_n_epochs=10)
+    """
+
+    def __init__(self, every_n_epochs: int, how: RefreshHow = "exact") -> None:
+        super().__init__()
+        check_count("every_n_epochs", every_n_epochs, 1)
+        if how not in get_args(RefreshHow):
+            raise ConfigError(
+                expected="'how' of EmbeddingRefresh to be 'exact' or 'snapshot'",
+                found=repr(how),
+                remedy="'exact' computes all rows again, 'snapshot' keeps a copy of them.",
+            )
+        self.every_n_epochs, self.how = every_n_epochs, how
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        setting = self.strategy(trainer).options.for_graphs
+        if setting:
+            raise ConfigError(
+                expected="EmbeddingRefresh to be used with stale rows",
+                found=f"{setting}: no row is ever stale",
+                remedy=f"Remove the callback, or leave out {setting}.",
+            )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        is_due = self.how == "exact" and self._is_due(trainer.current_epoch + 1)
+        if is_due and not trainer.sanity_checking:
+            self.strategy(trainer).controls.takes_validation = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        controls = self.strategy(trainer).controls
+        if self.how == "exact" and batch_idx == 0 and self._is_due(trainer.current_epoch):
+            controls.refreshes = True
+        elif self.how == "snapshot":
+            controls.reads_snapshot = True
+            if trainer.is_last_batch and self._is_due(trainer.current_epoch + 1):
+                controls.takes_snapshot = True
+
+    def _is_due(self, epoch: int) -> bool:
+        return epoch > 0 and epoch % self.every_n_epochs == 0

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lightning_gnnpipe.callbacks.access import check_count, has_trained, pipe_strategy
+from lightning_gnnpipe.callbacks.access import PipeCallback, check_count
 from lightning_gnnpipe.report import check_matplotlib, chrome_trace, draw_timeline, timeline_title
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 _KEY = "pipe/timeline"
 
 
-class TimelineCallback(Callback):
+class TimelineCallback(PipeCallback):
     """Draws the last training step of an epoch: the chunks and the waits of each rank over time.
 
     Writes `timeline_epoch_<e>.png`, one row a rank, and `timeline_epoch_<e>.json`, a trace for
@@ -59,11 +58,11 @@ class TimelineCallback(Callback):
         self._last_epoch: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pipe_strategy(self, trainer)
+        super().setup(trainer, pl_module, stage)
         self._last_epoch = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not has_trained(self, trainer):
+        if not self.has_trained(trainer):
             return
         self._last_epoch = trainer.current_epoch
         if trainer.current_epoch == self.epoch:
@@ -77,7 +76,7 @@ class TimelineCallback(Callback):
 
     def _write(self, trainer: pl.Trainer, epoch: int) -> None:
         """Write both files and send the picture to the loggers; a collective call."""
-        stats = pipe_strategy(self, trainer).collect_stats()
+        stats = self.strategy(trainer).collect_stats()
         folder = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir)
         if not trainer.is_global_zero:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
 from lightning_gnnpipe._compat_pyg import slices_of
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Slices:
 
     starts: Tensor  # [num_graphs + 1] first row of each graph
     dim: int  # of the rows
-    raised: Tensor | None  # [num_graphs, *] increment added to each graph's values
+    increments: Tensor | None  # [num_graphs, *] added to each graph's values; None for 0
 
 
 CountNodes = Callable[[], int | None]
 
+# Names of arguments that hold the number of graphs, where there is a batch vector.
 COUNTS = ("num_graphs", "batch_size", "size")
-"""Names of arguments that hold the number of graphs, where there is a batch vector."""
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -116,7 +116,7 @@ class Call:
     def batch_vector(self) -> Tensor | None:
         """The graph of each node, if it is among the arguments."""
         for name, leaf in zip(self.names, self.leaves, strict=True):
-            if is_batch_name(name) and leaf.dim() == 1 and not leaf.is_floating_point():
+            if last_name(name) == "batch" and leaf.dim() == 1 and not leaf.is_floating_point():
                 return leaf
         return None
 
@@ -138,18 +138,9 @@ class Call:
         return list(args), kwargs
 
 
-def with_batch_vector(call: Call, graph_of_node: Tensor) -> Call:
-    """Return the call with `graph_of_node`, `[num_nodes]`, as an additional batch vector.
-
-    Forward does not receive it; it only defines the graphs that micro-batches consist of.
-    """
-    names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
-    return replace(call, names=names, leaves=leaves)
-
-
-def is_batch_name(name: str) -> bool:
-    """Whether a tensor of this name is a batch vector."""
-    return _last(name) == "batch"
+def last_name(name: str) -> str:
+    """Return the last part of a name such as "data.edge_index"."""
+    return name.rsplit(".", 1)[-1]
 
 
 def flatten_call(
@@ -193,9 +184,7 @@ class _Collector:
             self.leaves.append(value)
             self.names.append(name)
             return _Slot(len(self.leaves) - 1)
-        if isinstance(value, HeteroData) or type(value).__name__ == "SparseTensor":
-            raise _not_supported(name, f"a {type(value).__name__}")
-        if isinstance(value, Batch):
+        if isinstance(value, Batch) and not isinstance(value, HeteroData):
             return self._visit_batch(name, value)
         if isinstance(value, Data):
             self.num_nodes = value.num_nodes
@@ -205,10 +194,10 @@ class _Collector:
             return {key: self.visit(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             items = [self.visit(f"{name}.{i}", item) for i, item in enumerate(value)]
-            return type(value)(items) if not hasattr(value, "_fields") else type(value)(*items)
+            return _sequence_like(value, items)
         if not isinstance(value, _PLAIN):
             raise _not_supported(name, f"a {type(value).__name__}")
-        if isinstance(value, int) and type(value) is not bool and _last(name) in COUNTS:
+        if isinstance(value, int) and type(value) is not bool and last_name(name) in COUNTS:
             self.counts.append((name, value))
             return _Count(value)
         return value
@@ -218,28 +207,25 @@ class _Collector:
         self.num_nodes = batch.num_nodes
         attributes: dict[str, Any] = {}
         for key, item in batch:
-            is_followed = key.endswith(("_batch", "_ptr")) and slices_of(batch, key) is None
+            slices = slices_of(batch, key)
+            is_followed = key.endswith(("_batch", "_ptr")) and slices is None
             if key == "num_nodes" or isinstance(item, list) or is_followed or not _is_usable(item):
                 continue
-            attributes[key] = self.visit(f"{name}.{key}", item)
-            found = slices_of(batch, key)
-            if found is not None and isinstance(attributes[key], _Slot):
-                dim = batch.__cat_dim__(key, item)
-                self.slices[attributes[key].index] = Slices(found[0], dim or 0, _offsets(found[1]))
+            slot = attributes[key] = self.visit(f"{name}.{key}", item)
+            if slices is not None and isinstance(slot, _Slot):
+                starts, increments = slices
+                if increments is not None and not increments.any():
+                    increments = None
+                dim = batch.__cat_dim__(key, item) or 0
+                self.slices[slot.index] = Slices(starts, dim, increments)
         for key in COUNTS[:2]:
             attributes[key] = self.visit(f"{name}.{key}", int(batch.num_graphs))
         return _Record(attributes)
 
 
-def _offsets(increments: Tensor | None) -> Tensor | None:
-    """Return the increments of the graphs' values; None if all are 0."""
-    if increments is None or not increments.any():
-        return None
-    return increments
-
-
-def _last(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    """Return `items` as a list, tuple or named tuple, as `value` is."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _is_usable(value: Any) -> bool:
@@ -262,8 +248,7 @@ def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     if isinstance(template, dict):
         return {key: _fill(item, leaves, num_graphs) for key, item in template.items()}
     if isinstance(template, list | tuple):
-        items = [_fill(item, leaves, num_graphs) for item in template]
-        return type(template)(items) if not hasattr(template, "_fields") else type(template)(*items)
+        return _sequence_like(template, [_fill(item, leaves, num_graphs) for item in template])
     return template
 
 
@@ -278,12 +263,8 @@ def _parameter_names(forward: Callable[..., Any], count: int) -> list[str]:
 
 def _not_supported(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected=f"argument '{name}' of the pipelined module to be a plain value or "
-            "a dense tensor, 'edge_index' of "
-            "shape [2, num_edges]",
-            found=found,
-            remedy="Pass 'edge_index' (and edge weights) instead of a sparse adjacency matrix; "
-            "drop T.ToSparseTensor().",
-        )
+        expected=f"argument '{name}' of the pipelined module to be a plain value or a dense tensor",
+        found=found,
+        remedy="Pass 'edge_index' of shape [2, num_edges], and edge weights, instead of a "
+        "sparse adjacency matrix. Remove T.ToSparseTensor().",
     )

@@ -37,14 +37,14 @@ class LeafRows:
     Attributes:
         number: Index in `GraphBatch.row_sets`, if `kind` is EDGE.
         dim: The dimension of the rows.
-        raised: `[num_graphs]` increment that was added to each graph's values; None for 0.
-        counts: `[num_graphs]` how much `raised` grows from each graph to the next.
+        increments: `[num_graphs]` what was added to each graph's values; None for 0.
+        counts: `[num_graphs]` how much `increments` grows from each graph to the next.
     """
 
     kind: Kind
     number: int = 0
     dim: int = 0
-    raised: Tensor | None = None
+    increments: Tensor | None = None
     counts: Tensor | None = None
 
 
@@ -69,10 +69,6 @@ class GraphBatch:
     leaves: tuple[LeafRows, ...]
 
     @property
-    def num_with_nodes(self) -> int:
-        return sum(size > 0 for size in self.sizes)
-
-    @property
     def form(self) -> tuple[bool, bool]:
         """Whether each graph up to `num_filled` has one node, and whether empty graphs follow."""
         is_single = all(size == 1 for size in self.sizes[: self.num_filled])
@@ -95,11 +91,9 @@ class GraphBatch:
         return [int(one) for one in total.tolist()]
 
 
-def starts_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return `[num_graphs + 1]` the first row of each graph."""
-    total = torch.zeros(len(sizes) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(sizes, dtype=torch.int64), 0, out=total[1:])
-    return total.to(device)
+def starts_of(counts: Tensor) -> Tensor:
+    """Return `[num_graphs + 1]` the first row of each graph, given its number of rows."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 Span = tuple[int, int]
@@ -109,35 +103,33 @@ class GraphRows:
     """Rows of the graphs `taken` from a batch, in order; a graph may be taken several times."""
 
     def __init__(self, graphs: GraphBatch, taken: Sequence[int]) -> None:
-        self._graphs, self._device = graphs, graphs.graph_of_node.device
+        self._graphs = graphs
         self._taken = torch.tensor(taken, dtype=torch.int64)
         self._is_all = list(taken) == list(range(graphs.num_graphs))
-        self._counts: dict[tuple[Kind, int], Tensor] = {}
-        self._ends: dict[tuple[Kind, int], list[int]] = {}
+        self._starts: dict[tuple[Kind, int], Tensor] = {}
         self._places: dict[tuple[Kind, int], Tensor] = {}
 
-    def counts(self, kind: Kind, number: int = 0) -> Tensor:
-        """Return `[num_taken]` the rows of each taken graph, on the CPU."""
-        if (kind, number) not in self._counts:
-            self._counts[kind, number] = self._per_graph(kind, number)[self._taken]
-        return self._counts[kind, number]
+    def starts(self, kind: Kind, number: int = 0) -> Tensor:
+        """Return `[num_taken + 1]` the first row of each taken graph, on the CPU."""
+        key = kind, number
+        if key not in self._starts:
+            self._starts[key] = starts_of(self._per_graph(kind, number)[self._taken])
+        return self._starts[key]
 
     def span(self, kind: Kind, number: int, group: Span) -> Span:
         """Return start and end of a group's rows; `group` is its range of taken graphs."""
-        key = kind, number
-        if key not in self._ends:
-            self._ends[key] = [0, *self.counts(kind, number).cumsum(0).tolist()]
-        return self._ends[key][group[0]], self._ends[key][group[1]]
+        starts = self.starts(kind, number)
+        return int(starts[group[0]]), int(starts[group[1]])
 
     def places(self, kind: Kind, number: int) -> Tensor:
         """Return `[num_rows]` the batch's row at each place."""
         key = kind, number
         if key not in self._places:
             per_graph = self._per_graph(kind, number)
-            starts = (per_graph.cumsum(0) - per_graph)[self._taken]
-            counts = per_graph[self._taken]
-            shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
-            rows = (shift + torch.arange(len(shift))).to(self._device)
+            in_batch = (per_graph.cumsum(0) - per_graph)[self._taken]
+            starts = self.starts(kind, number)
+            shift = (in_batch - starts[:-1]).repeat_interleave(starts.diff())
+            rows = (shift + torch.arange(len(shift))).to(self._graphs.graph_of_node.device)
             if kind is Kind.EDGE:
                 order = _order(self._graphs.row_sets[number])
                 rows = rows if order is None else order[rows]
@@ -149,21 +141,20 @@ class GraphRows:
         if how.kind is Kind.WHOLE:
             return leaf
         if how.kind is Kind.PTR:
-            sizes = self.counts(Kind.NODE, 0)[group[0] : group[1]]
-            ptr = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-            return ptr.to(leaf.device, leaf.dtype)
+            starts = self.starts(Kind.NODE)[group[0] : group[1] + 1]
+            return (starts - starts[0]).to(leaf.device, leaf.dtype)
         if self._is_all and group == (0, self._graphs.num_graphs):
             order = _order(self._graphs.row_sets[how.number]) if how.kind is Kind.EDGE else None
             if order is None:
                 return leaf
         first, end = self.span(how.kind, how.number, group)
         part = leaf.index_select(how.dim, self.places(how.kind, how.number)[first:end])
-        if how.raised is None or how.counts is None:
+        if how.increments is None or how.counts is None:
             return part
         taken = self._taken[group[0] : group[1]].to(leaf.device)
         counts = how.counts[taken]
-        shift = counts.cumsum(0) - counts - how.raised[taken]
-        rows = self.counts(how.kind, how.number)[group[0] : group[1]].to(leaf.device)
+        shift = counts.cumsum(0) - counts - how.increments[taken]
+        rows = self.starts(how.kind, how.number).diff()[group[0] : group[1]].to(leaf.device)
         shape = [1] * part.dim()
         shape[how.dim] = -1
         return part + shift.repeat_interleave(rows).view(shape).to(part.dtype)

@@ -6,15 +6,16 @@ Graphs keep all their nodes, since models with a fixed number of nodes per graph
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls.call import Call
-from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind, LeafRows
+from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.kinds import Inputs
-from lightning_gnnpipe.errors import GraphError, explain
+from lightning_gnnpipe.errors import GraphError
 
 _MAX_GRAPHS = 24
 _MAX_DROPPED = 4
@@ -30,13 +31,11 @@ def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:
     """
     graphs = inputs.graphs
     assert graphs is not None
-    if not graphs.num_with_nodes:
+    if not any(graphs.sizes):
         raise GraphError(
-            explain(
-                expected="a batch of graphs of which one at least has a node",
-                found=f"{graphs.num_graphs} empty graphs",
-                remedy="Leave empty graphs out, or put them behind others.",
-            )
+            expected="at least one graph with nodes in the batch",
+            found=f"{graphs.num_graphs} empty graphs",
+            remedy="Remove empty graphs, or put a graph with nodes into the first batch.",
         )
     widths = {size for p in module.parameters() for size in p.shape}
     edge_sets = {
@@ -48,7 +47,7 @@ def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:
     for num_dropped in range(_MAX_DROPPED if can_drop else 1):
         for count in range(3, _MAX_GRAPHS):
             drawn = _draw(call, graphs, count, num_dropped)
-            if _is_told(drawn[1], widths):
+            if _sizes_are_distinct(drawn[1], widths):
                 return drawn
     return _draw(call, graphs, 3, 0)
 
@@ -70,7 +69,7 @@ def _draw(call: Call, graphs: GraphBatch, count: int, num_dropped: int) -> Drawn
     numbers = torch.arange(len(taken))
     row_sets, keeps = [], []
     for number in range(len(graphs.row_sets)):
-        owner = numbers.repeat_interleave(rows.counts(Kind.EDGE, number))
+        owner = numbers.repeat_interleave(rows.starts(Kind.EDGE, number).diff())
         keep = max(len(owner) - num_dropped * (number + 1), 0)
         row_sets.append(owner[:keep].to(device))
         keeps.append(keep)
@@ -81,22 +80,17 @@ def _draw(call: Call, graphs: GraphBatch, count: int, num_dropped: int) -> Drawn
             part = part.narrow(how.dim, 0, keeps[how.number])
         part = part.clone() if part.is_inference() else part
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
-        hows.append(_moved(how, taken))
-    sizes = tuple(int(size) for size in rows.counts(Kind.NODE).tolist())
+        if how.counts is not None:
+            counts = how.counts[torch.tensor(taken, device=how.counts.device)]
+            how = replace(how, increments=counts.cumsum(0) - counts, counts=counts)
+        hows.append(how)
+    sizes = tuple(graphs.sizes[graph] for graph in taken)
     of_node = numbers.repeat_interleave(torch.tensor(sizes)).to(device)
     sample = GraphBatch(len(taken), num_filled, sizes, of_node, tuple(row_sets), tuple(hows))
     return tuple(leaves), sample
 
 
-def _moved(how: LeafRows, taken: Sequence[int]) -> LeafRows:
-    """Return how a leaf is split after only the graphs `taken` are kept."""
-    if how.counts is None:
-        return how
-    counts = how.counts[torch.tensor(taken, device=how.counts.device)]
-    return LeafRows(how.kind, how.number, how.dim, counts.cumsum(0) - counts, counts)
-
-
-def _is_told(sample: GraphBatch, widths: Collection[int]) -> bool:
+def _sizes_are_distinct(sample: GraphBatch, widths: Collection[int]) -> bool:
     """Whether the sizes of `sample` identify what a dimension counts."""
     sizes = [len(sample.graph_of_node), *map(len, sample.row_sets)]
     sizes += [size for size, _ in sample.row_counts]

@@ -8,17 +8,19 @@ ambiguous ones raise an error, unless an earlier batch was unambiguous.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.calls.call import COUNTS, Call, is_batch_name, with_batch_vector
+from lightning_gnnpipe.calls.call import COUNTS, Call, last_name
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, Kind, LeafRows, starts_of
 from lightning_gnnpipe.calls.kinds import EdgeSets, Inputs, classify_graph, find_edge_sets
-from lightning_gnnpipe.errors import GraphError, explain
+from lightning_gnnpipe.errors import GraphError
+from lightning_gnnpipe.graph import check_edges
 
+# What earlier batches have shown of tensors, by name.
 KnownKinds = MutableMapping[str, tuple[Kind, int]]
-"""What earlier batches have told of tensors, by name."""
 
 _OF_NODES = ("x", "pos", "z")
 _OF_GRAPHS = ("y", "u")
@@ -58,15 +60,17 @@ def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> 
     `graph_of_node`: `[num_nodes]` the batch vector of the user's batch. It is used if the call has
     none, the numbers of nodes are equal, and no edge joins two graphs.
     """
-    if call.has_graphs or graph_of_node is None:
-        return call, classify(call, known)
     inputs = classify(call, known)
+    if call.has_graphs or graph_of_node is None:
+        return call, inputs
     if inputs.num_nodes == graph_of_node.numel():
-        with_graphs = with_batch_vector(call, graph_of_node)
+        # Forward does not receive this leaf; it only defines the graphs of micro-batches.
+        names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
+        with_graphs = replace(call, names=names, leaves=leaves)
         try:
             return with_graphs, classify(with_graphs, known)
         except GraphError:  # edges join graphs: treat them as one graph
-            return call, inputs
+            pass
     return call, inputs
 
 
@@ -75,15 +79,17 @@ class _Finder:
 
     def __init__(self, call: Call, edges: EdgeSets, known: KnownKinds) -> None:
         self._call, self._edges, self._known = call, edges, known
-        self._last_names = [name.rsplit(".", 1)[-1] for name in call.names]
+        self._last_names = [last_name(name) for name in call.names]
         self.graph_of_node = self._find_batch()
         self.num_filled = int(self.graph_of_node[-1]) + 1 if self.graph_of_node.numel() else 0
         self.num_graphs = self._count_graphs()
         counts = torch.bincount(self.graph_of_node, minlength=self.num_graphs)
         self.sizes = tuple(int(size) for size in counts.tolist())
-        self._starts = starts_of(self.sizes, self.graph_of_node.device)
+        self._starts = starts_of(counts)
         self.row_sets = [self._graphs_of_edges(slot) for slot in edges.slots]
-        self._set_starts: list[Tensor] = [self._ends_of(graphs) for graphs in self.row_sets]
+        self._set_starts = [
+            starts_of(torch.bincount(graphs, minlength=self.num_graphs)) for graphs in self.row_sets
+        ]
 
     def find(self, slot: int) -> LeafRows:
         """Return how leaf `slot` is split."""
@@ -96,12 +102,18 @@ class _Finder:
             numbers = torch.arange(self.num_graphs, device=leaf.device)
             return LeafRows(Kind.NODE, 0, 0, numbers, torch.ones_like(numbers))
         if name == "ptr":
-            return self._find_ptr(leaf)
+            if not torch.equal(leaf, self._starts):
+                raise GraphError(
+                    expected="'ptr' and 'batch' to describe the same graphs",
+                    found=f"'ptr' of shape {list(leaf.shape)} with other graph sizes",
+                    remedy="Take both from the same torch_geometric.data.Batch.",
+                )
+            return LeafRows(Kind.PTR)
         if leaf.dim() == 0 and name in COUNTS:
-            raise _malformed(
-                f"'{self._call.names[slot]}', the number of graphs, to be a plain integer",
-                "a tensor",
-                "Pass int(...) of it.",
+            raise GraphError(
+                expected=f"'{self._call.names[slot]}', the number of graphs, to be a plain integer",
+                found="a tensor",
+                remedy=f"Pass int({name}).",
             )
         slices = self._call.slices.get(slot)
         if slices is not None and slices.starts.numel() == self.num_graphs + 1:
@@ -112,24 +124,24 @@ class _Finder:
         return LeafRows(kind, number)
 
     def _find_batch(self) -> Tensor:
-        slot = next(i for i, name in enumerate(self._call.names) if is_batch_name(name))
+        slot = self._last_names.index("batch")
         name, batch = self._call.names[slot], self._call.leaves[slot]
         num_nodes = self._call.num_nodes
         for other, leaf in zip(self._last_names, self._call.leaves, strict=True):
             if other == "x" and num_nodes is None and leaf.dim() == 2:
                 num_nodes = leaf.size(0)
         if num_nodes is not None and batch.numel() != num_nodes:
-            raise _malformed(
-                f"'{name}' to have one entry for each of the {num_nodes} nodes",
-                f"{batch.numel()}",
-                "It says of each node which graph it belongs to.",
+            raise GraphError(
+                expected=f"'{name}' to have one entry for each of the {num_nodes} nodes",
+                found=f"{batch.numel()} entries",
+                remedy="Entry i is the graph number of node i.",
             )
         is_sorted = bool((batch[1:] >= batch[:-1]).all())
         if batch.dtype != torch.int64 or not is_sorted or bool((batch[:1] < 0).any()):
-            raise _malformed(
-                f"'{name}' to hold graph numbers of type torch.int64, ascending from 0",
-                f"{batch.dtype}" + ("" if is_sorted else ", not ascending"),
-                "Sort the nodes by graph, as torch_geometric.data.Batch does.",
+            raise GraphError(
+                expected=f"'{name}' to hold graph numbers of type torch.int64, ascending from 0",
+                found=f"{batch.dtype}" + ("" if is_sorted else ", not ascending"),
+                remedy="Sort the nodes by graph, as torch_geometric.data.Batch does.",
             )
         return batch
 
@@ -142,113 +154,79 @@ class _Finder:
                 found[name] = leaf.numel() - 1
         counts = set(found.values())
         if len(counts) > 1 or any(count < self.num_filled for count in counts):
-            raise _malformed(
-                f"the number of graphs to be the same everywhere, at least {self.num_filled} by "
-                "the batch vector",
-                ", ".join(f"'{name}' = {value}" for name, value in found.items()),
-                "An argument of the name num_graphs, batch_size or size is the number of graphs; "
-                "rename it if it is something else.",
+            raise GraphError(
+                expected="all arguments to agree on the number of graphs, which is at least "
+                f"{self.num_filled} in the batch vector",
+                found=", ".join(f"'{name}' = {value}" for name, value in found.items()),
+                remedy="An argument named num_graphs, batch_size or size must be the number of "
+                "graphs. Rename it if it has another meaning.",
             )
         return next(iter(found.values()), self.num_filled)
 
     def _graphs_of_edges(self, slot: int) -> Tensor:
         """Return `[num_edges]` the graph of each edge."""
         name, edge_index = self._call.names[slot], self._call.leaves[slot]
-        num_nodes = self.graph_of_node.numel()
-        if edge_index.dim() != 2 or edge_index.size(0) != 2 or edge_index.is_floating_point():
-            raise _malformed(
-                f"'{name}' to hold integers in shape [2, num_edges]",
-                f"{edge_index.dtype} of shape {list(edge_index.shape)}",
-                "Row 0 holds the sources of the edges, row 1 their targets.",
-            )
-        if edge_index.numel():
-            low, high = (int(end) for end in edge_index.aminmax())
-            if low < 0 or high >= num_nodes:
-                raise _malformed(
-                    f"'{name}' to name nodes 0 to {num_nodes - 1}",
-                    f"{low} to {high}",
-                    "Count the nodes of all graphs before, as torch_geometric.data.Batch does.",
-                )
+        check_edges(edge_index, self.graph_of_node.numel(), name)
         source, target = self.graph_of_node[edge_index]
         if not torch.equal(source, target):
-            raise _malformed(
-                f"'{name}' to join nodes of the same graph",
-                f"{int((source != target).sum())} edges between graphs",
-                "Leave 'batch' out if it is all one graph.",
+            raise GraphError(
+                expected=f"each edge of '{name}' to join two nodes of one graph",
+                found=f"{int((source != target).sum())} edges between graphs",
+                remedy="If all nodes belong to one graph, leave 'batch' out.",
             )
         return target
 
-    def _ends_of(self, graphs: Tensor) -> Tensor:
-        counts = torch.bincount(graphs, minlength=self.num_graphs)
-        return starts_of(counts.tolist(), graphs.device)
-
-    def _find_ptr(self, leaf: Tensor) -> LeafRows:
-        if not torch.equal(leaf, self._starts):
-            raise _malformed(
-                "'ptr' to say where the nodes of each graph begin, as 'batch' does",
-                f"another, of shape {list(leaf.shape)}",
-                "Take both from the same torch_geometric.data.Batch.",
-            )
-        return LeafRows(Kind.PTR)
-
     def _from_slices(self, slot: int, starts: Tensor, dim: int) -> LeafRows:
         """Return how a leaf that PyG concatenated is split."""
-        name, raised = self._call.names[slot], self._call.slices[slot].raised
+        name, increments = self._call.names[slot], self._call.slices[slot].increments
         counts = None
-        if raised is not None:
-            if raised.dim() != 1:
-                raise _malformed(
-                    f"'{name}' to hold numbers that are raised by one count a graph",
-                    f"'__inc__' of shape {list(raised.shape[1:])}",
-                    "Leave it out of the batch (exclude_keys), or split it in two.",
+        if increments is not None:
+            if increments.dim() != 1:
+                raise GraphError(
+                    expected=f"'__inc__' of '{name}' to return one number",
+                    found=f"shape {list(increments.shape[1:])}",
+                    remedy="Leave the attribute out of the batch by exclude_keys, or split it into "
+                    "two attributes.",
                 )
-            raised = raised.to(starts.device)
-            counts = self._counts_of(raised, self._call.leaves[slot])
+            increments = increments.to(starts.device)
+            counts = self._counts_of(increments, self._call.leaves[slot])
         matches = [i for i, other in enumerate(self._set_starts) if torch.equal(other, starts)]
         is_edge_name = self._edges.is_edge_name(name)
         if torch.equal(starts, self._starts) and not (matches and is_edge_name):
-            return LeafRows(Kind.NODE, 0, dim, raised, counts)
+            return LeafRows(Kind.NODE, 0, dim, increments, counts)
         if bool((starts.diff() == 1).all()):
-            return LeafRows(Kind.GRAPH, 0, dim, raised, counts)
+            return LeafRows(Kind.GRAPH, 0, dim, increments, counts)
         if not matches:
             graph = torch.arange(self.num_graphs, device=starts.device)
             self.row_sets.append(graph.repeat_interleave(starts.diff()))
             self._set_starts.append(starts)
             matches = [len(self.row_sets) - 1]
-        return LeafRows(Kind.EDGE, matches[0], dim, raised, counts)
+        return LeafRows(Kind.EDGE, matches[0], dim, increments, counts)
 
-    def _counts_of(self, raised: Tensor, leaf: Tensor) -> Tensor:
-        """Return each graph's own increment; PyG stores their running sums, `raised`."""
-        if torch.equal(raised, self._starts[:-1]):
+    def _counts_of(self, increments: Tensor, leaf: Tensor) -> Tensor:
+        """Return what each graph adds to the next one's increment."""
+        if torch.equal(increments, self._starts[:-1]):
             return self._starts.diff()
         # PyG stores no end of the last graph.
-        behind = leaf.max() + 1 if leaf.numel() else raised[-1]
-        ends = torch.cat([raised[1:], torch.maximum(behind, raised[-1]).view(1)])
-        return ends - raised
+        behind = leaf.max() + 1 if leaf.numel() else increments[-1]
+        ends = torch.cat([increments[1:], torch.maximum(behind, increments[-1]).view(1)])
+        return ends - increments
 
     def _by_size(self, name: str, rows: int) -> tuple[Kind, int]:
         """Return what the rows of a bare tensor are, and their edge set."""
-        num_nodes, last = self.graph_of_node.numel(), name.rsplit(".", 1)[-1]
         if self._edges.slots and self._edges.is_edge_name(name):
-            if rows not in self._edges.sizes:
-                wanted = " or ".join(map(str, self._edges.sizes))
-                raise _malformed(
-                    f"'{name}' to have one row for each of the {wanted} edges",
-                    f"{rows} rows",
-                    "Pass edge features in the order of 'edge_index'.",
-                )
             return Kind.EDGE, self._edges.owner(name, rows)
         kinds = []
-        if rows == num_nodes:
+        if rows == self.graph_of_node.numel():
             kinds.append(Kind.NODE)
         if rows == self.num_graphs and set(self.sizes) != {1}:
             kinds.append(Kind.GRAPH)
         if rows in self._edges.sizes:
             kinds.append(Kind.EDGE)
-        told = self._known.get(name)
+        known = self._known.get(name)
         for kind, names in ((Kind.NODE, _OF_NODES), (Kind.GRAPH, _OF_GRAPHS)):
-            told = (kind, 0) if last in names else told
-        if told == (Kind.WHOLE, rows):
+            known = (kind, 0) if last_name(name) in names else known
+        if known == (Kind.WHOLE, rows):
             return Kind.WHOLE, 0
         if len(kinds) < 2:
             kind = kinds[0] if kinds else Kind.WHOLE
@@ -256,16 +234,12 @@ class _Finder:
             if set(self.sizes) != {1}:  # else node rows and graph rows look the same
                 self._known[name] = kind, number if kinds else rows
             return kind, number
-        if told is not None and told[0] in kinds:
-            return told
-        raise _malformed(
-            f"the number of rows of '{name}' to tell what they are",
-            f"{rows} rows, as many as there are "
-            + " and ".join(f"{kind.value}s" for kind in kinds),
-            "Pass the torch_geometric.data.Batch itself, which says so; or name tensors of edges "
-            "'edge_...', of nodes 'x', of graphs 'u'.",
+        if known is not None and known[0] in kinds:
+            return known
+        raise GraphError(
+            expected=f"the number of rows of '{name}' to show what the rows are",
+            found=f"{rows} rows; the batch has "
+            + " and ".join(f"{rows} {kind.value}s" for kind in kinds),
+            remedy="Pass the torch_geometric.data.Batch itself. Or use names: 'edge_...' for rows "
+            "of edges, 'x' of nodes, 'u' of graphs.",
         )
-
-
-def _malformed(expected: str, found: str, remedy: str) -> GraphError:
-    return GraphError(explain(expected=expected, found=found, remedy=remedy))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.calls.call import Call
+from lightning_gnnpipe.calls.call import Call, last_name
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, Kind
-from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.errors import GraphError, UnsupportedError
 
 _NAME = re.compile("(?<![a-z])edge_index")
 
@@ -29,23 +29,31 @@ class EdgeSets:
     def is_edge_name(self, name: str) -> bool:
         """Whether a tensor of this name must belong to edges."""
         if len(self.slots) == 1:
-            return name.rsplit(".", 1)[-1].startswith("edge")
+            return last_name(name).startswith("edge")
         return any(re.match("(.*_)?edge_", word) for word in name.split("."))
 
     def owner(self, name: str, rows: int) -> int:
-        """Return the edge set of a tensor with `rows` rows; for equal sizes its name decides."""
+        """Return the edge set of a tensor with `rows` rows; for equal sizes its name decides.
+
+        `rows`: -1 for a scalar.
+        """
         found = [i for i, size in enumerate(self.sizes) if size == rows]
+        if not found:
+            raise GraphError(
+                expected=f"'{name}' to have one row for each of the "
+                f"{' or '.join(map(str, self.sizes))} edges",
+                found="a scalar" if rows < 0 else f"{rows} rows",
+                remedy="Pass edge features in the order of 'edge_index'.",
+            )
         if len(found) > 1:
             found = [i for i in found if _stem(self.names[i]) == _stem(name)]
         if len(found) != 1:
             same = [n for n, size in zip(self.names, self.sizes, strict=True) if size == rows]
             raise UnsupportedError(
-                explain(
-                    expected=f"'{name}' to be named after the edges it belongs to",
-                    found=f"{rows} rows, as many as {' and '.join(map(repr, same))} have edges",
-                    remedy="Name it like them: 'pos_edge_weight' goes with 'pos_edge_index', an "
-                    "item of a dict with the item of the same key.",
-                )
+                expected=f"'{name}' to be named after the edges it belongs to",
+                found=f"{rows} rows; {' and '.join(map(repr, same))} have {rows} edges each",
+                remedy="Use the same prefix, as in 'pos_edge_weight' for 'pos_edge_index', or "
+                "the same key of a dict.",
             )
         return found[0]
 
@@ -69,30 +77,24 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
     found = named or shaped
     if not found and needs_edges:
         raise GraphError(
-            explain(
-                expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
-                "pipelined module",
-                found=", ".join(call.names) or "no tensor",
-                remedy="Pass the graph as 'edge_index' to its forward.",
-            )
+            expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
+            "pipelined module",
+            found=", ".join(call.names) or "no tensor",
+            remedy="Pass the edges to its forward as 'edge_index'.",
         )
     if len(found) > 1 and not named:
         raise UnsupportedError(
-            explain(
-                expected="to know which arguments of the pipelined module are edges",
-                found=", ".join(f"'{call.names[i]}'" for i in found),
-                remedy="Name it 'edge_index'; several edge sets over the same nodes "
-                "'..._edge_index', or put them into a dict 'edge_index_dict'.",
-            )
+            expected="names that show which arguments of the pipelined module are edges",
+            found=", ".join(f"'{call.names[i]}'" for i in found),
+            remedy="Name the edges 'edge_index'. Name several edge sets over the same nodes "
+            "'..._edge_index', or put them into a dict 'edge_index_dict'.",
         )
     for i in found:
         if len(found) > 1 and not _is_edges(call.leaves[i]):
             raise GraphError(
-                explain(
-                    expected=f"'{call.names[i]}' to hold integers in shape [2, num_edges]",
-                    found=f"{call.leaves[i].dtype} of shape {list(call.leaves[i].shape)}",
-                    remedy="Row 0 holds the sources of the edges, row 1 their targets.",
-                )
+                expected=f"'{call.names[i]}' to hold integers in shape [2, num_edges]",
+                found=f"{call.leaves[i].dtype} of shape {list(call.leaves[i].shape)}",
+                remedy="Row 0 holds the sources of the edges, row 1 their targets.",
             )
     edges = [call.leaves[i] for i in found]
     sizes = tuple(leaf.size(1) if leaf.dim() == 2 else -1 for leaf in edges)
@@ -102,11 +104,6 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
 def _is_edges(leaf: Tensor) -> bool:
     is_index = leaf.dtype in (torch.int64, torch.int32)
     return is_index and leaf.dim() == 2 and leaf.size(0) == 2
-
-
-def is_label_name(name: str) -> bool:
-    """Whether the name is for pairs of nodes to score, which are not edges."""
-    return name.rsplit(".", 1)[-1].startswith("edge_label")
 
 
 def _stem(name: str) -> str:
@@ -144,23 +141,15 @@ def classify_graph(call: Call) -> Inputs:
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
-        is_edge_name = edges.is_edge_name(name) and not is_label_name(name)
+        is_label = last_name(name).startswith("edge_label")  # pairs of nodes to score, not edges
+        is_edge_name = edges.is_edge_name(name) and not is_label
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)
-        elif rows in edges.sizes and (rows != num_nodes or is_edge_name):
+        elif is_edge_name or (rows in edges.sizes and rows != num_nodes):
             kind, number = Kind.EDGE, edges.owner(name, rows)
-        elif rows == num_nodes and not is_edge_name:
+        elif rows == num_nodes:
             kind = Kind.NODE
-        elif is_edge_name:
-            wanted = " or ".join(map(str, edges.sizes))
-            raise GraphError(
-                explain(
-                    expected=f"'{name}' to have one row for each of the {wanted} edges",
-                    found=f"shape {list(leaf.shape)}",
-                    remedy="Pass edge features in the order of 'edge_index'.",
-                )
-            )
         kinds.append(kind)
         numbers.append(number)
     return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
@@ -168,42 +157,31 @@ def classify_graph(call: Call) -> Inputs:
 
 def _count_nodes(call: Call, edges: EdgeSets) -> int:
     if call.num_nodes is not None:
-        _check_features(call, call.num_nodes)
-        return call.num_nodes
-    others = [
-        (name.rsplit(".", 1)[-1], leaf)
-        for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True))
-        if i not in edges.slots and leaf.dim() > 0 and not edges.is_edge_name(name)
-    ]
-    for name, leaf in others:
-        if name == "x":
-            return leaf.size(0)
-    for _, leaf in others:
-        if leaf.size(0) not in edges.sizes:
-            return leaf.size(0)
-    for _, leaf in others:
-        return leaf.size(0)
-    counted = None if call.batch_nodes is None else call.batch_nodes()
-    if counted is None:
-        raise GraphError(
-            explain(
-                expected="a tensor with one row a node among the arguments of the pipelined module",
-                found=", ".join(call.names),
-                remedy="Pass node features; for learned embeddings pass "
-                "torch.arange(num_nodes), and look them up with it.",
-            )
-        )
-    return counted
-
-
-def _check_features(call: Call, num_nodes: int) -> None:
-    for name, leaf in zip(call.names, call.leaves, strict=True):
-        if name.rsplit(".", 1)[-1] == "x" and leaf.size(0) != num_nodes:
-            raise GraphError(
-                explain(
-                    expected=f"'{name}' to have one row for each of the {num_nodes} nodes of the "
-                    "graph",
+        for name, leaf in zip(call.names, call.leaves, strict=True):
+            if last_name(name) == "x" and leaf.size(0) != call.num_nodes:
+                raise GraphError(
+                    expected=f"'{name}' to have one row for each of the {call.num_nodes} nodes of "
+                    "the graph",
                     found=f"{leaf.size(0)} rows",
                     remedy="Add the missing rows, or correct 'num_nodes'.",
                 )
-            )
+        return call.num_nodes
+    leaf_rows = [
+        (last_name(name), leaf.size(0))
+        for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True))
+        if i not in edges.slots and leaf.dim() > 0 and not edges.is_edge_name(name)
+    ]
+    likely = [rows for name, rows in leaf_rows if name == "x"]
+    likely += [rows for _, rows in leaf_rows if rows not in edges.sizes]
+    likely += [rows for _, rows in leaf_rows]
+    if likely:
+        return likely[0]
+    counted = None if call.batch_nodes is None else call.batch_nodes()
+    if counted is None:
+        raise GraphError(
+            expected="an argument of the pipelined module with one row per node",
+            found=", ".join(call.names),
+            remedy="Pass node features. For learned embeddings pass torch.arange(num_nodes), and "
+            "look them up with it.",
+        )
+    return counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.chunks.batch_inputs import BatchInputs
 from lightning_gnnpipe.chunks.chunk_run import (
     LayerNames,
     PassSpec,
@@ -19,9 +18,10 @@ from lightning_gnnpipe.chunks.costs import (
     measure_batch,
     measure_copies,
     measure_layers,
+    synchronize,
     work_of,
 )
-from lightning_gnnpipe.chunks.inputs import PlannedInputs
+from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import Step
 from lightning_gnnpipe.chunks.step_trace import (
     PipelineStats,
@@ -55,5 +55,6 @@ __all__ = [
     "peak_memory_bytes",
     "phases",
     "run_segments",
+    "synchronize",
     "work_of",
 ]

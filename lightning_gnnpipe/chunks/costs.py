@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.chunks.batch_inputs import BatchInputs
 from lightning_gnnpipe.chunks.chunk_run import run_segments
-from lightning_gnnpipe.chunks.inputs import PassInputs, PlannedInputs
+from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.zero_halo import ZeroHalo
-from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
+from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import (
@@ -32,7 +31,6 @@ from lightning_gnnpipe.stages import (
     undisturbed,
 )
 from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.types import ChunkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ _LONGEST_S = 0.3  # time for repeated runs of a chunk
 _MOST_ROWS = 2**17  # a table that exceeds all caches
 
 
-def work_of(chunk: ChunkView) -> int:
+def work_of(chunk: Chunk) -> int:
     """Return rows plus in-edges of a chunk, which its time is assumed to be proportional to."""
     return chunk.num_nodes + chunk.edge_end - chunk.edge_start
 
@@ -102,13 +100,14 @@ def measure_layers(
     histories: HistoryOptions,
 ) -> StepCosts:
     """Measure all layers, in a few runs over a few middle-sized chunks."""
-    context = MessageContext(ZeroHalo(plan, histories), plan)
+    store = ZeroHalo(plan, histories)
+    context = MessageContext(store, plan)
     context.leaves = inputs
     pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
     timed, again = _time(module, layers, pieces, inputs, context)
     is_cut = plan.num_chunks > 1
     costs = [
-        one.cost(is_cut * _history_bytes(context, segment), _pushed_row_bytes(context, segment))
+        one.cost(is_cut * store.history_bytes(segment.index), store.row_bytes(segment.index))
         for one, segment in zip(timed, layers.segments, strict=True)
     ]
     return StepCosts(tuple(costs), {name: one.cost() for name, one in again.items()})
@@ -223,12 +222,12 @@ def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.dev
     num_bytes = table[positions].nbytes
     times = []
     for _ in range(_MAX_TIMED):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         rows = table[positions]
         table[positions] = rows  # like a push of rows; the next line is like gradients
         table.index_add_(0, positions, table[positions])
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * num_bytes / min(times)
 
@@ -268,7 +267,7 @@ def _run(
         sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
         with counting_saved_bytes(tensors) as saved, _clocked(tensors, one, "forward_s"):
             run_segments((segment,), values, chunk, context)
-        one.saved_bytes += saved.num_bytes
+        one.saved_bytes += sum(saved)
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
         graphs.append((roots, sources))
@@ -286,37 +285,31 @@ def _run(
 def _clocked(tensors: Sequence[Tensor], one: _Timed, attribute: str) -> Iterator[None]:
     devices = {tensor.device for tensor in tensors}
     for device in devices:
-        _synchronize(device)
+        synchronize(device)
     start = time.perf_counter()
     yield
     for device in devices:
-        _synchronize(device)
+        synchronize(device)
     setattr(one, attribute, time.perf_counter() - start)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for the GPU `device`; None for the current GPU, if there is one."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-@dataclass(slots=True)
-class SavedBytes:
-    """Bytes that autograd has saved."""
-
-    num_bytes: int = 0
-
-
 @contextmanager
-def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[SavedBytes]:
-    """Count the bytes that autograd saves within the block, except those of `given`."""
+def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[list[int]]:
+    """Yield the bytes of each tensor that autograd saves within the block, except `given`."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
-    saved = SavedBytes()
+    saved: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and tensor.is_floating_point():
             seen.add(storage.data_ptr())
-            saved.num_bytes += tensor.numel() * tensor.element_size()
+            saved.append(tensor.numel() * tensor.element_size())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -327,19 +320,3 @@ def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
     known = layers.values.get(name)
     is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
     return tensor.detach().requires_grad_() if is_crossing else tensor
-
-
-def _history_bytes(context: MessageContext, segment: Segment) -> int:
-    """Return the bytes of a layer's histories and gradient buffers on the compute device."""
-    store = context.store
-    assert isinstance(store, ZeroHalo)
-    if not store.is_local:
-        return 0
-    kept = (store.table_bytes, store.grad_bytes)
-    return sum(n for part in kept for key, n in part.items() if key.segment == segment.index)
-
-
-def _pushed_row_bytes(context: MessageContext, segment: Segment) -> list[int]:
-    store = context.store
-    assert isinstance(store, ZeroHalo)
-    return [n for key, n in store.pushed_row_bytes.items() if key.segment == segment.index]

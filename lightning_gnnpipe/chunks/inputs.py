@@ -1,48 +1,74 @@
-"""The tensors of the batch in plan order, so that each chunk is a slice.
-
-They are permuted once, and the copy is cached while the user's batch holds the same tensor.
-"""
+"""The inputs of a pass: each chunk's or micro-batch's part of the leaves of the user's call."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.stages import Value
+from lightning_gnnpipe.calls import Call, GraphRows, Inputs, Kind
+from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
+from lightning_gnnpipe.stages import NUM_GRAPHS, Value
 
 
-class PassInputs(Protocol):
-    """The inputs of a pass by chunk of one graph, or by micro-batch."""
+class PassInputs(ABC):
+    """The inputs of a pass by chunk of one graph, or by micro-batch; and their gradients."""
+
+    def __init__(self) -> None:
+        self._call: Call | None = None
+        self._grads: dict[int, Tensor] = {}
 
     def slice(self, chunk: Any, names: Iterable[str]) -> dict[str, Any]:
         """Return the chunk's part of each leaf in `names`."""
-
-    def num_rows(self, chunk: Any, value: Value) -> int:
-        """Return the rows in `chunk` of a tensor like `value`."""
-
-    def num_places(self, value: Value) -> int:
-        """Return the rows in all chunks of a tensor like `value`."""
-
-    def places(self, chunk: Any, value: Value) -> Tensor:
-        """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
+        return {name: self._slice(chunk, name) for name in names}
 
     def add_grads(self, chunk: Any, leaves: dict[str, Any]) -> None:
         """Add the gradients of a chunk's leaves to the gradients of the whole leaves."""
+        for name, part in leaves.items():
+            if isinstance(part, Tensor) and part.grad is not None:
+                slot = _slot(name)
+                if slot not in self._grads:
+                    self._grads[slot] = torch.zeros_like(self._leaf(slot))
+                self._add(self._grads[slot], slot, chunk, part.grad)
 
     def take_grad(self, slot: int) -> Tensor:
         """Return the gradient of leaf number `slot`; zeros if this stage does not read it."""
+        grad = self._grads.get(slot)
+        return torch.zeros_like(self._leaf(slot)) if grad is None else grad
 
+    def release(self) -> None:
+        """Drop the gradients."""
+        self._grads.clear()
+
+    @abstractmethod
+    def num_rows(self, chunk: Any, value: Value) -> int:
+        """Return the rows in `chunk` of a tensor like `value`."""
+
+    @abstractmethod
+    def num_places(self, value: Value) -> int:
+        """Return the rows in all chunks of a tensor like `value`."""
+
+    @abstractmethod
+    def places(self, chunk: Any, value: Value) -> Tensor:
+        """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
+
+    @abstractmethod
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
 
-    def release(self) -> None:
-        """Drop the call and its gradients."""
+    @abstractmethod
+    def _slice(self, chunk: Any, name: str) -> Any: ...
+
+    @abstractmethod
+    def _add(self, total: Tensor, slot: int, chunk: Any, grad: Tensor) -> None: ...
+
+    def _leaf(self, slot: int) -> Tensor:
+        assert self._call is not None
+        return self._call.leaves[slot]
 
 
 @dataclass(slots=True)
@@ -51,17 +77,19 @@ class _Cached:
     permuted: Tensor
 
 
-class PlannedInputs:
-    """The leaves of a call in the order of a plan; see `PassInputs`."""
+class PlannedInputs(PassInputs):
+    """The leaves of a call in the order of a plan, so that each chunk is a slice.
+
+    They are permuted once. The copy is cached while the user's batch holds the same tensor.
+    """
 
     def __init__(self, plan: ChunkPlan) -> None:
+        super().__init__()
         self._plan = plan
         self._cache: dict[str, _Cached] = {}
-        self._call: Call | None = None
         self._numbers: Sequence[int | None] = ()
         self._kinds: tuple[Kind, ...] = ()
         self._sets: tuple[int, ...] = ()
-        self._grads: dict[str, Tensor] = {}
 
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
         """Use the tensors of `call` in the coming pass.
@@ -75,11 +103,8 @@ class PlannedInputs:
 
     def release(self) -> None:
         """Drop the call and its gradients; the permuted copies stay."""
+        super().release()
         self._call = None
-        self._grads.clear()
-
-    def slice(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._slice(chunk, name) for name in names}
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return a leaf of the edges of all shards; see `passing.EdgeLeaves`."""
@@ -116,25 +141,14 @@ class PlannedInputs:
         """Return the nodes of `chunk`, `[num_rows]`: outputs have one row per node."""
         return self._plan.perm[chunk.start : chunk.end]
 
-    def add_grads(self, chunk: Chunk, leaves: dict[str, Tensor]) -> None:
-        for name, leaf in leaves.items():
-            if leaf.grad is None:
-                continue
-            slot = _slot(name)
-            if name not in self._grads:
-                self._grads[name] = torch.zeros_like(self._leaf(slot))
-            total = self._grads[name]
-            if self._kinds[slot] is Kind.NODE:
-                total[self._plan.perm[chunk.start : chunk.end]] += leaf.grad
-            elif self._kinds[slot] is Kind.EDGE:
-                edges, part = self._edges(chunk, self._sets[slot])
-                total[edges.edge_perm[part.edge_start : part.edge_end]] += leaf.grad
-            else:
-                total += leaf.grad
-
-    def take_grad(self, slot: int) -> Tensor:
-        grad = self._grads.get(f"leaf_{slot}")
-        return torch.zeros_like(self._leaf(slot)) if grad is None else grad
+    def _add(self, total: Tensor, slot: int, chunk: Chunk, grad: Tensor) -> None:
+        if self._kinds[slot] is Kind.NODE:
+            total[self._plan.perm[chunk.start : chunk.end]] += grad
+        elif self._kinds[slot] is Kind.EDGE:
+            edges, part = self._edges(chunk, self._sets[slot])
+            total[edges.edge_perm[part.edge_start : part.edge_end]] += grad
+        else:
+            total += grad
 
     def _slice(self, chunk: Chunk, name: str) -> Tensor:
         slot = _slot(name)
@@ -166,9 +180,50 @@ class PlannedInputs:
                 cached = self._cache[name] = _Cached(number, leaf.detach()[order])
         return cached.permuted
 
-    def _leaf(self, slot: int) -> Tensor:
-        assert self._call is not None
-        return self._call.leaves[slot]
+
+class BatchInputs(PassInputs):
+    """The leaves of a call on a batch of graphs; nodes and graphs of a micro-batch count from 0."""
+
+    def __init__(self, call: Call, inputs: Inputs, plan: BatchPlan) -> None:
+        super().__init__()
+        assert inputs.graphs is not None
+        self._call, self._graphs, self._plan = call, inputs.graphs, plan
+        self._rows = GraphRows(inputs.graphs, plan.order)
+
+    def num_rows(self, chunk: MicroBatch, value: Value) -> int:
+        first, end = self._rows.span(value.kind, value.edge_set, chunk.span)
+        return end - first
+
+    def num_places(self, value: Value) -> int:
+        first, end = self._rows.span(value.kind, value.edge_set, (0, len(self._plan.order)))
+        return end - first
+
+    def places(self, chunk: MicroBatch, value: Value) -> Tensor:
+        return self._places(chunk, value.kind, value.edge_set)
+
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
+        """Return None: layers run on whole graphs, and read no edges of other chunks."""
+
+    def _slice(self, chunk: MicroBatch, name: str) -> Any:
+        if name == NUM_GRAPHS:
+            return chunk.end - chunk.start
+        slot = _slot(name)
+        leaf = self._leaf(slot)
+        part = self._rows.take(leaf.detach(), self._graphs.leaves[slot], chunk.span)
+        if part.is_inference() and torch.is_grad_enabled():
+            part = part.clone()
+        return part.requires_grad_() if leaf.requires_grad else part
+
+    def _add(self, total: Tensor, slot: int, chunk: MicroBatch, grad: Tensor) -> None:
+        how = self._graphs.leaves[slot]
+        if how.kind is Kind.WHOLE:
+            total += grad
+        else:
+            total.index_add_(how.dim, self._places(chunk, how.kind, how.number), grad)
+
+    def _places(self, chunk: MicroBatch, kind: Kind, number: int) -> Tensor:
+        first, end = self._rows.span(kind, number, chunk.span)
+        return self._rows.places(kind, number)[first:end]
 
 
 def _slot(name: str) -> int:

@@ -19,14 +19,15 @@ from torch import Tensor
 from lightning_gnnpipe.chunks.chunk_run import PassSpec, Piece, run_recomputed, run_segments
 from lightning_gnnpipe.chunks.step_trace import Recorder
 from lightning_gnnpipe.comm import Label
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.schedule import Action, Arrived, Op
 from lightning_gnnpipe.stages import Stage, Value
+from lightning_gnnpipe.types import TrafficKind
 
 _NOTHING: Arrived = {}
 
+# From a chunk, and the outputs in the user's order, to the gradients of the chunk's rows.
 GradsOf = Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
-"""From a chunk, and the outputs in the user's order, to the gradients of the chunk's rows."""
 
 
 @dataclass(slots=True)
@@ -57,10 +58,21 @@ class Step:
             for value in parts.outputs
         ]
 
-    def forward(self, actions: Sequence[Action]) -> list[Tensor]:
-        """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""
-        self.run(actions)
+    def forward(
+        self,
+        actions: Sequence[Action],
+        arrived: Arrived = _NOTHING,
+        grads_of: GradsOf | None = None,
+    ) -> list[Tensor]:
+        """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order.
+
+        With interleaved backwards, `grads_of` is called when the outputs of a chunk are computed.
+        For `arrived` see `run`.
+        """
+        self._grads_of = grads_of
+        self.run(actions, arrived)
         self.parts.transport.flush()
+        self._grads_of = None
         return self.collect()
 
     def collect(self) -> list[Tensor]:
@@ -69,19 +81,6 @@ class Step:
         for output in outputs:
             self._share(output)
         return outputs
-
-    def alternate(
-        self, actions: Sequence[Action], arrived: Arrived, grads_of: GradsOf
-    ) -> list[Tensor]:
-        """Run forwards and backwards interleaved; return the outputs as `forward` does.
-
-        `grads_of` is called when the outputs of a chunk are computed. For `arrived` see `run`.
-        """
-        self._grads_of = grads_of
-        self.run(actions, arrived)
-        self.parts.transport.flush()
-        self._grads_of = None
-        return self.collect()
 
     def backward(
         self,
@@ -167,20 +166,18 @@ class Step:
             del self._chunks[stage.index, chunk.index]
 
     def _receive_forward(self, stage: Stage, chunk: Piece) -> None:
-        buffers = [self._buffer(chunk, stage.values[name]) for name in stage.received]
-        label = Label("forward", chunk.index, stage.index - 1)
-        self._post(stage.index - 1, label, buffers)
+        values = [stage.values[name] for name in stage.received]
+        self._receive("forward", chunk, stage.index - 1, values)
 
     def _send_forward(self, stage: Stage, chunk: Piece) -> None:
         sent = self._chunks[stage.index, chunk.index].sent
-        self._send(stage.index + 1, Label("forward", chunk.index, stage.index), sent)
+        self._send("forward", chunk, stage, stage.index + 1, sent)
         if not self.parts.is_training:
             del self._chunks[stage.index, chunk.index]
 
     def _receive_backward(self, stage: Stage, chunk: Piece) -> None:
-        known = _sent_values(stage)
-        buffers = [self._buffer(chunk, value) for value in known if value.requires_grad]
-        self._post(stage.index + 1, Label("backward", chunk.index, stage.index + 1), buffers)
+        values = [value for value in _sent_values(stage) if value.requires_grad]
+        self._receive("backward", chunk, stage.index + 1, values)
 
     def _send_backward(self, stage: Stage, chunk: Piece) -> None:
         state = self._chunks.pop((stage.index, chunk.index))
@@ -189,17 +186,25 @@ class Step:
             for tensor in state.received
             if tensor.requires_grad
         ]
-        self._send(stage.index - 1, Label("backward", chunk.index, stage.index), grads)
+        self._send("backward", chunk, stage, stage.index - 1, grads)
 
-    def _post(self, stage: int, label: Label, buffers: Sequence[Tensor]) -> None:
-        parts = self.parts
-        parts.transport.post_receive(
-            self._rank_of(stage), label, buffers, parts.codecs.of(label.kind)
-        )
+    def _receive(
+        self, kind: TrafficKind, chunk: Piece, source: int, values: Sequence[Value]
+    ) -> None:
+        """Start to receive a chunk's rows of `values` from the stage `source`."""
+        buffers = [
+            torch.empty(self._shape(chunk, value), dtype=value.dtype, device=self._device)
+            for value in values
+        ]
+        label, codec = Label(kind, chunk.index, source), self.parts.codecs.of(kind)
+        self.parts.transport.post_receive(self._rank_of(source), label, buffers, codec)
 
-    def _send(self, stage: int, label: Label, tensors: Sequence[Tensor]) -> None:
-        parts = self.parts
-        parts.transport.send(self._rank_of(stage), label, tensors, parts.codecs.of(label.kind))
+    def _send(
+        self, kind: TrafficKind, chunk: Piece, stage: Stage, target: int, tensors: Sequence[Tensor]
+    ) -> None:
+        """Start to send `tensors` to the stage `target`."""
+        label, codec = Label(kind, chunk.index, stage.index), self.parts.codecs.of(kind)
+        self.parts.transport.send(self._rank_of(target), label, tensors, codec)
 
     def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
         parts = self.parts
@@ -225,23 +230,20 @@ class Step:
         """Return the rank that holds a stage: stages are assigned round-robin."""
         return self._mesh.rank_of(stage % self._mesh.num_stages)
 
-    def _buffer(self, chunk: Piece, value: Value) -> Tensor:
-        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
-        return torch.empty(shape, dtype=value.dtype, device=self._device)
+    def _shape(self, chunk: Piece, value: Value) -> tuple[int, ...]:
+        return self.parts.inputs.num_rows(chunk, value), *value.row_shape
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
         """Raise unless `part` has the shape that the next stage, or the user, expects."""
-        shape = (self.parts.inputs.num_rows(chunk, value), *value.row_shape)
+        shape = self._shape(chunk, value)
         if part.shape != shape:
             raise UnsupportedError(
-                explain(
-                    expected=f"a tensor with one row a {value.kind.value} to have shape "
-                    f"{list(shape)} in chunk {chunk.index}",
-                    found=str(list(part.shape)),
-                    remedy="Shapes of rows must be the same in every batch, and rows of nodes, "
-                    "edges or graphs as many as there are: give pooling their number "
-                    "(size=data.num_graphs).",
-                )
+                expected=f"a tensor with one row per {value.kind.value} of shape "
+                f"{list(shape)} in chunk {chunk.index}",
+                found=f"shape {list(part.shape)}",
+                remedy="The shape of a row must be the same in every batch. If the model "
+                "pools over graphs, give the pooling layer their number: "
+                "size=data.num_graphs.",
             )
 
 
@@ -255,10 +257,10 @@ def _label(send: Action) -> Label:
 
 
 _METHODS: dict[Op, Callable[[Step, Stage, Piece], None]] = {
-    Op.F: lambda step, *what: step._forward(*what),
-    Op.B: lambda step, *what: step._backward(*what),
-    Op.SEND_F: lambda step, *what: step._send_forward(*what),
-    Op.RECV_F: lambda step, *what: step._receive_forward(*what),
-    Op.SEND_B: lambda step, *what: step._send_backward(*what),
-    Op.RECV_B: lambda step, *what: step._receive_backward(*what),
+    Op.F: Step._forward,
+    Op.B: Step._backward,
+    Op.SEND_F: Step._send_forward,
+    Op.RECV_F: Step._receive_forward,
+    Op.SEND_B: Step._send_backward,
+    Op.RECV_B: Step._receive_backward,
 }

@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # lets configs name its classes without the package
-from lightning_gnnpipe.cli.cli_parser import TransparentErrorParser, raising
-from lightning_gnnpipe.errors import ConfigError, GNNPipeError, explain
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.user_code import is_silent
@@ -54,10 +56,10 @@ class PlanningTrainer(pl.Trainer):
             model: The module to train.
             datamodule: Its data.
             link_gbit: Link speed of each device, in Gbit/s each way; default 10.
-            message_us: Microseconds of a message of any size; default: gloo's while all cores
-                compute.
+            message_us: Microseconds per message of any size; default: as measured for gloo while
+                all cores compute.
             memory_gib: Memory of a device, in GiB, that a layout must fit into; default: no limit.
-            num_devices: Plan the best layout of so many devices, whatever the Trainer has.
+            num_devices: Plan the best layout of this many devices, instead of the Trainer's.
 
         Raises:
             ConfigError: If there are no data, or the strategy is not `GNNPipeStrategy`.
@@ -70,19 +72,15 @@ class PlanningTrainer(pl.Trainer):
         strategy = self.strategy
         if not isinstance(strategy, GNNPipeStrategy):
             raise ConfigError(
-                explain(
-                    expected="'trainer.strategy' to be GNNPipeStrategy",
-                    found=type(strategy).__name__,
-                    remedy="Leave it out, or give it as class_path and init_args.",
-                )
+                expected="'trainer.strategy' to be GNNPipeStrategy",
+                found=type(strategy).__name__,
+                remedy="Leave it out of the config, or set class_path: GNNPipeStrategy.",
             )
         if datamodule is None:
             raise ConfigError(
-                explain(
-                    expected="'data' to name a LightningDataModule",
-                    found="none",
-                    remedy="FullGraphDataModule serves a graph or a data set.",
-                )
+                expected="'data' to name a LightningDataModule",
+                found="none",
+                remedy="For a graph or a data set, use FullGraphDataModule.",
             )
         num_stages = num_shards = None
         if num_devices is None:
@@ -98,6 +96,57 @@ class PlanningTrainer(pl.Trainer):
             memory_gib=memory_gib,
         )
         print_plan(plan, Console())
+
+
+class _Raised(BaseException):
+    """Carries an error past `except Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+class TransparentErrorParser(LightningArgumentParser):
+    """Within `raising`, passes on errors of the classes it builds; prints its own without usage.
+
+    jsonargparse joins the errors of all members of a union into one `ValueError`, which hides
+    whether an option was refused or had a wrong type.
+    """
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print `message` without the usage page, and exit with status 2."""
+        is_command = " [options]" in self.prog
+        name = self.prog.replace(" [options]", "")
+        listed = f"{name} --help" if is_command else f"{name} COMMAND --help"
+        self.exit(2, f"{name}: {message}\nAll options: {listed}\n")
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Register `instantiator` for a class; its errors pass through jsonargparse."""
+
+        @wraps(instantiator)  # jsonargparse reads the signature
+        def build(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return instantiator(*args, **kwargs)
+            except Exception as error:
+                raise _Raised(error) from None
+
+        with warnings.catch_warnings():  # Lightning uses a function that is deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            super().add_instantiator(build, *args, **kwargs)
+
+
+@contextmanager
+def raising(parser: TransparentErrorParser) -> Iterator[None]:
+    """Raise, unchanged, errors of classes that `parser` builds in the block."""
+    parser.add_instantiator(_build, object, subclasses=True)
+    try:
+        yield
+    except _Raised as raised:
+        raise raised.error from None
+
+
+def _build(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)
 
 
 class GNNPipeCLI(LightningCLI):
@@ -196,11 +245,9 @@ def _expect_packages() -> None:
     for requirement in REQUIREMENTS:
         if not RequirementCache(requirement):
             raise ConfigError(
-                explain(
-                    expected=f"the package '{requirement}' to be installed",
-                    found="no such package",
-                    remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
-                )
+                expected=f"the package '{requirement}' to be installed",
+                found="no such package",
+                remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
             )
 
 

@@ -41,14 +41,13 @@ def _model_table(plan: PipelinePlan) -> Table:
 
 def _graph_table(plan: PipelinePlan) -> Table:
     table = Table(title=f"Graph: {plan.num_nodes:,} nodes, {plan.num_edges:,} edges")
-    for name in (f"{len(plan.chunk_rows)} chunks", "least", "most", "sum"):
-        table.add_column(
-            name, justify="right" if name != f"{len(plan.chunk_rows)} chunks" else "left"
-        )
+    table.add_column(f"{len(plan.chunk_rows)} chunks")
+    for name in ("fewest", "most", "sum"):
+        table.add_column(name, justify="right")
     for name, counts in (
         ("nodes", plan.chunk_rows),
         ("edges", plan.chunk_edges),
-        ("nodes read of others", plan.halo_rows),
+        ("halo nodes", plan.halo_rows),
     ):
         table.add_row(name, f"{min(counts):,}", f"{max(counts):,}", f"{sum(counts):,}")
     table.add_row("edges between chunks", "", "", f"{100 * plan.edge_cut_frac:.1f} %")
@@ -58,8 +57,8 @@ def _graph_table(plan: PipelinePlan) -> Table:
 def _step_table(plan: PipelinePlan) -> Table:
     """Make one row a layout; the layout of the plan is bold, the best has a star."""
     table = Table(
-        title=f"A training step, links of {plan.link_gbit_per_s:g} Gbit/s and {plan.message_us:g} "
-        "us a message",
+        title=f"A training step, with links of {plan.link_gbit_per_s:g} Gbit/s and "
+        f"{plan.message_us:g} us per message",
         caption=f"* best for {math.prod(plan.layout)} devices: {plan.best.options}",
     )
     for name in ("stages x shards", "", "seconds", "bytes", "idle", "memory [MiB]"):
@@ -76,7 +75,7 @@ def _step_table(plan: PipelinePlan) -> Table:
             f"{one.step_s:.3f}",
             f"{one.step_bytes:,}",
             f"{100 * one.bubble_frac:.1f} %",
-            f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " too much"),
+            f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " (too much)"),
             style="bold" if is_own else None,
         )
     return table
@@ -85,4 +84,4 @@ def _step_table(plan: PipelinePlan) -> Table:
 def _kind_of(layout: LayoutForecast) -> str:
     if layout.num_shards == 1:
         return "pipeline" if layout.num_stages > 1 else "chunks"
-    return "graph parallel" if layout.num_stages == 1 else "both"
+    return "graph parallel" if layout.num_stages == 1 else "pipeline + graph parallel"

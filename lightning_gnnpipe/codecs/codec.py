@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs.low_bit import LowBitCodec
 from lightning_gnnpipe.codecs.payload import Codec
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.removed import advice_on
 from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_codecs
 
@@ -32,7 +32,7 @@ class CastCodec(Codec):
 
 EXACT: CodecName = "fp32"
 _CODECS: dict[str, Callable[[], Codec]] = {
-    "fp32": lambda: Codec("fp32"),
+    "fp32": Codec,
     "bf16": lambda: CastCodec("bf16"),
     "int8": lambda: LowBitCodec(8),
     "int1": lambda: LowBitCodec(1),
@@ -73,12 +73,9 @@ def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, C
     """Return the codec names of rows and gradients; a ConfigError calls the option `what`."""
     if not names_codecs(option):
         raise ConfigError(
-            explain(
-                expected=f"{what} to be one of {', '.join(_CODECS)}, or two of them",
-                found=repr(option),
-                remedy=advice_on(option)
-                or "Name one for rows and their gradients, or one for each.",
-            )
+            expected=f"{what} to be one of {', '.join(_CODECS)}, or a pair of them",
+            found=repr(option),
+            remedy=advice_on(option) or "A pair holds the codec of rows and that of gradients.",
         )
     rows, grads = (option, option) if isinstance(option, str) else option
     return rows, grads

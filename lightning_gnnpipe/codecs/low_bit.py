@@ -73,7 +73,7 @@ def _draw(count: int, generator: torch.Generator) -> Tensor:
 _FACTOR = sum(1 << (56 - 7 * place) for place in range(8))
 
 
-def pack_bits(integers: Tensor, out: Tensor) -> None:
+def _pack_bits(integers: Tensor, out: Tensor) -> None:
     """Pack `integers` into `out`, uint8, eight per byte, padded with 0.
 
     `integers`: int32, 0 or 1 in the lower 8 bits; higher bits are ignored.
@@ -86,13 +86,13 @@ def pack_bits(integers: Tensor, out: Tensor) -> None:
     out.copy_(words.mul_(_FACTOR).bitwise_right_shift_(56))
 
 
-def unpack_bits(packed: Tensor, table: Tensor, out: Tensor) -> None:
-    """Undo `pack_bits`. `table`: `unpack_table()`. `out`: `[num_bits]`, any dtype."""
+def _unpack_bits(packed: Tensor, table: Tensor, out: Tensor) -> None:
+    """Undo `_pack_bits`. `table`: `_unpack_table()`. `out`: `[num_bits]`, any dtype."""
     bits = table.index_select(0, packed.to(torch.int32)).view(torch.uint8)
     out.copy_(bits[: out.numel()])
 
 
-def unpack_table() -> Tensor:
+def _unpack_table() -> Tensor:
     """Return `[256]` int64: the bits of each byte, one per byte of the integer."""
     places = torch.arange(8, device="cpu")
     bits = (torch.arange(256, device="cpu")[:, None] >> places) & 1
@@ -103,28 +103,28 @@ BLOCK_CPU = 2**16  # values per block: all its buffers fit into a cache of 1 MiB
 _BLOCK_GPU = 2**24
 
 
-def count_rows(shape: Sequence[int]) -> int:
+def _count_rows(shape: Sequence[int]) -> int:
     """Return the rows of a tensor: its first dimension, or 1 for a scalar."""
     return shape[0] if shape else 1
 
 
-def ceil_div(count: int, by: int) -> int:
+def _ceil_div(count: int, by: int) -> int:
     """Return `count / by`, rounded up."""
     return -(-count // by)
 
 
-def rows_per_block(rows: Tensor) -> int:
+def _rows_per_block(rows: Tensor) -> int:
     """Return the rows per block: all, or a multiple of 8, whose codes fill bytes."""
     num_values = BLOCK_CPU if rows.device.type == "cpu" else _BLOCK_GPU
     return min(rows.size(0), max(8, num_values // rows.size(1) // 8 * 8))
 
 
-def split_blocks(
+def _split_blocks(
     rows: Tensor, by_row: Sequence[Tensor], packed: Tensor, num_bits: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of `rows`, of each tensor in `by_row`, and of `packed` (`num_bits` per code)."""
-    block = rows_per_block(rows)
-    num_bytes = ceil_div(block * rows.size(1) * num_bits, 8)
+    block = _rows_per_block(rows)
+    num_bytes = _ceil_div(block * rows.size(1) * num_bits, 8)
     parts = [torch.split(tensor, block) for tensor in (rows, *by_row)]
     return zip(*parts, torch.split(packed, num_bytes), strict=True)
 
@@ -143,13 +143,13 @@ class LowBitCodec(Codec):
         super().__init__(f"int{num_bits}")
         self.num_bits = num_bits
         self.num_steps = 2**num_bits - 1
-        self._table = unpack_table() if num_bits == 1 else None
+        self._table = _unpack_table() if num_bits == 1 else None
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return 4 * count_rows(shape) + ceil_div(prod(shape) * self.num_bits, 8)
+        return 4 * _count_rows(shape) + _ceil_div(prod(shape) * self.num_bits, 8)
 
     def _encode(self, tensor: Tensor, seed: int) -> Tensor:
-        rows = tensor.reshape(count_rows(tensor.shape), -1)
+        rows = tensor.reshape(_count_rows(tensor.shape), -1)
         num_bytes = self._coded_bytes(tensor.shape, tensor.dtype)
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         ends, packed = _split(payload, rows.size(0), rows.dtype)
@@ -157,11 +157,11 @@ class LowBitCodec(Codec):
         ends[1].copy_(_round_outwards(rows.amax(1), inf))
         low, length = _span(ends)
         num_rows, num_channels = rows.shape
-        block = rows_per_block(rows)
+        block = _rows_per_block(rows)
         dither = Dither(num_rows, (block, num_channels), seed, rows.device)
         values = torch.empty(block, num_channels, dtype=torch.float32, device=rows.device)
         by_row = low, self.num_steps * _MARGIN / length
-        blocks = split_blocks(rows, by_row, packed, self.num_bits)
+        blocks = _split_blocks(rows, by_row, packed, self.num_bits)
         for index, (part, start, scale, out) in enumerate(blocks):
             steps = values[: part.size(0)]
             torch.sub(part.to(torch.float32), start, out=steps)
@@ -169,7 +169,7 @@ class LowBitCodec(Codec):
             floors = steps.view(torch.int32)  # in place, to use less of the cache
             floors.copy_(steps)  # floor, since no value is negative
             if self.num_bits == 1:
-                pack_bits(floors.view(-1), out)
+                _pack_bits(floors.view(-1), out)
             else:
                 out.copy_(floors.view(-1))
         return payload
@@ -179,22 +179,19 @@ class LowBitCodec(Codec):
         values = (
             out if is_direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         )
-        self._decode_rows(payload, values.view(count_rows(out.shape), -1), out.dtype)
-        if not is_direct:
-            out.copy_(values)
-
-    def _decode_rows(self, payload: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-        """Decode into `rows`, `[num_rows, num_channels]`, float32; `dtype` is the tensor's."""
-        ends, packed = _split(payload, rows.size(0), dtype)
+        rows = values.view(_count_rows(out.shape), -1)
+        ends, packed = _split(payload, rows.size(0), out.dtype)
         low, length = _span(ends)
         table = None if self._table is None else self._table.to(rows.device)
         by_row = low, length / self.num_steps
-        for part, start, step, source in split_blocks(rows, by_row, packed, self.num_bits):
+        for part, start, step, source in _split_blocks(rows, by_row, packed, self.num_bits):
             if table is None:
                 part.view(-1).copy_(source)
             else:
-                unpack_bits(source, table, part.view(-1))
+                _unpack_bits(source, table, part.view(-1))
             part.mul_(step).add_(start)
+        if not is_direct:
+            out.copy_(values)
 
 
 def _split(payload: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

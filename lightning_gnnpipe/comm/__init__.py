@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.comm.collectives import UNKNOWN_BYTES, Collectives, cause_of, is_lost
+from lightning_gnnpipe.comm.collectives import (
+    UNKNOWN_BYTES,
+    Collectives,
+    Meter,
+    cause_of,
+    is_lost,
+)
 from lightning_gnnpipe.comm.groups import (
     GPU_BACKEND,
     abandon_groups,
@@ -12,9 +18,7 @@ from lightning_gnnpipe.comm.groups import (
     restart_store,
 )
 from lightning_gnnpipe.comm.mesh import Members, Mesh, World
-from lightning_gnnpipe.comm.meter import Meter
-from lightning_gnnpipe.comm.sums import share_tensors, sum_along_pipe
-from lightning_gnnpipe.comm.transport import Exchange, Label, Transport
+from lightning_gnnpipe.comm.transport import Exchange, Label, Transport, sum_along_pipe
 
 __all__ = [
     "GPU_BACKEND",
@@ -34,6 +38,5 @@ __all__ = [
     "first_rank_tells",
     "is_lost",
     "restart_store",
-    "share_tensors",
     "sum_along_pipe",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.comm.mesh import Members, World
-from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.comm.watch import Watch, differ
 from lightning_gnnpipe.errors import GNNPipeError, PeerError
 from lightning_gnnpipe.types import TrafficKind
@@ -25,7 +25,44 @@ T = TypeVar("T")
 
 _NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting; fixed, since gloo cannot match different sizes
 UNKNOWN_BYTES = 1 << 40  # for messages of unknown size: `Watch` allows hours
-_LOST = re.compile(r"gloo|NCCL|[Cc]onnect|[Tt]im(ed|e) ?out|[Ss]ocket|Broken pipe")
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe")
+
+
+class Meter:
+    """Bytes received since the last reset, by kind; `control` is all but the payload of steps."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def count(self, kind: TrafficKind, *tensors: Tensor) -> None:
+        """Add the bytes of `tensors` to `kind`."""
+        self.count_bytes(kind, sum(tensor.nbytes for tensor in tensors))
+
+    def count_bytes(self, kind: TrafficKind, num_bytes: int) -> None:
+        """Add `num_bytes` to `kind`."""
+        self._bytes[kind] += num_bytes
+
+    def recount(self, kind: TrafficKind, other: TrafficKind, num_bytes: int) -> None:
+        """Move `num_bytes` from `kind` to `other`."""
+        self._bytes[kind] -= num_bytes
+        self._bytes[other] += num_bytes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing within the block."""
+        before = self._bytes.copy()
+        try:
+            yield
+        finally:
+            self._bytes = before
+
+    def read(self) -> dict[str, int]:
+        """Return bytes by kind."""
+        return dict(self._bytes)
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self._bytes.clear()
 
 
 class Collectives:
@@ -65,8 +102,13 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the ranks, in place."""
-        if self.has_others:
-            self._sum(tensor, kind, self.members.group)
+        if not self.has_others:
+            return
+        payload = self._on_wire(tensor)
+        with self.explained(f"sum {kind} data over ranks", payload.nbytes):
+            dist.all_reduce(payload, group=self.members.group)
+        bring(payload, tensor)
+        self._count_sum(tensor.nbytes, kind, self.members.group)
 
     def meet(self, what: str, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Wait for all ranks and return the numbers of each; raise if `what` differs between ranks.
@@ -122,11 +164,11 @@ class Collectives:
             except Exception as found:
                 error = found
         shared = error if isinstance(error, GNNPipeError) else cause_of(error)
-        result, told = self.broadcast_object((result, shared))
-        if error is None and isinstance(told, str):
-            raise PeerError(f"Rank {self.members.ranks[0]} failed: {told}")
-        if error is not None or isinstance(told, Exception):
-            raise cast(Exception, error or told)
+        result, first = self.broadcast_object((result, shared))
+        if error is None and isinstance(first, str):
+            raise PeerError(f"Rank {self.members.ranks[0]} failed: {first}")
+        if error is not None or isinstance(first, Exception):
+            raise cast(Exception, error or first)
         return cast(T, result)
 
     def all_gather_objects(self, value: T) -> list[T]:
@@ -151,7 +193,7 @@ class Collectives:
         if chosen is None and not self.has_others:
             return cast(T, tensor)
         sent = tensor.to(self.world.wire_device)
-        with self.explained("put a tensor together with other ranks", sent.nbytes):
+        with self.explained("reduce or gather a tensor", sent.nbytes):
             found: Any = work(sent, chosen)
         if isinstance(found, Tensor):
             return cast(T, found.to(tensor.device))
@@ -160,13 +202,6 @@ class Collectives:
     def _on_wire(self, tensor: Tensor) -> Tensor:
         """Return `tensor` contiguous on the wire device, copied only if necessary."""
         return tensor.detach().to(self.world.wire_device).contiguous()
-
-    def _sum(self, tensor: Tensor, kind: TrafficKind, group: dist.ProcessGroup | None) -> None:
-        payload = self._on_wire(tensor)
-        with self.explained(f"sum {kind} data over ranks", payload.nbytes):
-            dist.all_reduce(payload, group=group)
-        bring(payload, tensor)
-        self._count_sum(tensor.nbytes, kind, group)
 
     def _count_sum(
         self, num_bytes: int, kind: TrafficKind, group: dist.ProcessGroup | None
@@ -192,10 +227,11 @@ class Collectives:
                 if cause is not None:
                     raise cause from None
                 raise PeerError(
-                    f"Rank {self.world.rank} could not {what}: another rank has failed, or did not "
-                    f"answer within {self.world.timeout.total_seconds():.0f} s. The first error "
-                    "that a rank printed is the cause. If all ranks are alive and slow, give "
-                    f"GNNPipeStrategy a longer timeout. ({type(error).__name__}: {error})"
+                    f"Rank {self.world.rank} could not {what}: another rank failed, or did not "
+                    f"answer within {self.world.timeout.total_seconds():.0f} s. Look for the "
+                    "first error that any rank printed. If there is none and all ranks are slow, "
+                    "set GNNPipeStrategy(timeout=...). "
+                    f"({type(error).__name__}: {error})"
                 ) from error
 
 

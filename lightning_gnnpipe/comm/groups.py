@@ -35,8 +35,9 @@ _made: list[ref[ProcessGroup]] = []  # the default group, if the package created
 def end_groups_at_exit(*, is_new: bool) -> None:
     """Destroy process groups at exit if the package created the default group, now or before."""
     if is_new:
-        _made[:] = [ref(_world())]
-    if any(one() is _world() for one in _made):
+        assert dist.group.WORLD is not None
+        _made[:] = [ref(dist.group.WORLD)]
+    if _is_ours():
         atexit.unregister(_end_groups)
         atexit.register(_end_groups)
 
@@ -63,14 +64,13 @@ def first_rank_tells(error: str, rank: int, *, is_peers: bool) -> bool:
 
 
 def _end_groups() -> None:
-    if dist.is_initialized() and any(one() is _world() for one in _made):
+    if dist.is_initialized() and _is_ours():
         dist.destroy_process_group()
 
 
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
+def _is_ours() -> bool:
+    """Whether the package created the default group."""
+    return any(one() is dist.group.WORLD for one in _made)
 
 
 def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
@@ -104,9 +104,9 @@ def choose_wire(device: torch.device, backend: str) -> torch.device:
     if not shared:
         return device
     Fallbacks(log, is_quiet=dist.get_rank() != 0).tell(
-        f"Ranks {' and '.join(map(str, shared))} are on one GPU, which NCCL refuses",
-        origin="messages by NCCL",
-        to="messages by gloo, through the CPU",
+        f"Ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not support",
+        origin="NCCL",
+        to="gloo, which sends messages through the CPU",
     )
     return torch.device("cpu")
 

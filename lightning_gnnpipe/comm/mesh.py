@@ -53,11 +53,6 @@ class World:
         """Ranks of one replica."""
         return self.size // self.num_replicas
 
-    @property
-    def replica(self) -> int:
-        """This rank's replica, from 0."""
-        return self.rank // self.replica_size
-
 
 @dataclass(frozen=True, slots=True)
 class Members:

@@ -7,18 +7,18 @@ for at the end of a phase, or once they are known to have arrived; tensors stay 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import Codec, Parcel
-from lightning_gnnpipe.comm.collectives import Collectives, bring
+from lightning_gnnpipe.comm.collectives import Collectives, Meter, bring
 from lightning_gnnpipe.comm.mesh import Members, World, make_mesh
-from lightning_gnnpipe.comm.meter import Meter
 from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # no encoding
@@ -55,6 +55,7 @@ class Transport(Collectives):
         self.everyone = Collectives(world, meter, self.mesh.everyone, self.watch)
         self.replicas = Collectives(world, meter, self.mesh.replicas, self.watch)
         self.asked = Collectives(world, meter, self.mesh.asked, self.watch)
+        self._shards = Collectives(world, meter, self.mesh.shards, self.watch)
         self.waited_s = 0.0
         self._sends: list[tuple[Label, Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
@@ -134,9 +135,8 @@ class Transport(Collectives):
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the shards of this stage, in place."""
-        if self.mesh.num_shards > 1:
-            with self.waiting():
-                self._sum(tensor, kind, self.mesh.shards.group)
+        with self.waiting():
+            self._shards.all_reduce(tensor, kind)
 
     def start_sum(
         self, tensor: Tensor, kind: TrafficKind, over: Members, *, num_flags: int = 0
@@ -159,6 +159,26 @@ class Transport(Collectives):
             bring(payload, tensor)
 
         return wait
+
+    def share_tensors(
+        self,
+        owners: Mapping[str, int],
+        local: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
+    ) -> dict[str, Tensor]:
+        """Broadcast each tensor of `owners` (name to rank, same order everywhere); return all."""
+        if owners:
+            self.meet("gather the weights of all stages")
+        shared = {}
+        for name, owner in owners.items():
+            if owner == self.world.rank:
+                tensor = local[name].detach().to(self.world.device).contiguous()
+            else:
+                shape, dtype = shapes[name]
+                tensor = torch.empty(shape, dtype=dtype, device=self.world.device)
+            self.broadcast(tensor, owner, "control")
+            shared[name] = tensor
+        return shared
 
     def exchange(
         self,
@@ -228,3 +248,48 @@ class Exchange:
                 work.wait(transport.world.timeout)
         self._sent.clear()
         return [parcel.open() for parcel in self._parcels]
+
+
+def sum_along_pipe(
+    transport: Transport,
+    own: Tensor,
+    stages: Sequence[int],
+    kind: TrafficKind,
+    number: int,
+    *,
+    num_flags: int = 0,
+    over_replicas: bool = False,
+) -> Tensor:
+    """Return the sum of `own`, `[num_elements]`, over `stages` (ascending) and their shards.
+
+        stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3     summed on the way
+                 -------- total ------------->   -------- total ----------->      and sent back
+
+    The first stage adds shards and replicas. The total is one tensor, so all ranks get the same
+    bits. The ranks must make the same calls in the same order, with no other message in flight
+    between them. The last `num_flags` elements count as control.
+    """
+    mesh, label = transport.mesh, Label(kind, number)
+    place = stages.index(mesh.stage)
+    later = None if place + 1 == len(stages) else mesh.rank_of(stages[place + 1])
+
+    def receive(source: int) -> Tensor:
+        transport.post_receive(source, label, [torch.empty_like(own)])
+        [received] = transport.wait_receive(label)
+        transport.meter.recount(kind, "control", num_flags * own.element_size())
+        return received
+
+    total = own if later is None else own + receive(later)
+    if place > 0:
+        earlier = mesh.rank_of(stages[place - 1])
+        transport.send(earlier, label, [total])
+        total = receive(earlier)
+    else:
+        if mesh.num_shards > 1:
+            transport.start_sum(total, kind, mesh.shards, num_flags=num_flags)()
+        if over_replicas:
+            transport.start_sum(total, "data_grad", mesh.replicas, num_flags=num_flags)()
+    if later is not None:
+        transport.send(later, label, [total])
+    transport.flush()
+    return total

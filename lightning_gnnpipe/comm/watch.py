@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_gnnpipe._compat_torch import break_groups, clone_store, end_now, place_in_torch
-from lightning_gnnpipe.errors import PeerError, UnsupportedError, explain
+from lightning_gnnpipe.errors import PeerError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -166,32 +166,34 @@ class Watch:
             if came is not None and is_ours and time.monotonic() - max(came, wait.since) > patience:
                 name = signal.Signals(number).name
                 error = PeerError(
-                    f"Rank {self._rank} got {name} and waited in vain to {wait.what}."
+                    f"Rank {self._rank} received {name}, but could not finish its batch: other "
+                    f"ranks did not answer ({wait.what})."
                 )
                 self._tell(str(error), by=None)
                 return error
         if time.monotonic() - self._told_at < _SHORT_S:
             return None
         self._told_at = time.monotonic()
-        told = self._asking(lambda: self._compare([wait.what, waited, wait.num_bytes]))
-        if told is None or None in told:
+        looked = self._asking(lambda: self._compare([wait.what, waited, wait.num_bytes]))
+        if looked is None or None in looked:
             self._looked = None
             return None
-        least = _STILL_S + max(num_bytes for _, _, num_bytes in told) / _SLOW_BYTES_PER_S
-        whats = [what for what, _, _ in told]
-        before, self._looked = self._looked, told
+        least = _STILL_S + max(num_bytes for _, _, num_bytes in looked) / _SLOW_BYTES_PER_S
+        whats = [what for what, _, _ in looked]
+        before, self._looked = self._looked, looked
         # A rank that has not published again may have moved on: its record is old.
         have_all_looked = before is not None and all(
-            now[0] == then[0] and now[1] > then[1] for now, then in zip(told, before, strict=True)
+            now[0] == then[0] and now[1] > then[1] for now, then in zip(looked, before, strict=True)
         )
         if (
             not have_all_looked
-            or min(waited for _, waited, _ in told) < least
+            or min(waited for _, waited, _ in looked) < least
             or len({_kind(one) for one in whats}) == 1
         ):
             return None
-        self._tell(str(differ(whats)), by=None)
-        return differ(whats)
+        different = differ(whats)
+        self._tell(str(different), by=None)
+        return different
 
     def _end(self, wait: _Wait | None) -> None:
         """Make this rank fail at its current or next wait; kill it if it does not within 10 s."""
@@ -199,7 +201,7 @@ class Watch:
             self._is_broken = True
             break_groups()
         if not self._is_told and time.monotonic() - self._since > _LAST_S:
-            log.error("Rank %d is ended. %s", self._rank, self._verdict)
+            log.error("Rank %d did not stop by itself and is killed. %s", self._rank, self._verdict)
             end_now(1)
 
     def _compare(self, own: list[Any]) -> list[Any] | None:
@@ -233,7 +235,7 @@ class Watch:
         self._hear()
         rank, text = json.loads(self._store.get(cause))
         if rank is None:
-            return PeerError(f"All ranks end: {text}")
+            return PeerError(f"All ranks stop: {text}")
         return PeerError(f"Rank {rank} failed: {text}")
 
     def _hear(self) -> None:
@@ -286,13 +288,11 @@ def differ(whats: Sequence[str], ranks: Sequence[int] | None = None) -> Unsuppor
     for rank, what in zip(range(len(whats)) if ranks is None else ranks, whats, strict=True):
         groups.setdefault(what, []).append(rank)
     return UnsupportedError(
-        explain(
-            expected="all ranks to do the same",
-            found="; ".join(_told(what, ranks) for what, ranks in groups.items()),
-            remedy="Call the pipelined module, trainer.save_checkpoint and whatever talks to other "
-            "ranks on every rank, not under `if self.global_rank == 0`, and let every rank take "
-            "the same path through each hook.",
-        )
+        expected="all ranks to make the same calls",
+        found="; ".join(_told(what, ranks) for what, ranks in groups.items()),
+        remedy="Call the pipelined module, trainer.save_checkpoint and all functions that "
+        "communicate on every rank, not under `if self.global_rank == 0`. Every rank must take "
+        "the same branches in each hook.",
     )
 
 

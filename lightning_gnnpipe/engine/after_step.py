@@ -1,18 +1,26 @@
-"""Statistics of the last training step, and a guard against loss jumps."""
+"""What follows a training step: its statistics, a guard against loss jumps, running statistics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
 
+from torch import nn
+
 from lightning_gnnpipe.chunks import PipelineStats, merge_stats
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.engine.histories import PlannedGraph
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.layers import tracks_statistics
+from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import Staleness
 from lightning_gnnpipe.steps import PassRecord
+
+log = logging.getLogger(__name__)
 
 
 class LastStep:
@@ -53,20 +61,16 @@ class LastStep:
     def _record(self) -> PassRecord:
         if self.record is None:
             raise ConfigError(
-                explain(
-                    expected="a finished training step",
-                    found="none in this run",
-                    remedy="Ask after one, while the run goes on.",
-                )
+                expected="a finished training step",
+                found="none in this run",
+                remedy="Ask after one, while the run goes on.",
             )
         return self.record
 
 
-log = logging.getLogger(__name__)
-
 _WINDOW = 50  # losses to compare with
 _LEAST = 5  # losses before the first comparison
-_FACTOR = 3.0  # of the range, above the maximum
+_FACTOR = 3.0  # ranges above the maximum that count as a jump
 _PAUSE = 20  # least steps between two exact steps
 
 
@@ -74,9 +78,8 @@ class LossGuard:
     """Detects loss jumps after pipelined steps; the next step is then exact.
 
     A loss jumps if it exceeds the maximum of the last 50 by three times their range, and by three
-    times
-    that maximum. At most one step in 20 becomes exact, which bounds the cost. `losses` leaves jumps
-    out; `num_steps` counts steps since the last jump.
+    times that maximum. At most one step in 20 becomes exact, which bounds the cost. `losses` leaves
+    jumps out; `num_steps` counts steps since the last jump.
     """
 
     def __init__(
@@ -93,8 +96,7 @@ class LossGuard:
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
         """Record a step's loss; return whether the next step must be exact.
 
-        Not judged: non-finite losses, which drop histories anyway, and losses after an exact
-        update.
+        Non-finite losses drop histories anyway; losses after an exact update are not judged.
         """
         was_exact, self.was_exact = self.was_exact, is_exact
         self.num_steps += 1
@@ -123,3 +125,47 @@ class LossGuard:
             "the first epochs exactly (StalenessWarmup), or refresh the histories "
             "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
         )
+
+
+class RunningStatistics:
+    """Running statistics from pipelined steps, and their replacement in validation.
+
+    In a pipelined step a norm sees rows computed from stale inputs. In a deep network they differ
+    from the rows of exact evaluation, and the running statistics do not fit. So the next validation
+    on the training input recomputes the statistics. `stale` has the names of such norms; it is
+    equal on all ranks.
+    """
+
+    def __init__(self, names: Iterable[str] = (), *, is_quiet: bool) -> None:
+        self.stale = set(names)
+        self._is_quiet = is_quiet
+
+    def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
+        """Mark the norms whose statistics a pipelined step updates."""
+        self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
+
+    @contextmanager
+    def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
+        """Let one exact pass over `graph`, within the block, replace the statistics.
+
+        A norm that is called several times in a pass has several statistics, so it is skipped.
+        """
+        names = {name for name in self.stale if layers.num_calls(name) == 1}
+        graph.reading.replaced = names
+        try:
+            yield
+        finally:
+            graph.reading.replaced = ()
+        self.stale -= names
+
+    def warn(self) -> None:
+        """Warn once if validation has not replaced some statistics."""
+        if self.stale and not self._is_quiet:
+            self._is_quiet = True
+            log.warning(
+                "The running statistics of '%s' and other norms come from pipelined steps, and no "
+                "validation has recomputed them from exact rows. A deep network may evaluate "
+                "much worse than it trains. Let fit() validate after its last epoch, with the "
+                "inputs of training, without weight averaging, and with one call of each norm.",
+                min(self.stale),
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_pyg import passing_hooks
 from lightning_gnnpipe._compat_torch import global_hooks, hooks_of_module, hooks_of_parameter
-from lightning_gnnpipe.batches import BatchPasses, check_replicas
+from lightning_gnnpipe.batches import BatchPasses, check_replicas, check_schedule
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.layers import check_support
-from lightning_gnnpipe.selfcheck import check_layers
+from lightning_gnnpipe.selfcheck import check_layers, is_one_graph
 from lightning_gnnpipe.stages import Layers, is_listed
 from lightning_gnnpipe.staleness import DENSE, name_method
 from lightning_gnnpipe.steps import EngineOptions, PipelinedModel
@@ -45,14 +46,37 @@ class EngineChecks:
     ) -> None:
         self._model, self._graphs, self._batches = model, graphs, batches
         self._transport, self._options = transport, options
+        is_alone = options.chunks.expected == 1 and not transport.world.is_distributed
+        self._is_whole = is_alone and not options.histories.recomputes
         self._checked: set[bool] = set()
+        self._is_one: bool | None = None  # cached for all-zero batch vectors
         self._has_warned_of_cut = self._has_warned_of_order = False
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
+    def batch_vector(self, vector: Tensor | None) -> Tensor | None:
+        """Return the user's batch vector, `[num_nodes]`; None if the batch is a single graph."""
+        if vector is None or self._has_batches or int(vector[-1]) > 0:
+            return vector
+        return None
+
+    def as_one_graph(self, call: Call, in_batch: Tensor | None) -> Call:
+        """Return the call, marked if it is of a single graph (all-zero vector, one row a node).
+
+        A PyG `Batch` (`in_batch`) does not count: its loader may yield several graphs later.
+        """
+        vector = call.batch_vector
+        if vector is None or self._has_batches or in_batch is not None or vector.any():
+            return call
+        if vector.numel() < self._options.chunks.expected:  # too small to be cut
+            return call
+        if self._is_one is None:
+            self._is_one = is_one_graph(self._model.module, call)
+        return replace(call, is_one_graph=self._is_one)
+
     @property
-    def has_seen_graphs(self) -> bool:
-        """Whether this run has had a batch of several graphs."""
-        return True in self._checked
+    def _has_batches(self) -> bool:
+        """Whether all calls are batches: with replicas, or after a batch of several graphs."""
+        return True in self._checked or self._transport.world.num_replicas > 1
 
     def support(self, has_graphs: bool) -> None:
         """Refuse layers that are wrong on chunks, or options that do not fit batches."""
@@ -63,6 +87,8 @@ class EngineChecks:
             self._batches.check()
             self._tell_of_idle()
         else:
+            if self._options.is_fitting:
+                check_schedule(self._options.schedule)
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
@@ -71,25 +97,18 @@ class EngineChecks:
         """Refuse a second training pass before the backward of the first."""
         if is_second:
             raise UnsupportedError(
-                explain(
-                    expected="one pipelined forward before each backward",
-                    found="a second one in the same step",
-                    remedy="Call the module once a step, or the second time in torch.no_grad().",
-                )
+                expected="one pipelined forward before each backward",
+                found="a second one in the same step",
+                remedy="Call the module once a step, or the second time in torch.no_grad().",
             )
 
     def hooks(self) -> None:
         """Refuse hooks on layers and weights that would run differently in a pipeline."""
-        options, batches = self._options, self._batches
-        is_whole = options.chunks.expected == 1 and not self._transport.world.is_distributed
         check_hooks(
-            self._model.module,
-            is_whole=is_whole and not options.histories.recomputes,
-            runs_again=batches.needs_loss,
+            self._model.module, is_whole=self._is_whole, runs_again=self._batches.needs_loss
         )
 
     def _tell_of_idle(self) -> None:
-        """Warn once of options without effect on batches of graphs."""
         chunks, histories = self._options.chunks, self._options.histories
         given = {
             "partition": (
@@ -152,7 +171,7 @@ class EngineChecks:
         else:
             why = "No validation has run just before a pipelined step"
         self._fallbacks.tell(
-            why, origin="stale rows of validation", to="those of the last step", remedy=remedy
+            why, origin="stale rows of validation", to="stale rows of the last step", remedy=remedy
         )
 
     def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:
@@ -198,37 +217,27 @@ _LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
 
 
 def check_hooks(module: nn.Module, *, is_whole: bool, runs_again: bool) -> None:
-    """Refuse hooks that a pipeline would run differently than one whole pass.
-
-    `is_whole`: this process runs all layers on the whole graph. `runs_again`: training_step calls
-    the
-    module several times.
-    """
+    """Refuse hooks that run differently in a pipeline; hooks of weights only unless `is_whole`."""
     place = next(_hooked_modules(module, runs_again), None)
     if place is not None:
         raise UnsupportedError(
-            explain(
-                expected="no hooks on layers of the pipelined module, which run once for each "
-                "chunk",
-                found=place,
-                remedy="Return what the hook looks at from the forward of the pipelined module, or "
-                "put the hook on that module itself: there it gets all rows (with "
-                "schedule='fill_drain').",
-            )
+            expected="no hooks on layers of the pipelined module, which run once for each chunk",
+            found=place,
+            remedy="Return what the hook looks at from the forward of the pipelined module, or "
+            "put the hook on that module itself: there it gets all rows (with "
+            "schedule='fill_drain').",
         )
     if is_whole:
         return
     for name, parameter in module.named_parameters():
         if any(hooks_of_parameter(parameter)):
             raise UnsupportedError(
-                explain(
-                    expected="no hooks on weights of the pipelined module, whose gradients come "
-                    "chunk by chunk",
-                    found=f"one on '{name}'",
-                    remedy="Read or change the gradients in on_after_backward or "
-                    "on_before_optimizer_step, where p.grad is whole; "
-                    "gradient_clip_algorithm='value' clips each number.",
-                )
+                expected="no hooks on weights of the pipelined module, whose gradients come "
+                "chunk by chunk",
+                found=f"one on '{name}'",
+                remedy="Read or change the gradients in on_after_backward or "
+                "on_before_optimizer_step, where p.grad is whole; "
+                "gradient_clip_algorithm='value' clips each number.",
             )
 
 

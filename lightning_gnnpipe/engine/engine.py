@@ -17,31 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
+from lightning_gnnpipe.batches import BatchPasses, BatchStream
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
-from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.after_step import LastStep, LossGuard
+from lightning_gnnpipe.engine.after_step import LastStep, LossGuard, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
+from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.engine.one_graph import OneGraph
 from lightning_gnnpipe.engine.passes import GraphPasses, run_exact
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.engine.running_statistics import RunningStatistics
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.selfcheck import PipelinedForward, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
     Agreed,
+    Controls,
     EngineOptions,
     Mode,
     PassSeeds,
     PassState,
     PipelinedModel,
+    SignalBits,
     StepContext,
     TrainingPass,
     agree,
@@ -66,13 +65,13 @@ class PipelineEngine:
         self.model = PipelinedModel(
             module,
             transport,
-            options.splitting,
+            options,
             lambda *call: self._checks.layers(*call),
             self.graphs.is_cut,
         )
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
-        self.agreed_signals = 0  # bits received by any rank, at the last forward
+        self.signals = SignalBits()
         self.model.reads.is_uneven = lambda: self.step.is_uneven
         self._seeds = PassSeeds(options.seed, transport, module)
         self._passes = GraphPasses(
@@ -93,7 +92,6 @@ class PipelineEngine:
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # this rank's last loss
         self._was_exact: bool | None = None  # the last step; None after a batch of graphs
-        self._one_graph = OneGraph(module, transport, options)
         self._unguard: Callable[[], None] = lambda: None
 
     def set_step(self, **facts: Any) -> None:
@@ -130,11 +128,11 @@ class PipelineEngine:
         self._checks.one_forward(is_training and self._state.awaits_backward)
         self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
-            batch, has_seen = self.step.batch, self._checks.has_seen_graphs
+            batch = self.step.batch
             call = flatten_call(self.model.module, args, kwargs, lambda: num_nodes(batch))
             in_batch = graph_of_node(batch)
-            call = self._one_graph.of(call, in_batch, has_seen)
-            in_batch = self._one_graph.batch_vector(in_batch, has_seen)
+            call = self._checks.as_one_graph(call, in_batch)
+            in_batch = self._checks.batch_vector(in_batch)
             call, inputs = find_graphs(call, in_batch, self._known_kinds)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
@@ -152,7 +150,7 @@ class PipelineEngine:
         agreed = agree(
             self.transport,
             self.model.reads,
-            self.step,
+            self.signals,
             self._batch_number,
             self._loss,
             number,
@@ -162,7 +160,6 @@ class PipelineEngine:
             input_number=0 if key is None else key.number,
             num_bytes=self.graphs.num_bytes,
         )
-        self.agreed_signals = agreed.signals
         if agreed.is_lost:
             self._checks.loss_of_rows()
             self.graphs.drop_histories()
@@ -184,10 +181,10 @@ class PipelineEngine:
     def _batch_number(self) -> int:
         return batch_number(self.step.batch, self.contents)
 
-    def note_loss(self, loss: float) -> None:
-        """Record the loss of a training step; after a jump the next step is exact."""
-        self._loss = loss
-        if self.options.guards_loss and self._was_exact is not None:
+    def note_loss(self, loss: float | None) -> None:
+        """Record the loss of a training step, if it has one; after a jump the next is exact."""
+        self._loss = 0.0 if loss is None else loss
+        if loss is not None and self.options.guards_loss and self._was_exact is not None:
             self._has_jumped = self._guard.sees_jump(loss, is_exact=self._was_exact)
 
     def abandon(self) -> None:
@@ -195,11 +192,7 @@ class PipelineEngine:
         self._state.abandon()
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients of parameters outside the module over replicas; collective.
-
-        Backward averages the module's own gradients. During gradient accumulation nothing is
-        averaged.
-        """
+        """Average gradients of parameters outside the module over replicas; collective."""
         if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
             average_replicated(self.transport, parameters)
             self.last_step.recount()
@@ -212,7 +205,7 @@ class PipelineEngine:
     def note_validation(self) -> None:
         """Record the end of a validation, and whether it renewed histories."""
         for own in self.graphs.inputs:
-            own.was_renewed = own.is_renewed
+            own.was_renewed = own.state is RowState.RENEWED
         self.statistics.warn()
 
     def run_state(self, *, is_validation_next: bool = False) -> RunState:
@@ -243,8 +236,7 @@ class PipelineEngine:
     def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
 
-        Before its first step, a resumed run writes the loaded histories again, divided over its
-        ranks.
+        Before its first step a resumed run returns the loaded histories, divided over the ranks.
         """
         world = self.transport.world
         if self._saved is not None and self._saved.stages:
@@ -271,7 +263,6 @@ class PipelineEngine:
         self.model.prefer(state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
-        check_schedule(self.options.schedule)
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
@@ -283,7 +274,7 @@ class PipelineEngine:
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         self._checks.chunks(own.graph, own.store.linear_scale)
         needs_no_history = self._passes.needs_no_history(own.graph)
-        if not needs_no_history:
+        if not needs_no_history and (is_resumed or known.saved):
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
         if self.controls.refreshes:
             known.ask_refresh()
@@ -293,22 +284,22 @@ class PipelineEngine:
         elif is_new and not is_exact and self.graphs.is_cut(inputs):
             known.tell_change(key)
         is_exact = is_exact or is_new
-        if own.is_refresh_due(number) and not is_exact and not needs_no_history:
+        is_due = own.state is RowState.REFRESH_DUE
+        if is_due and not is_exact and not needs_no_history:
             self._passes.refresh(call, inputs, own, key)
-        is_exact = is_exact or (
-            own.graph.plan.num_chunks == 1 and self._passes.messages(False).is_exact
-        )
+        is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
         known.note(key, number)
-        parts = self._passes.parts(mode, own, is_exact=is_exact, is_training=True)
-        order = self._passes.order(parts, self.step.step_index)
+        spec = self._passes.open_training(mode, own, is_exact=is_exact)
+        order = self._passes.order(spec, self.step.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
-        running = TrainingPass(parts, own.store, self.model, schedule, is_exact=is_exact)
+        running = TrainingPass(spec, own.store, self.model, schedule, is_exact=is_exact)
         self._was_exact, self._has_jumped = is_exact, False
         if not is_exact and not needs_no_history:
             averages = self.step.averages_weights
             self._checks.rows(own, number, averages_weights=averages)
-        if not is_exact:
-            self.statistics.note_pipelined(self.model.intercepted.norms)
+        norms = self.model.intercepted.norms
+        if norms and not is_exact:
+            self.statistics.note_pipelined(norms)
         own.graph.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
         own.note_step()
@@ -332,7 +323,7 @@ class PipelineEngine:
         self._saved = self._was_exact = None  # batches of graphs have no histories
         self._state.begin()
         mode = self.batches.mode(call, inputs)
-        codecs = get_codecs(self._passes.messages(self.controls.is_exact).cut_codec)
+        codecs = self._passes.codecs(self.controls.is_exact)
         return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
@@ -380,13 +371,13 @@ class PipelineEngine:
         planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
-        parts = self._passes.exact_parts(mode, graph, context)
-        parts = replace(parts, inputs=planned)
+        spec = self._passes.open_exact(mode, graph, context)
+        spec = replace(spec, inputs=planned)
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
-            outputs = run_exact(parts, self.model)
-        parts.inputs.release()
+            outputs = run_exact(spec, self.model)
+        spec.inputs.release()
         if renews and own is not None:
             own.renew()
             self._state.settle()

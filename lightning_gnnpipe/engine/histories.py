@@ -7,6 +7,7 @@ arguments. A step reads only rows that a step on the same input has written.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from enum import Enum, auto
 
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
@@ -19,10 +20,8 @@ from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore
 class PlannedGraph:
     """One graph, or this rank's shard of it.
 
-    Attributes:
-        is_complete: Whether the plan has all edges of the graph.
-        cut_frac: Share of edges between chunks; 0 if these are dropped.
-        reading: Message context of passes that write no histories.
+    `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
+    histories.
     """
 
     def __init__(
@@ -39,18 +38,22 @@ class PlannedGraph:
         self.reading = MessageContext(store, plan)
 
 
+class RowState(Enum):
+    """What the next step finds in the histories of an input."""
+
+    WRITTEN = auto()  # rows of the last step on the input
+    RENEWED = auto()  # rows that an exact pass has computed with the present weights
+    REFRESH_DUE = auto()  # an exact pass must recompute all rows before the next step
+
+
 class Histories:
     """Histories of one input; empty until an exact step writes them.
 
     Attributes:
-        is_kept: Whether a later step may read them.
         filled: `Mode.reads` of the exact steps that have filled them.
         frozen: Per weight: whether it needed no gradient in the last step.
-        last_step: Number of the last training pass on this input.
-        is_renewed: Whether the rows were computed with the present weights.
-        owes_renewal: In a resumed run: whether a validation was due to renew the rows.
+        state: See `RowState`.
         was_renewed: Whether the last validation renewed the rows; None before the first.
-        is_refresh_asked: Whether a callback requests a refresh before the next step.
     """
 
     def __init__(
@@ -65,30 +68,28 @@ class Histories:
         self.filled: set[Hashable] = set()
         self.frozen: tuple[bool, ...] = ()
         self.last_step = -1
-        self.is_renewed = False
-        self.owes_renewal = False
+        self.state = RowState.WRITTEN
         self.was_renewed: bool | None = None
-        self.is_refresh_asked = False
         self._make(options)
 
-    def is_refresh_due(self, step: int) -> bool:
-        """Whether an exact pass must recompute all rows before pass `step`."""
-        is_asked = self.is_refresh_asked and not self.is_renewed
-        return is_asked or (self.owes_renewal and self.takes_rows(step))
+    def ask_refresh(self) -> None:
+        """Have all rows recomputed before the next step, unless they are new."""
+        if self.state is not RowState.RENEWED:
+            self.state = RowState.REFRESH_DUE
 
     def takes_rows(self, step: int, *, is_asked: bool = False) -> bool:
         """Whether rows of validation may replace all rows before training pass `step`."""
         takes = self.store.options.method.takes_validation or is_asked
-        return takes and step > 0 and not self.is_renewed
+        return takes and step > 0 and self.state is not RowState.RENEWED
 
     def note_step(self) -> None:
         """Record that a training step has read the rows."""
-        self.is_renewed = self.owes_renewal = self.is_refresh_asked = False
+        self.state = RowState.WRITTEN
 
     def renew(self) -> None:
         """Record that an exact pass without dropout has written all rows."""
         self.store.on_renewed()
-        self.is_renewed = True
+        self.state = RowState.RENEWED
 
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""

@@ -32,14 +32,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True, slots=True)
 class InputKey:
-    """Fingerprints of the inputs of one call.
-
-    Attributes:
-        graph: Fingerprint of the edges.
-        leaves: Fingerprints of the call's tensors; None for computed tensors.
-        parts: All fingerprints by name.
-        names: Names of the call's tensors in `parts`.
-    """
+    """Fingerprints of one call's inputs; `leaves` has None for computed tensors."""
 
     graph: int
     leaves: tuple[int | None, ...]
@@ -59,9 +52,7 @@ class InputKey:
     def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
         """Return the key of the tensors in slots `leaves` and the `options` that the forward reads.
 
-        `agreed` is `number` over all ranks. It replaces all parts if ranks differ, since tensors
-        computed
-        on each rank may differ in their last bits.
+        Ranks may compute tensors that differ in their last bits; then `agreed` replaces all parts.
         """
         unread = {name for slot, name in enumerate(self.names) if slot not in leaves}
         parts = {name: number for name, number in self.parts.items() if name not in unread}
@@ -119,7 +110,7 @@ class InputIdentity:
         self._parts.accept()
 
     def _of_computed(self, leaf: Tensor, batch: Callable[[], int]) -> int:
-        """Return a fingerprint of the data from which weights computed `leaf`."""
+        """Return a fingerprint of the data from which `leaf` was computed."""
         sources = find_sources(leaf)
         places = {id(one): place for place, one in enumerate(self._owner.parameters())}
         weights = [places.get(id(one), -1) for one in sources.weights]
@@ -159,7 +150,6 @@ class _PartOptions:
         self._number = 0
 
     def number(self) -> int:
-        """Return a fingerprint of their present values."""
         modules = list(self._module.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             self._modules, self._values = modules, None
@@ -178,10 +168,7 @@ class _PartOptions:
 
 
 class _HeldTensors:
-    """Buffers and other tensors that a module holds besides its weights.
-
-    Changes by the module's own forward, like running statistics, are no new input.
-    """
+    """Tensors that a module holds besides weights; changes by its own forward do not count."""
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
         self.module, self._contents = module, contents
@@ -189,7 +176,6 @@ class _HeldTensors:
         self._own: set[str] = set()
 
     def numbers(self) -> dict[str, int]:
-        """Return the fingerprints of the tensors by name."""
         before, self._held = self._held, {}
         for prefix, module in self.module.named_modules():
             held = dict(module.named_buffers(recurse=False))
@@ -263,14 +249,7 @@ _SAVES_ALL = ("MulBackward", "DivBackward", "MmBackward", "BmmBackward")
 
 @dataclass(slots=True)
 class Sources:
-    """The data behind a tensor.
-
-    Attributes:
-        functions: Names and options of the autograd functions that computed it.
-        weights: Leaves that need a gradient.
-        tensors: Saved tensors that need no gradient.
-        is_hidden: Whether autograd has not saved some data.
-    """
+    """The data behind a tensor; `is_hidden` if autograd has not saved all of it."""
 
     functions: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -319,7 +298,7 @@ def _is_all_saved(node: Any, saved: list[Tensor]) -> bool:
 
 
 def _hidden_part(tensor: Tensor) -> Tensor | None:
-    """Return the part of a `cat` output that needs no gradient; None unless exactly one."""
+    """Return the part of a `cat` output without gradient; None unless there is one part."""
     node: Any = tensor.grad_fn
     operands = node.next_functions
     if not node.name().startswith("CatBackward") or sum(f is None for f, _ in operands) != 1:

@@ -65,7 +65,7 @@ class GraphCache:
         self.inputs.drop_rows()
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
-        """Return the histories of a training step; `num_bytes` of the largest ones on any rank."""
+        """Return the histories for the input of a training step; empty if none are kept."""
         found = self.inputs.get(key.number)
         if found is None:
             is_kept = self.inputs.admits(key.number, num_bytes)
@@ -190,7 +190,7 @@ _RANDOM = (
     "hidden ones."
 )
 _SAMPLED = (
-    "If each batch is another graph (NeighborLoader, dropped edges), no step overlaps: train on "
+    "If every batch is a new graph (NeighborLoader, dropped edges), no step is pipelined: train on "
     "one device, or on the whole graph."
 )
 
@@ -200,12 +200,9 @@ _MOST_SEEN = 1024
 
 
 class KnownInputs:
-    """Histories by input number.
+    """Histories by input number; `seen` has the last training pass on each recent input.
 
-    Attributes:
-        seen: Last training pass on each of the recent inputs.
-        saved: Loaded histories of a resumed run that no step has taken yet.
-        num_changed: Training steps that were exact because their input was new.
+    `saved` are loaded histories of a resumed run that no step has taken yet.
     """
 
     def __init__(self, *, is_quiet: bool) -> None:
@@ -260,7 +257,7 @@ class KnownInputs:
     def ask_refresh(self) -> None:
         """Request that the next step on each input recomputes all rows first."""
         for histories in self._kept.values():
-            histories.is_refresh_asked = True
+            histories.ask_refresh()
 
     def drop_rows(self) -> None:
         """Drop all rows; the next step on each input is exact."""

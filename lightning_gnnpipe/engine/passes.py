@@ -16,10 +16,9 @@ from lightning_gnnpipe.chunks import (
     measure_layers,
     own_random_stream,
 )
-from lightning_gnnpipe.codecs import MessageOptions, get_codecs
+from lightning_gnnpipe.codecs import Codecs, get_codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.controls import Controls
-from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
+from lightning_gnnpipe.engine.histories import Histories, PlannedGraph, RowState
 from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.resume import (
@@ -35,7 +34,14 @@ from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.selfcheck import switched
 from lightning_gnnpipe.stages import Layers
-from lightning_gnnpipe.steps import EngineOptions, Measure, Mode, PassSeeds, PipelinedModel
+from lightning_gnnpipe.steps import (
+    Controls,
+    EngineOptions,
+    Measure,
+    Mode,
+    PassSeeds,
+    PipelinedModel,
+)
 
 
 class GraphPasses:
@@ -52,6 +58,11 @@ class GraphPasses:
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
+        messages = options.messages
+        exact = replace(messages, halo_codec="fp32", cut_codec="fp32")
+        self._messages = {False: messages, True: exact}  # by whether the pass is exact
+        self._codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
+        self.sends_exactly = messages.is_exact
 
     def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
         """Return the mode of these arguments; `graph` is the fingerprint of the edges."""
@@ -71,7 +82,7 @@ class GraphPasses:
             own.graph.inputs.load(call, inputs, key.leaves)
             own.writing.is_refresh = True
             try:
-                run_exact(self.exact_parts(mode, own.graph, own.writing), self._model)
+                run_exact(self.open_exact(mode, own.graph, own.writing), self._model)
             finally:
                 own.writing.is_refresh = False
         own.renew()
@@ -98,21 +109,21 @@ class GraphPasses:
 
         return measure
 
-    def parts(self, mode: Mode, own: Histories, *, is_exact: bool, is_training: bool) -> PassSpec:
-        """Return the specification of a training pass; exact ones have one chunk, unrounded."""
+    def open_training(self, mode: Mode, own: Histories, *, is_exact: bool) -> PassSpec:
+        """Begin a training pass: draw its seeds and open the exchange of shards."""
         graph = own.graph
         # Write histories only if a later read is possible.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
         is_written = is_shared or (has_stale and own.is_kept and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
-        return self._parts(mode, graph, context, is_exact=is_exact, is_training=is_training)
+        return self._open(mode, graph, context, is_exact=is_exact, is_training=True)
 
-    def exact_parts(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> PassSpec:
-        """Return the specification of an exact pass without gradients."""
-        return self._parts(mode, graph, context, is_exact=True, is_training=False)
+    def open_exact(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> PassSpec:
+        """Begin an exact pass without gradients, likewise."""
+        return self._open(mode, graph, context, is_exact=True, is_training=False)
 
-    def _parts(
+    def _open(
         self,
         mode: Mode,
         graph: PlannedGraph,
@@ -121,10 +132,9 @@ class GraphPasses:
         is_exact: bool,
         is_training: bool,
     ) -> PassSpec:
-        messages = self.messages(is_exact)
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
-            context.store.begin_pass(messages, is_synchronous=is_synchronous)
+            context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
         return PassSpec(
             stages=mode.on_rank(self._transport.mesh),
             num_stages=len(mode.stages),
@@ -136,7 +146,7 @@ class GraphPasses:
             seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
             is_training=is_training,
             recompute=self._options.histories.recomputes,
-            codecs=get_codecs(messages.cut_codec),
+            codecs=self._codecs[is_exact],
         )
 
     def validation_renews(self, own: Histories) -> bool:
@@ -162,19 +172,18 @@ class GraphPasses:
             return None
         return own if own.frozen == mode.frozen else None
 
-    def order(self, parts: PassSpec, step: int) -> tuple[int, ...]:
+    def order(self, spec: PassSpec, step: int) -> tuple[int, ...]:
         """Return the chunk order of training step `step`."""
         return chunk_order(
-            parts.plan.num_chunks,
+            spec.plan.num_chunks,
             epoch=step,
             seed=self._options.seed,
             order=self._options.chunk_order,
         )
 
-    def messages(self, is_exact: bool) -> MessageOptions:
-        """Return the message options of a pass; exact passes send fp32."""
-        messages = self._options.messages
-        return replace(messages, halo_codec="fp32", cut_codec="fp32") if is_exact else messages
+    def codecs(self, is_exact: bool) -> Codecs:
+        """Return the codecs between stages; exact passes send fp32."""
+        return self._codecs[is_exact]
 
     def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
         """Return the checkpointed state of each input with histories, without rows."""
@@ -185,7 +194,7 @@ class GraphPasses:
                 tuple(own.filled),
                 own.last_step,
                 is_validation_next and self.validation_renews(own),
-                own.is_refresh_asked,
+                own.state is RowState.REFRESH_DUE,
             )
             for number, own in self.kept_inputs()
         ]
@@ -198,20 +207,20 @@ class GraphPasses:
         return [(n, own) for n, own in read if not self.needs_no_history(own.graph)]
 
 
-def run_exact(parts: PassSpec, model: PipelinedModel) -> list[Tensor]:
+def run_exact(spec: PassSpec, model: PipelinedModel) -> list[Tensor]:
     """Run an exact pass; return the outputs, each `[num_rows, *]`, on every rank.
 
-    `parts` has the one-chunk plan; its context writes histories if it has a store.
+    `spec` has the one-chunk plan; its context writes histories if it has a store.
     """
-    mesh, device = parts.transport.mesh, parts.transport.world.device
-    order = tuple(range(parts.plan.num_chunks))
-    num_virtual = len(parts.stages)
+    mesh, device = spec.transport.mesh, spec.transport.world.device
+    order = tuple(range(spec.plan.num_chunks))
+    num_virtual = len(spec.stages)
     schedule = add_transfers(
-        fill_drain(parts.num_stages, order, backward=False, num_virtual=num_virtual)
+        fill_drain(spec.num_stages, order, backward=False, num_virtual=num_virtual)
     )
     with (
-        intercept(model.intercepted, parts.context),
+        intercept(model.intercepted, spec.context),
         own_random_stream(device),
         torch.no_grad(),
     ):
-        return Step(parts).forward(schedule.forward(mesh.stage))
+        return Step(spec).forward(schedule.forward(mesh.stage))

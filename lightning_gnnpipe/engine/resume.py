@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.engine.histories import Histories
-from lightning_gnnpipe.errors import CheckpointError, explain
+from lightning_gnnpipe.engine.histories import Histories, RowState
+from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.passing import CallKey
-from lightning_gnnpipe.staleness import SavedHistory, name_method
+from lightning_gnnpipe.staleness import name_method
 from lightning_gnnpipe.steps import Mode
 
 _VERSION = 16
@@ -40,14 +40,8 @@ class InputState:
 class RunState:
     """State of a run between two steps, without weights and rows.
 
-    Attributes:
-        stage_layers: Number of layers of each stage.
-        inputs: The inputs with histories.
-        seen: Recent inputs, each as number and last training pass.
-        losses: See `LossGuard`.
-        stale_norms: See `RunningStatistics`.
-        num_random_inputs: See `InputIdentity`.
-        version: Of this format.
+    `seen`: recent inputs, each as number and last training pass. For the loss, norm and random
+    fields see `LossGuard`, `RunningStatistics` and `InputIdentity`.
     """
 
     seed: int
@@ -83,12 +77,10 @@ class RunState:
         names = {field.name for field in fields(RunState)}
         if saved.get("version") != _VERSION or not names <= saved.keys():
             raise CheckpointError(
-                explain(
-                    expected=f"the state of a pipeline in format {_VERSION}",
-                    found=f"format {saved.get('version')}",
-                    remedy="Load the checkpoint with the version of lightning_gnnpipe that wrote "
-                    "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
-                )
+                expected=f"the state of a pipeline in format {_VERSION}",
+                found=f"format {saved.get('version')}",
+                remedy="Load the checkpoint with the version of lightning_gnnpipe that wrote "
+                "it, or delete its key 'gnnpipe': the weights are stock Lightning's.",
             )
         inputs = tuple(InputState(**one) for one in saved["inputs"])
         return RunState(**{name: saved[name] for name in names} | {"inputs": inputs})
@@ -135,11 +127,10 @@ def save_rank(own: Histories) -> dict[str, Any]:
     histories = []
     for key in store:
         saved = store.save(key)
-        tables = {"rows": saved.rows, "kept": saved.kept}
-        if not _is_by_chunk(key):  # their owners save ghosts
-            tables = {n: None if t is None else t[:num_nodes] for n, t in tables.items()}
-        steps = {"step": saved.step, "kept_step": saved.kept_step}
-        histories.append({"key": _plain(key), **tables, **steps})
+        for name in ("rows", "kept"):
+            if not _is_by_chunk(key) and saved[name] is not None:  # owners save the ghosts
+                saved[name] = saved[name][:num_nodes]
+        histories.append({"key": _plain(key), **saved})
     dtypes = own.writing.dtypes
     moments = [
         {"key": _plain(key), **store.moments.save(key), "dtype": dtypes.get(key)}
@@ -152,7 +143,7 @@ def save_rank(own: Histories) -> dict[str, Any]:
         "histories": histories,
         "moments": moments,
         "method": name_method(store.options.method),
-        "is_renewed": own.is_renewed,
+        "is_renewed": own.state is RowState.RENEWED,
     }
 
 
@@ -168,7 +159,8 @@ def take_histories(
     state = saved.state
     own.last_step = state.last_step
     own.filled.update(state.filled)
-    own.owes_renewal, own.is_refresh_asked = state.owes_renewal, state.is_refresh_asked
+    if state.is_refresh_asked or (state.owes_renewal and own.takes_rows(state.last_step + 1)):
+        own.ask_refresh()
     return True
 
 
@@ -223,7 +215,8 @@ def load_ranks(
                     own.writing.dtypes[key] = one["dtype"]
                 store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
-    own.is_renewed = all(rank["is_renewed"] for rank in ranks)
+    if all(rank["is_renewed"] for rank in ranks):
+        own.state = RowState.RENEWED
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
@@ -234,7 +227,7 @@ def load_ranks(
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
         target = store.by_chunk if by_chunk else store
-        target.load(key, SavedHistory(rows, step, kept, kept_step))
+        target.load(key, rows, kept, step, kept_step)
     return True
 
 

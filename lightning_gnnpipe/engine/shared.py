@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions, get_codecs
 from lightning_gnnpipe.comm import Exchange, Transport
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.graph import ChunkPlan
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import (
     HistoryStore,
@@ -29,7 +29,7 @@ from lightning_gnnpipe.staleness import (
     mean_and_var,
     sums_by_chunk,
 )
-from lightning_gnnpipe.types import ChunkView, TrafficKind
+from lightning_gnnpipe.types import TrafficKind
 
 _Slot = tuple[TrafficKind, CallKey, int]  # message kind, call, chunk
 
@@ -50,11 +50,11 @@ class SharedStore:
         self._last: dict[_Slot, list[Tensor]] = {}  # received in the previous step
         self._like: dict[CallKey, Tensor] = {}  # empty, with the rows' dtype and channels
         self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
-        self._ghosts: dict[int, tuple[ChunkView, Tensor]] = {}
-        self._is_near: dict[int, tuple[ChunkView, Tensor]] = {}
+        self._ghosts: dict[int, tuple[Chunk, Tensor]] = {}
+        self._is_near: dict[int, tuple[Chunk, Tensor]] = {}
 
     def begin_pass(self, messages: MessageOptions, *, is_synchronous: bool) -> None:
-        """Set the message options of a pass; `is_synchronous` overrides async ones."""
+        """Set the message options of a pass; `is_synchronous` makes it wait for other shards."""
         self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
         if self._histories is not None:  # async steps must not wait
@@ -69,9 +69,9 @@ class SharedStore:
         self._flying.clear()
         self._last.clear()
 
-    def scale_of(self, key: CallKey) -> float:
-        """Return the factor on gradients of the call between chunks."""
-        return 1.0 if self._histories is None else self._histories.scale_of(key)
+    @property
+    def linear_scale(self) -> float:
+        return 1.0 if self._histories is None else self._histories.linear_scale
 
     @property
     def shards(self) -> SharedStore:
@@ -80,28 +80,22 @@ class SharedStore:
 
     @property
     def is_local(self) -> bool:
-        """Whether histories are on the device of the layers."""
         return self._histories is None or self._histories.is_local
 
     @property
     def moments(self) -> SharedMoments:
-        """The statistics of norms over all shards."""
         return SharedMoments(self.sum, None if self._histories is None else self._histories.moments)
 
     @property
     def by_chunk(self) -> SharedStore:
         """Raise UnsupportedError: shards cannot have histories with one row a chunk."""
         raise UnsupportedError(
-            explain(
-                expected="layers that see all nodes through messages alone, for graph_parallel",
-                found="a HANConv, which takes a mean over all nodes",
-                remedy="Train it with graph_parallel=1.",
-            )
+            expected="layers that see all nodes through messages alone, for graph_parallel",
+            found="a HANConv, which takes a mean over all nodes",
+            remedy="Train it with graph_parallel=1.",
         )
 
-    def push(
-        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
-    ) -> None:
+    def push(self, key: CallKey, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows here, and send them to ranks where they are ghosts."""
         rows = rows.detach()
         self._like[key] = rows[:0]
@@ -124,45 +118,39 @@ class SharedStore:
             part = received[i] if received else self._histories.rows(key)[peer.receive]
             self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
 
-    def _keeps_table(self, chunk: ChunkView) -> bool:
+    def _keeps_table(self, chunk: Chunk) -> bool:
         """Whether reads use an unrounded table of this call, not the history."""
         if self._histories is None:
             return True
         return chunk.is_whole and self._histories.options.dtype is not None and not self._is_async
 
-    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+    def read(self, key: CallKey, chunk: Chunk) -> Tensor:
         """Return all rows, own and ghosts, `[num_rows, *]`."""
         if self._keeps_table(chunk) and self._table is not None and self._table[0] == key:
             return self._table[1]
         assert self._histories is not None
         return self._histories.read(key, chunk)
 
-    def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
-        """See `HistoryStore.drift`."""
+    def drift(self, key: CallKey, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
         return None if self._histories is None else self._histories.drift(key, chunk)
 
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
-        """Read the chunk's halo rows into `out`, `[num_halo, *]`; return stale chunks."""
+    def pull(self, key: CallKey, chunk: Chunk, out: Tensor) -> Collection[int]:
         if self._histories is not None and not self._keeps_table(chunk):
             return self._histories.pull(key, chunk, out)
         torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
         return ()
 
-    def pull_again(
-        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
-    ) -> None:
-        """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
+    def pull_again(self, key: CallKey, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
         assert self._histories is not None
         self._histories.pull_again(key, chunk, out, stale)
 
-    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
-        """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
+    def push_grad(self, key: CallKey, chunk: Chunk, grad: Tensor) -> None:
         near = self._near_halo(chunk)
         self._near[key] = chunk.halo[near], grad[near]
         if self._histories is not None and not chunk.is_whole:
             self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
-    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
+    def pull_grad(self, key: CallKey, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient of own rows from other chunks and ranks."""
         histories, ghosts = self._histories, self.ghosts(chunk)
         own = None if histories is None else histories.pull_grad(key, chunk, is_linear=is_linear)
@@ -182,24 +170,21 @@ class SharedStore:
         received = self.give_back(key, chunk, owed)
         return received if own is None else own.to(received.dtype) + received
 
-    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
-        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, for their gradient."""
+    def keep_output(self, key: CallKey, chunk: Chunk, rows: Tensor) -> None:
         assert self._histories is not None
         self._histories.keep_output(key, chunk, rows)
 
-    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
-        """Return a copy of the kept outputs."""
+    def kept_output(self, key: CallKey, chunk: Chunk) -> Tensor:
         assert self._histories is not None
         return self._histories.kept_output(key, chunk)
 
     def add_output_grad(
-        self, key: CallKey, chunk: ChunkView, grad: Tensor
+        self, key: CallKey, chunk: Chunk, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of outputs; see `HistoryStore.add_output_grad`."""
         assert self._histories is not None
         return self._histories.add_output_grad(key, chunk, grad)
 
-    def ghosts(self, chunk: ChunkView) -> Tensor:
+    def ghosts(self, chunk: Chunk) -> Tensor:
         """Return the chunk's ghost rows, `[num_ghosts]`, ascending."""
         if id(chunk) not in self._ghosts:
             none = chunk.halo.new_empty(0)
@@ -207,7 +192,7 @@ class SharedStore:
             self._ghosts[id(chunk)] = chunk, found
         return self._ghosts[id(chunk)][1]
 
-    def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+    def give_back(self, key: CallKey, chunk: Chunk, grad: Tensor) -> Tensor:
         """Send the gradient of ghosts, `[num_ghosts, *]`, to owners; return own rows' gradient."""
         counts = [peer.receive.numel() for peer in chunk.peers]
         shape = grad.shape[1:]
@@ -232,7 +217,7 @@ class SharedStore:
         self._transport.sum_over_shards(total, "control")
         return total
 
-    def _near_halo(self, chunk: ChunkView) -> Tensor:
+    def _near_halo(self, chunk: Chunk) -> Tensor:
         """Return a mask, `[num_halo]`, of halo rows that lie in the chunk itself."""
         if id(chunk) not in self._is_near:
             self._is_near[id(chunk)] = chunk, torch.isin(chunk.halo, self.ghosts(chunk))
@@ -275,8 +260,7 @@ class SharedStore:
             self._last[slot] = received
 
 
-def _number(chunk: ChunkView) -> int:
-    """Return the index of the chunk; -1 if it is the whole shard."""
+def _number(chunk: Chunk) -> int:
     return -1 if chunk.is_whole else chunk.index
 
 

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.graph.batch_plan import BatchPlan, MicroBatch, plan_micro_batches
 from lightning_gnnpipe.graph.chunk import Chunk
-from lightning_gnnpipe.graph.edge_cut import (
-    SplitSizes,
-    edge_cut_frac,
-    edges_within,
-    measure_split,
-    replicas_per_node,
-)
 from lightning_gnnpipe.graph.fingerprint import (
     ContentNumbers,
     fold,
-    graph_fingerprint,
     sample_of,
     tensor_fingerprint,
     tensors_in,
     text_fingerprint,
 )
-from lightning_gnnpipe.graph.partition import partition_nodes
+from lightning_gnnpipe.graph.partition import (
+    SplitSizes,
+    edge_cut_frac,
+    edges_within,
+    measure_split,
+    partition_nodes,
+    replicas_per_node,
+    split_chunks,
+)
 from lightning_gnnpipe.graph.plan import (
+    BatchPlan,
     ChunkPlan,
+    MicroBatch,
     build_chunk_plan,
     chunk_order,
     plan_from_assignment,
+    plan_micro_batches,
     shard_plan,
 )
-from lightning_gnnpipe.graph.shard_partition import split_chunks
-from lightning_gnnpipe.graph.validate import check_graph, check_num_chunks
+from lightning_gnnpipe.graph.validate import (
+    check_edges,
+    check_graph,
+    check_num_chunks,
+)
 
 __all__ = [
     "BatchPlan",
@@ -39,13 +44,13 @@ __all__ = [
     "MicroBatch",
     "SplitSizes",
     "build_chunk_plan",
+    "check_edges",
     "check_graph",
     "check_num_chunks",
     "chunk_order",
     "edge_cut_frac",
     "edges_within",
     "fold",
-    "graph_fingerprint",
     "measure_split",
     "partition_nodes",
     "plan_from_assignment",

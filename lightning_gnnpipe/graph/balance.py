@@ -24,7 +24,7 @@ def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: in
     mean = int(weights.sum()) / num_chunks
     limit = max(int((1 + _TOLERANCE) * mean), int(weights.max()))
     is_light = weights <= _TOLERANCE * mean
-    assignment = _pack_heavy(assignment.clone(), weights, is_light, (limit, num_chunks))
+    assignment = _pack_heavy(assignment.clone(), weights, is_light, limit, num_chunks)
     assignment = _fill_empty(assignment, weights, num_chunks)
     loads = torch.bincount(assignment, weights.double(), minlength=num_chunks).long()
     state = _Loads(assignment, weights, loads, limit)
@@ -45,10 +45,9 @@ class _Loads:
 
 
 def _pack_heavy(
-    assignment: Tensor, weights: Tensor, is_light: Tensor, bounds: tuple[int, int]
+    assignment: Tensor, weights: Tensor, is_light: Tensor, limit: int, num_chunks: int
 ) -> Tensor:
     """Move heavy nodes if the heavy nodes of one chunk alone exceed the limit."""
-    limit, num_chunks = bounds
     heavy = (~is_light).nonzero().flatten()
     heavy = heavy[weights[heavy].argsort(descending=True, stable=True)]
     sizes, homes = weights[heavy].tolist(), assignment[heavy].tolist()

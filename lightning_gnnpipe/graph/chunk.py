@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Peer:
         return Peer(self.shard, self.send.to(device), self.receive.to(device))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """A block of nodes with all edges that end in it.
 
@@ -61,15 +62,15 @@ class Chunk:
     peers: tuple[Peer, ...] = ()
     is_whole: bool = False
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return self.end - self.start
 
-    @property
+    @cached_property
     def num_halo(self) -> int:
         return self.halo.numel()
 
-    @property
+    @cached_property
     def num_edges(self) -> int:
         return self.edge_end - self.edge_start
 
@@ -86,38 +87,32 @@ class Chunk:
         return replace(self, halo=halo, edge_index=edge_index, peers=peers)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Local:
-    """Local numbers and halos of all chunks, concatenated."""
-
-    edges: Tensor  # [2, num_edges]
-    halos: Tensor  # positions, ascending within a chunk
-    halo_ends: Tensor  # [num_chunks] in `halos`
-    rows: list[dict[int, int]]  # for each chunk, halo rows by source chunk
-
-
 def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
     """Yield the chunks of `edges`, `[2, num_edges]` positions sorted by target."""
-    local = _number(edges, ends)
+    local, halos, halo_ends, rows = _number(edges, ends)
     start, halo_start, edge_start = 0, 0, 0
-    bounds = zip(ends.tolist(), local.halo_ends.tolist(), edge_ends.tolist(), strict=True)
+    bounds = zip(ends.tolist(), halo_ends.tolist(), edge_ends.tolist(), strict=True)
     for index, (end, halo_end, edge_end) in enumerate(bounds):
         yield Chunk(
             index=index,
             start=start,
             end=end,
-            halo=local.halos[halo_start:halo_end].clone(),
-            halo_chunks=tuple(local.rows[index]),
-            halo_counts=tuple(local.rows[index].values()),
+            halo=halos[halo_start:halo_end].clone(),
+            halo_chunks=tuple(rows[index]),
+            halo_counts=tuple(rows[index].values()),
             edge_start=edge_start,
             edge_end=edge_end,
-            edge_index=torch.stack([row[edge_start:edge_end] for row in local.edges]),
+            edge_index=torch.stack([row[edge_start:edge_end] for row in local]),
         )
         start, halo_start, edge_start = end, halo_end, edge_end
 
 
-def _number(edges: Tensor, ends: Tensor) -> _Local:
-    """Number the nodes of each chunk: its own first, then its halo."""
+def _number(edges: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, list[dict[int, int]]]:
+    """Number the nodes of each chunk: its own first, then its halo.
+
+    Returns the edges in local numbers; the halos of all chunks, and the end of each; for each chunk
+    its halo rows by source chunk.
+    """
     num_chunks, num_nodes = ends.numel(), int(ends[-1])
     sizes = ends.diff(prepend=ends.new_zeros(1))
     owner = torch.repeat_interleave(torch.arange(num_chunks, device=ends.device), sizes)
@@ -133,12 +128,8 @@ def _number(edges: Tensor, ends: Tensor) -> _Local:
     num_halo = torch.bincount(readers, minlength=num_chunks)
     halo_ends = num_halo.cumsum(0)
     local[outside] = place + (sizes - halo_ends + num_halo)[reader]
-    return _Local(
-        edges=torch.stack([local, target - start_of_edge]),
-        halos=halos,
-        halo_ends=halo_ends,
-        rows=_count_rows(readers, owner[halos], num_chunks),
-    )
+    rows = _count_rows(readers, owner[halos], num_chunks)
+    return torch.stack([local, target - start_of_edge]), halos, halo_ends, rows
 
 
 def _count_rows(readers: Tensor, owners: Tensor, num_chunks: int) -> list[dict[int, int]]:

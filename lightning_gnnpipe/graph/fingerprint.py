@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -39,12 +39,6 @@ _LARGE_BLOCK = 1 << 23  # bytes
 _WIDTH = 1 << 13  # 64-bit words per row: likewise
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-
-
-def graph_fingerprint(edge_index: Tensor, num_nodes: int, edge_sizes: Sequence[int] = ()) -> int:
-    """Return a signed 64-bit hash of edges in order, `num_nodes` and the sizes of edge sets."""
-    sizes = [num_nodes, edge_index.size(1), *edge_sizes]
-    return fold([*sizes, _hash(edge_index[0]), _hash(edge_index[1])])
 
 
 def tensor_fingerprint(tensor: Tensor) -> int:
@@ -143,18 +137,15 @@ class ContentNumbers:
             if is_same and (known.sample is None or torch.equal(known.sample, sample_of(tensor))):
                 return known.number
         number = tensor_fingerprint(tensor)
-        self._keep(tensor, number)
-        return number
-
-    def _keep(self, tensor: Tensor, number: int) -> None:
-        key, known = id(tensor), self._known
+        cache, key = self._known, id(tensor)
 
         def forget(ref: weakref.ref[Tensor]) -> None:
-            if key in known and known[key].tensor is ref:
-                del known[key]
+            if key in cache and cache[key].tensor is ref:
+                del cache[key]
 
         sample = sample_of(tensor).clone() if tensor.device.type == "cpu" else None
-        known[key] = _Known(weakref.ref(tensor, forget), version_of(tensor), sample, number)
+        cache[key] = _Known(weakref.ref(tensor, forget), version_of(tensor), sample, number)
+        return number
 
 
 def sample_of(tensor: Tensor) -> Tensor:

@@ -1,20 +1,25 @@
-"""Partition nodes into chunks of equal weight with few cut edges.
+"""Partition nodes into chunks of equal weight, and chunks into shards, with few cut edges.
 
 METIS balances poorly on skewed graphs, so nodes are moved afterwards (see `balance.py`).
+
+Chunks are the same for any number of shards, so staleness is too. METIS cuts each chunk into parts
+of equal weight. Parts are then matched to shards so that neighbors in different chunks share one.
 """
 
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import dataclass
 
 import pymetis
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph.balance import rebalance
 from lightning_gnnpipe.graph.validate import check_assignment, check_num_chunks
-from lightning_gnnpipe.types import Partition, PartitionMethod
+from lightning_gnnpipe.types import Partition
+
+_NUM_SWEEPS = 3
 
 
 def partition_nodes(
@@ -35,14 +40,6 @@ def partition_nodes(
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "contiguous":
         return _assign_nodes(torch.arange(num_nodes), weights, num_chunks)
-    if method not in get_args(PartitionMethod):
-        raise ConfigError(
-            explain(
-                expected="'partition' to be 'metis', 'random', 'contiguous' or a tensor",
-                found=repr(method),
-                remedy="Choose one of them.",
-            )
-        )
     links = _symmetrize(edge_index, num_nodes)
     if method == "random":
         generator = torch.Generator().manual_seed(seed)
@@ -75,9 +72,7 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
     is_proper = source != target
     source, target = source[is_proper], target[is_proper]
     keys = torch.unique(torch.cat([source * num_nodes + target, target * num_nodes + source]))
-    return torch.stack(
-        [torch.div(keys, max(num_nodes, 1), rounding_mode="floor"), keys % max(num_nodes, 1)]
-    )
+    return torch.stack([keys // num_nodes, keys % num_nodes])
 
 
 def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
@@ -93,3 +88,149 @@ def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
     for chunk, nodes in enumerate(order.tensor_split(cuts)):
         assignment[nodes] = chunk
     return assignment
+
+
+def split_chunks(
+    edge_index: Tensor, assignment: Tensor, num_shards: int, *, seed: int = 0
+) -> Tensor:
+    """Return `[num_nodes]` the shard of each node, given its chunk; no shard is empty."""
+    num_nodes = assignment.numel()
+    if num_nodes < num_shards:
+        raise ConfigError(
+            expected=f"'graph_parallel' to be at most the number of nodes, {num_nodes}",
+            found=str(num_shards),
+            remedy="Use fewer devices: the graph is small.",
+        )
+    num_chunks = int(assignment.max()) + 1
+    part = torch.empty_like(assignment)
+    inside = assignment[edge_index[0]] == assignment[edge_index[1]]
+    edges = edge_index[:, inside]
+    chunk_of_edge = assignment[edges[1]]
+    number = torch.empty_like(assignment)
+    for chunk in range(num_chunks):
+        nodes = (assignment == chunk).nonzero().flatten()
+        number[nodes] = torch.arange(nodes.numel())
+        if nodes.numel() < num_shards:  # too few for all shards: assign in turn
+            part[nodes] = (number[nodes] + chunk) % num_shards
+            continue
+        part[nodes] = partition_nodes(
+            number[edges[:, chunk_of_edge == chunk]],
+            nodes.numel(),
+            num_chunks=num_shards,
+            method="metis",
+            seed=seed,
+        )
+    return _fill_empty(_align(edge_index, assignment, part, num_shards), num_shards)
+
+
+def _align(edge_index: Tensor, assignment: Tensor, part: Tensor, num_shards: int) -> Tensor:
+    """Return the shard of each node: parts of a chunk are permuted to cut fewer edges."""
+    num_chunks = int(assignment.max()) + 1
+    piece = assignment * num_shards + part
+    num_pieces = num_chunks * num_shards
+    source, target = piece[edge_index[0]], piece[edge_index[1]]
+    keys, counts = torch.unique(source * num_pieces + target, return_counts=True)
+    links = torch.zeros(num_pieces, num_pieces, dtype=torch.int64)
+    links[keys // num_pieces, keys % num_pieces] = counts
+    links = links + links.t()
+    sizes = torch.bincount(piece, minlength=num_pieces)
+    shard = torch.arange(num_pieces) % num_shards
+    for _ in range(_NUM_SWEEPS):
+        for chunk in range(num_chunks):
+            own = slice(chunk * num_shards, (chunk + 1) * num_shards)
+            if sizes[own].min() == 0:  # an empty part: keep the shards assigned in turn
+                continue
+            links_out = links[own].clone()
+            links_out[:, own] = 0
+            gain = torch.zeros(num_shards, num_shards, dtype=torch.int64)
+            gain.index_add_(1, shard, links_out)
+            shard[own] = _match(gain)
+    return shard[piece]
+
+
+def _fill_empty(shard: Tensor, num_shards: int) -> Tensor:
+    """Move a node of the largest shard into each empty one."""
+    counts = torch.bincount(shard, minlength=num_shards)
+    for empty in (counts == 0).nonzero().flatten().tolist():
+        largest = int(counts.argmax())
+        shard[(shard == largest).nonzero()[0]] = empty
+        counts[largest] -= 1
+        counts[empty] += 1
+    return shard
+
+
+def _match(gain: Tensor) -> Tensor:
+    """Return a different column for each row, largest entries first."""
+    size = gain.size(0)
+    found = torch.full((size,), -1)
+    left = gain.clone()
+    for _ in range(size):
+        row, column = divmod(int(left.argmax()), size)
+        found[row] = column
+        left[row], left[:, column] = -1, -1
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitSizes:
+    """Sizes of the pieces of chunks in shards; each is `[num_chunks, num_shards]`."""
+
+    nodes: Tensor
+    edges: Tensor  # that end in the piece
+    sent: Tensor  # rows of the piece that other shards read, counted once per reader
+    received: Tensor  # rows of the chunk in other shards that this shard reads
+    peers: Tensor  # shards sent to, or shards received from, whichever are more
+
+
+def measure_split(
+    edge_index: Tensor, assignment: Tensor, shards: Tensor, num_shards: int
+) -> SplitSizes:
+    """Return the sizes of all pieces, and the rows exchanged whenever a chunk is written."""
+    source, target = edge_index.long()
+    num_nodes, num_chunks = assignment.numel(), int(assignment.max()) + 1
+    piece = assignment * num_shards + shards
+    is_remote = shards[source] != shards[target]
+    pairs = torch.unique(shards[target][is_remote] * num_nodes + source[is_remote])
+    reader, read = pairs // num_nodes, pairs % num_nodes
+
+    chunk, owner = assignment[read], shards[read]
+    links = torch.unique((chunk * num_shards + owner) * num_shards + reader)  # (piece, reader)
+    sends, gets = links // num_shards, links // num_shards**2 * num_shards + links % num_shards
+
+    def count(pieces: Tensor) -> Tensor:
+        sizes = torch.bincount(pieces, minlength=num_chunks * num_shards)
+        return sizes.view(num_chunks, num_shards)
+
+    return SplitSizes(
+        nodes=count(piece),
+        edges=count(piece[target]),
+        sent=count(piece[read]),
+        received=count(chunk * num_shards + reader),
+        peers=torch.maximum(count(sends), count(gets)),
+    )
+
+
+def edges_within(edge_index: Tensor, assignment: Tensor) -> Tensor:
+    """Return `[num_kept]` the edges with both ends in one part, ascending."""
+    source, target = assignment[edge_index.long()]
+    return (source == target).nonzero().flatten()
+
+
+def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:
+    """Return the fraction of edges between different parts; 0 without edges."""
+    if edge_index.size(1) == 0:
+        return 0.0
+    source, target = assignment[edge_index.long()]
+    return float((source != target).double().mean())
+
+
+def replicas_per_node(edge_index: Tensor, num_nodes: int, assignment: Tensor) -> float:
+    """Return alpha: remote source nodes, counted once per part, divided by the number of nodes.
+
+    Graph parallelism sends alpha rows per node in each layer and direction.
+    """
+    source = edge_index[0].long()
+    part = assignment[edge_index[1].long()]
+    is_remote = assignment[source] != part
+    pairs = torch.unique(part[is_remote] * num_nodes + source[is_remote])
+    return pairs.numel() / num_nodes

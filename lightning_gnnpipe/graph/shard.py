@@ -49,17 +49,6 @@ class Shard:
         first, end = self.bounds(shard)
         return self.globe.perm[first:end]
 
-    @property
-    def row_nodes(self) -> Tensor:
-        """`[num_rows]` the node of each row, own and ghosts."""
-        return torch.cat([self.nodes(self.index), self.globe.perm[self.ghosts]])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of this shard, with ghosts."""
-        first, end = self.bounds(self.index)
-        return end - first + self.ghosts.numel()
-
     def localize(self, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the edges that end in this shard, as pairs of its rows, and their values.
 
@@ -114,7 +103,7 @@ def cut_shard(shard: Shard) -> tuple[tuple[Chunk, ...], Chunk]:
         sources = tuple(blocks[block] for block in chunk.halo_chunks)
         chunks.append(replace(chunk, halo_chunks=sources, peers=peers[chunk.index]))
     num_own, num_edges = end - first, edges.size(1)
-    limits = torch.tensor([num_own, shard.num_rows], device=device)
+    limits = torch.tensor([num_own, num_own + shard.ghosts.numel()], device=device)
     whole = next(iter(cut_edges(edges, limits, limits.new_full((2,), num_edges))))
     has_halo = whole.num_halo > 0
     whole = replace(
@@ -156,10 +145,10 @@ def _find_peers(shard: Shard) -> list[tuple[Peer, ...]]:
 def _merge(peers: list[tuple[Peer, ...]], chunks: list[Chunk]) -> tuple[Peer, ...]:
     """Merge the peers of all chunks; rows are counted from the shard's first."""
     merged = []
-    for others in zip(*peers, strict=True):
-        sends = [peer.send + chunk.start for peer, chunk in zip(others, chunks, strict=True)]
-        receives = [peer.receive for peer in others]
-        merged.append(Peer(others[0].shard, torch.cat(sends), torch.cat(receives)))
+    for same_shard in zip(*peers, strict=True):
+        sends = [peer.send + chunk.start for peer, chunk in zip(same_shard, chunks, strict=True)]
+        receives = [peer.receive for peer in same_shard]
+        merged.append(Peer(same_shard[0].shard, torch.cat(sends), torch.cat(receives)))
     return tuple(merged)
 
 

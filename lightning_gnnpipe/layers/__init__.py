@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.layers.intercept import Intercepted, find_convs, find_layers, intercept
-from lightning_gnnpipe.layers.layer_caches import guard_losses, without_memory
-from lightning_gnnpipe.layers.native import NativeContext, uses_batch_statistics
-from lightning_gnnpipe.layers.statistics import tracks_statistics
+from lightning_gnnpipe.layers.intercept import (
+    Intercepted,
+    find_convs,
+    find_layers,
+    guard_losses,
+    intercept,
+    without_memory,
+)
+from lightning_gnnpipe.layers.native import NativeContext
+from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_statistics
 from lightning_gnnpipe.layers.support import check_graph_batches, check_norms, check_support
 
 __all__ = [

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import MessageContext
-
-
-def replace_attributes(conv: nn.Module, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Set attributes of the instance; return a function that restores the old ones."""
-    missing = object()
-    before = {key: conv.__dict__.get(key, missing) for key in attributes}
-    conv.__dict__.update(attributes)
-
-    def restore() -> None:
-        for key, value in before.items():
-            if value is missing:
-                conv.__dict__.pop(key, None)
-            else:
-                conv.__dict__[key] = value
-
-    return restore
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import MessageContext, replace_attributes
 
 
 def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
@@ -39,24 +22,20 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
     original = conv.forward
     is_upstream = conv.flow == "target_to_source"
 
+    @context.in_layer()
     def run(*args: Any, **kwargs: Any) -> Any:
-        with context.in_layer():
-            return run_inside(args, kwargs)
-
-    def run_inside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = (*args, *kwargs.values())
-        given, number, is_flip = _find_edges(values, name, context)
-        if given is None and is_upstream and not context.sees_all:
-            raise _refuse_direction(name, "edges that the model changed, or several edge sets")
-        # On the whole graph without histories, PyG handles reversed edges itself.
-        is_turned = not context.is_plain and (is_flip or is_upstream)
+        given, number, is_flip = _find_edges((*args, *kwargs.values()), name, context)
         if given is None:
+            if is_upstream and not context.sees_all:
+                raise _refuse_direction(name, "edges that the model changed, or several edge sets")
             return original(*args, **kwargs)
-        if not is_turned:
+        # On the whole graph without histories, PyG handles reversed edges itself.
+        if context.is_plain or not (is_flip or is_upstream):
             with context.along(given):
                 return original(*args, **kwargs)
         is_reverse = is_flip != is_upstream
-        with context.directed(number, is_reverse) as edges, _downstream(conv):
+        downstream = replace_attributes(conv, {"flow": "source_to_target"})
+        with context.directed(number, is_reverse) as edges, downstream:
 
             def turn(key: str, value: Any) -> Any:
                 if value is given:
@@ -69,16 +48,6 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
             )
 
     return run
-
-
-@contextmanager
-def _downstream(conv: MessagePassing) -> Iterator[None]:
-    """Set the flow to "source_to_target" within the block."""
-    restore = replace_attributes(conv, {"flow": "source_to_target"})
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _find_edges(
@@ -116,10 +85,9 @@ def _turn(name: str, key: str, value: Any, context: MessageContext) -> Any:
 
 def _refuse_direction(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected=f"layer '{name}', in which messages flow against the edges, to read edges and "
-            "edge features of the batch as they are",
-            found=found,
-            remedy="Pass the reversed edges' features in, or train with num_chunks=1.",
-        )
+        expected=f"layer '{name}', which passes messages against the edges, to use the batch's "
+        "own edges and edge features",
+        found=found,
+        remedy="Pass the edges and their features to forward unchanged, or train with "
+        "num_chunks=1.",
     )

@@ -3,6 +3,11 @@
 A layer runs on the rows of one chunk with a local `edge_index`. Only source-side arguments
 (`name_j` in PyG's signature) also hold halo rows. The wrapped methods are in the instance's
 `__dict__` during a pass only, so the user's module does not change.
+
+State that layers keep besides their outputs is switched off. A cache would hold the edges of the
+first chunk or sample. SuperGATConv samples node pairs for a loss that the user asks for after the
+forward pass, but a chunk has neither all pairs nor the user's backward. Its outputs do not depend
+on the pairs, so none are sampled and the loss raises an error.
 """
 
 from __future__ import annotations
@@ -13,23 +18,34 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.nn import DeepGCNLayer, HANConv, MessagePassing
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_pyg import (
+    CACHES,
+    MESH_CNN_CONV,
     UNDECOMPOSED,
     arguments_of_edge_updater,
     arguments_of_propagate,
     arguments_of_update,
 )
-from lightning_gnnpipe.layers.direction import direct, replace_attributes
-from lightning_gnnpipe.layers.layer_caches import without_memory
-from lightning_gnnpipe.layers.native import NativeContext, deferred, find_batch_norms
+from lightning_gnnpipe._compat_torch import BATCH_NORM
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.layers.direction import direct
+from lightning_gnnpipe.layers.native import NativeContext, deferred
 from lightning_gnnpipe.layers.normalize import localized
-from lightning_gnnpipe.layers.relations import check_order, passes_wide_rows, related
-from lightning_gnnpipe.layers.statistics import find_norms, whole_statistics
-from lightning_gnnpipe.passing import ROWS, LinearRule, MessageContext, aggregate, linear_rule
+from lightning_gnnpipe.layers.relations import RELATIONAL, check_order, related
+from lightning_gnnpipe.layers.statistics import has_statistics, whole_statistics
+from lightning_gnnpipe.passing import (
+    ROWS,
+    LinearRule,
+    MessageContext,
+    aggregate,
+    linear_rule,
+    replace_attributes,
+)
 
 
 def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
@@ -55,7 +71,7 @@ class Intercepted:
     @property
     def sees_all_nodes(self) -> bool:
         """Whether a layer computes statistics, or a mean, over all nodes."""
-        return bool(self.norms) or any(isinstance(c, HANConv) for c in self.convs.values())
+        return bool(self.norms) or any(isinstance(c, gnn.HANConv) for c in self.convs.values())
 
     @property
     def all(self) -> list[nn.Module]:
@@ -70,9 +86,12 @@ def find_layers(module: nn.Module) -> Intercepted:
     for m in module.modules():
         if isinstance(m, InvertibleModule):
             blocks.append((m, {"disable": True}))
-        elif isinstance(m, DeepGCNLayer):
+        elif isinstance(m, gnn.DeepGCNLayer):
             blocks.append((m, {"ckpt_grad": False}))
-    return Intercepted(find_convs(module), find_norms(module), find_batch_norms(module), blocks)
+    named = dict(module.named_modules())
+    norms = {name: m for name, m in named.items() if has_statistics(m)}
+    batch_norms = {name: m for name, m in named.items() if isinstance(m, BATCH_NORM)}
+    return Intercepted(find_convs(module), norms, batch_norms, blocks)
 
 
 @contextmanager
@@ -81,21 +100,23 @@ def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> I
     convs = layers.convs
     with ExitStack() as stack:
         for block, attributes in layers.blocks:
-            stack.callback(replace_attributes(block, attributes))
+            stack.enter_context(replace_attributes(block, attributes))
         stack.enter_context(without_memory(convs))
         if isinstance(context, NativeContext):
             stack.enter_context(deferred(layers.batch_norms, context))
             yield
             return
-        stack.enter_context(whole_statistics(layers.norms, context))
+        if layers.norms:
+            stack.enter_context(whole_statistics(layers.norms, context))
         stack.enter_context(localized(convs, context))
-        stack.enter_context(related(convs, context))
+        if any(isinstance(conv, RELATIONAL) for conv in convs.values()):
+            stack.enter_context(related(convs, context))
         for name, conv in convs.items():
             replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
-            if not passes_wide_rows(conv):
+            if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
                 for method in ("propagate", "edge_updater"):
                     replaced[method] = _wrap(name, conv, method, context)
-            stack.callback(replace_attributes(conv, replaced))
+            stack.enter_context(replace_attributes(conv, replaced))
         yield
 
 
@@ -103,11 +124,11 @@ def _wrap(
     name: str, conv: MessagePassing, method: str, context: MessageContext
 ) -> Callable[..., Tensor]:
     original = getattr(conv, method)
-    is_propagate = method == "propagate"
+    is_propagate, is_mesh = method == "propagate", isinstance(conv, MESH_CNN_CONV)
     rule = linear_rule(conv) if is_propagate else None
     is_linear = rule is not None
     read = arguments_of_propagate(conv) if is_propagate else arguments_of_edge_updater(conv)
-    sources = _source_arguments(read)
+    sources = frozenset(name[:-2] for name in read if name.endswith("_j"))
     kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
@@ -117,7 +138,8 @@ def _wrap(
             return run_along(edge_index, kwargs)
 
     def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        check_order(name, conv, edge_index, context)
+        if is_mesh:
+            check_order(name, conv, edge_index, context)
         call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":
             summed = _aggregate((name, call), rule, edge_index, kwargs, context)
@@ -129,9 +151,10 @@ def _wrap(
             key = (name, call, argument)
             wide[argument] = _widen(context, key, kwargs[argument], conv, is_linear=is_linear)
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
+        own = {key: kwargs[key] for key in kept & kwargs.keys()}
         context.is_passing = True
         try:
-            with _update_sees(conv, {key: kwargs[key] for key in kept & kwargs.keys()}):
+            with replace_attributes(conv, _update_with(conv.update, own)):
                 return cast(Tensor, original(edge_index, size=size, **wide))
         finally:
             context.is_passing = False
@@ -159,9 +182,7 @@ def _aggregate(
     if weight is not None:  # the dtype of messages times weights
         rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
     aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
-    if aggregation is None:
-        return None
-    return aggregate(rows, aggregation)
+    return None if aggregation is None else aggregate(rows, aggregation)
 
 
 def _in_pieces(
@@ -175,18 +196,11 @@ def _in_pieces(
     given = sources & kwargs.keys()
     pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
     outputs = []
-    restore = replace_attributes(conv, UNDECOMPOSED)
-    try:
+    with replace_attributes(conv, UNDECOMPOSED):
         for i in range(len(next(iter(pieces.values())))):
             parts = {key: piece[i] for key, piece in pieces.items()}
             outputs.append(run(edge_index, **{**kwargs, **parts}))
-    finally:
-        restore()
     return torch.cat(outputs, dim=-1)
-
-
-def _source_arguments(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name[:-2] for name in names if name.endswith("_j"))
 
 
 def _widen(
@@ -211,17 +225,66 @@ def _widen(
     return (wide, value) if is_read_by_target else wide
 
 
+def _update_with(update: Callable[..., Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `update` with node-level arguments without halo rows, by its name."""
+    if not own:
+        return {}
+    return {"update": lambda out, **kwargs: update(out, **{**kwargs, **own})}
+
+
 @contextmanager
-def _update_sees(conv: MessagePassing, rows: Mapping[str, Any]) -> Iterator[None]:
-    """Pass node-level arguments without halo rows to `update`, within the block."""
-    if not rows:
+def without_memory(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
+    """Switch off the layers' caches and losses within the block."""
+    with ExitStack() as stack:
+        for name, conv in convs.items():
+            if getattr(conv, "cached", False):
+                empty = {cache: None for cache in CACHES if hasattr(conv, cache)}
+                stack.enter_context(replace_attributes(conv, {"cached": False, **empty}))
+            if isinstance(conv, gnn.SuperGATConv):
+                attributes = {
+                    "forward": _without_pairs(conv.forward),
+                    "positive_sampling": _no_edges,
+                    "att_x": None,
+                    "att_y": None,
+                    "get_attention_loss": _refuse_loss(name, conv),
+                }
+                stack.enter_context(replace_attributes(conv, attributes))
         yield
-        return
-    original = conv.update
-    restore = replace_attributes(
-        conv, {"update": lambda out, **kwargs: original(out, **{**kwargs, **rows})}
-    )
-    try:
-        yield
-    finally:
-        restore()
+
+
+def guard_losses(convs: Mapping[str, MessagePassing]) -> Callable[[], None]:
+    """Make the layers raise if their loss is asked for; return a function that undoes this."""
+    stack = ExitStack()
+    for name, conv in convs.items():
+        if isinstance(conv, gnn.SuperGATConv):
+            attributes = {"get_attention_loss": _refuse_loss(name, conv)}
+            stack.enter_context(replace_attributes(conv, attributes))
+    return stack.close
+
+
+def _without_pairs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return SuperGATConv's forward without node pairs for its loss."""
+
+    def forward(x: Tensor, edge_index: Tensor, *_: Any, **__: Any) -> Tensor:
+        return original(x, edge_index, _no_edges(edge_index))
+
+    return forward
+
+
+def _no_edges(edge_index: Tensor) -> Tensor:
+    return edge_index[:, :0]
+
+
+def _refuse_loss(name: str, conv: gnn.SuperGATConv) -> Callable[[], Tensor]:
+    def get_attention_loss() -> Tensor:
+        if not conv.training:  # PyG returns 0
+            return type(conv).get_attention_loss(conv)
+        raise UnsupportedError(
+            expected="a loss that is computed from the outputs of the pipelined module",
+            found=f"get_attention_loss() of layer '{name}', a {type(conv).__name__}, which "
+            "draws random pairs of all nodes",
+            remedy="Leave this term out of the loss (the layer's outputs are exact), or train "
+            "without GNNPipeStrategy.",
+        )
+
+    return get_attention_loss

@@ -15,19 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gnnpipe._compat_torch import BATCH_NORM
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.layers.statistics import tracks_statistics, update_running
-from lightning_gnnpipe.passing import EdgeLeaves, Tape
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.layers.statistics import (
+    tracks_statistics,
+    update_running,
+    uses_batch_statistics,
+)
+from lightning_gnnpipe.passing import EdgeLeaves, TapedContext, replace_attributes
 
 
-class NativeContext:
-    """The running segment of one of `num_chunks` micro-batches, and whether it is a replay."""
+class NativeContext(TapedContext):
+    """The running segment of one of `num_chunks` micro-batches."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
         self.leaves: EdgeLeaves | None = None  # set during a pass, not used by layers
-        self._tape: Tape | None = None
         self._segment = 0
         self._calls: dict[str, int] = {}
 
@@ -38,34 +40,11 @@ class NativeContext:
     def leave(self) -> None:
         self._calls = {}
 
-    @contextmanager
-    def taped(self, tape: Tape) -> Iterator[None]:
-        """Expose within the block whether `tape` is replayed."""
-        self._tape = tape
-        try:
-            yield
-        finally:
-            self._tape = None
-
-    @property
-    def is_replay(self) -> bool:
-        return self._tape is not None and self._tape.is_replay
-
     def next_key(self, layer: str) -> tuple[int, str, int]:
         """Return the key of the next call of `layer` in the running segment."""
         call = self._calls.get(layer, 0)
         self._calls[layer] = call + 1
         return self._segment, layer, call
-
-
-def find_batch_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of `module` with BatchNorm's statistics, by name."""
-    return {name: m for name, m in module.named_modules() if isinstance(m, BATCH_NORM)}
-
-
-def uses_batch_statistics(norm: Any) -> bool:
-    """Whether a BatchNorm uses the statistics of its input, not running statistics."""
-    return bool(norm.training or norm.running_mean is None)
 
 
 @contextmanager
@@ -75,8 +54,8 @@ def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator
         if context.num_chunks > 1:
             sums: dict[tuple[int, str, int], list[Tensor]] = {}
             for name, norm in norms.items():
-                norm.__dict__["forward"] = _defer(name, norm, context, sums)
-                stack.callback(norm.__dict__.pop, "forward")
+                forward = _defer(name, norm, context, sums)
+                stack.enter_context(replace_attributes(norm, {"forward": forward}))
         yield
 
 
@@ -90,12 +69,10 @@ def _defer(
             return cast(Tensor, original(x))
         if x.numel() == x.size(1):
             raise UnsupportedError(
-                explain(
-                    expected=f"'{name}', a {type(norm).__name__}, to be given two rows at least "
-                    "of each micro-batch",
-                    found="one",
-                    remedy="Train with a smaller num_chunks, or larger batches (drop_last=True).",
-                )
+                expected=f"'{name}', a {type(norm).__name__}, to get at least two rows from "
+                "each micro-batch",
+                found="one",
+                remedy="Train with a smaller num_chunks, or larger batches (drop_last=True).",
             )
         key = context.next_key(name)
         if tracks_statistics(norm) and not context.is_replay:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, cast
 
@@ -18,8 +19,8 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, scatter
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import InLayer, MessageContext, replaces
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import InLayer, MessageContext, replace_attributes, replaces
 
 _LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
 
@@ -32,9 +33,9 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     methods, and `super().forward(...)`, find them too. Other callers there get PyG's functions.
     """
     locals_: dict[Callable[..., Any], Callable[..., Any]] = {
-        gcn_norm: _LocalNorm(context),
-        degree: _LocalDegree(context),
-        **{function: _LocalLoops(context, function) for function in _LOOPS},
+        gcn_norm: partial(_local_norm, context),
+        degree: partial(_local_degree, context),
+        **{function: partial(_local_loops, context, function) for function in _LOOPS},
     }
     with ExitStack() as stack:
         for names in _namespaces(convs):
@@ -47,8 +48,8 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
                     names[name] = InLayer(context, local, names[name])
         for conv in convs.values():
             if hasattr(conv, "__norm__"):  # ChebConv
-                conv.__dict__["__norm__"] = _LocalLaplacian(context, conv.__norm__)
-                stack.callback(conv.__dict__.pop, "__norm__")
+                laplacian = partial(_local_laplacian, context, conv.__norm__)
+                stack.enter_context(replace_attributes(conv, {"__norm__": laplacian}))
         yield
 
 
@@ -88,180 +89,135 @@ def _of_the_batch(
     )
 
 
-class _LocalNorm:
+def _local_norm(
+    context: MessageContext,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    num_nodes: int | None = None,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    flow: str = "source_to_target",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """`gcn_norm` for one chunk: local edges with self-loops, and the whole graph's weights."""
-
-    def __init__(self, context: MessageContext) -> None:
-        self.context = context
-
-    def __call__(
-        self,
-        edge_index: Tensor,
-        edge_weight: Tensor | None = None,
-        num_nodes: int | None = None,
-        improved: bool = False,
-        add_self_loops: bool = True,
-        flow: str = "source_to_target",
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        context = self.context
-        options = (improved, add_self_loops, flow, dtype)
-        if flow != "source_to_target":  # called by the model itself, or with edges that it changed
-            if not context.sees_all:
-                raise UnsupportedError(
-                    explain(
-                        expected="edges of the batch to be normalised for flow='source_to_target'",
-                        found=f"flow='{flow}' on a part of the graph",
-                        remedy="Pass the edges' weights in, or train with num_chunks=1 and "
-                        "graph_parallel=1.",
-                    )
-                )
-            return cast(
-                tuple[Tensor, Tensor],
-                gcn_norm(edge_index, edge_weight, context.chunk.num_nodes, *options),
+    num_nodes = context.chunk.num_nodes
+    options = (improved, add_self_loops, flow, dtype)
+    if flow != "source_to_target":  # called by the model itself, or with edges that it changed
+        if not context.sees_all:
+            raise UnsupportedError(
+                expected="edges that are normalised for flow='source_to_target'",
+                found=f"flow='{flow}' on a part of the graph",
+                remedy="Pass normalised edge weights to forward, or train with num_chunks=1 "
+                "and graph_parallel=1.",
             )
+        return cast(tuple[Tensor, Tensor], gcn_norm(edge_index, edge_weight, num_nodes, *options))
+    known = _of_the_batch(
+        context,
+        ("gcn_norm", *options),
+        edge_index,
+        edge_weight,
+        lambda edges, weight: gcn_norm(edges, weight, context.whole.num_nodes, *options),
+    )
+    if known is not None:
+        return known
+    if edge_weight is None:
+        # Without weights PyG gives self-loops weight 1, even if `improved`.
+        if add_self_loops:
+            edge_index, _ = add_remaining_self_loops(edge_index, None, 1.0, num_nodes)
+        weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+    elif add_self_loops:
+        loop = 2.0 if improved else 1.0
+        edge_index, weight = add_remaining_self_loops(edge_index, edge_weight, loop, num_nodes)
+    else:
+        weight = edge_weight
+    # Push the chunk's degrees to the power of -1/2, and pull the halo's.
+    source, target = edge_index
+    root = scatter(weight, target, dim=0, dim_size=num_nodes, reduce="sum").pow(-0.5)
+    own = root.masked_fill(root == float("inf"), 0.0)
+    wide = context.widen("gcn_norm", context.next_call("gcn_norm"), "degree", own)
+    return edge_index, wide[source] * weight * wide[target]
+
+
+def _local_laplacian(
+    context: MessageContext,
+    original: Callable[..., Any],
+    edge_index: Tensor,
+    num_nodes: int | None,
+    edge_weight: Tensor | None,
+    normalization: str | None,
+    lambda_max: Any = None,
+    dtype: torch.dtype | None = None,
+    batch: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """ChebConv's rescaled Laplacian for one chunk: local edges with self-loops, and weights."""
+    known = None
+    if batch is None and not isinstance(lambda_max, Tensor):
         known = _of_the_batch(
             context,
-            ("gcn_norm", *options),
+            ("laplacian", normalization, lambda_max, dtype),
             edge_index,
             edge_weight,
-            lambda edges, weight: gcn_norm(edges, weight, context.whole.num_nodes, *options),
+            lambda edges, weight: original(
+                edges, context.whole.num_nodes, weight, normalization, lambda_max, dtype=dtype
+            ),
         )
-        if known is not None:
-            return known
-        if edge_weight is None:
-            # Without weights PyG gives self-loops weight 1, even if `improved`.
-            if add_self_loops:
-                edge_index, _ = add_remaining_self_loops(
-                    edge_index, None, 1.0, context.chunk.num_nodes
-                )
-            edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
-        elif add_self_loops:
-            edge_index, edge_weight = add_remaining_self_loops(
-                edge_index, edge_weight, 2.0 if improved else 1.0, context.chunk.num_nodes
-            )
-        return self._by_history(edge_index, cast(Tensor, edge_weight))
-
-    def _by_history(self, edges: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise by the chunk's degrees, pushed, and the halo's, pulled."""
-        own = _inverse_root(edges[1], weight, self.context.chunk.num_nodes)
-        call = self.context.next_call("gcn_norm")
-        wide = self.context.widen("gcn_norm", call, "degree", own)
-        return edges, wide[edges[0]] * weight * wide[edges[1]]
-
-
-class _LocalLaplacian:
-    """ChebConv's rescaled Laplacian for one chunk: local edges with self-loops, and weights."""
-
-    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
-        self.context = context
-        self.original = original
-
-    def __call__(
-        self,
-        edge_index: Tensor,
-        num_nodes: int | None,
-        edge_weight: Tensor | None,
-        normalization: str | None,
-        lambda_max: Any = None,
-        dtype: torch.dtype | None = None,
-        batch: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        context = self.context
-        is_number = lambda_max is None or not isinstance(lambda_max, Tensor)
-        known = None
-        if batch is None and is_number:
-            known = _of_the_batch(
-                context,
-                ("laplacian", normalization, lambda_max, dtype),
-                edge_index,
-                edge_weight,
-                lambda edges, weight: self.original(
-                    edges, context.whole.num_nodes, weight, normalization, lambda_max, dtype=dtype
-                ),
-            )
-        if known is not None:
-            return known
-        if context.sees_all:
-            return cast(
-                tuple[Tensor, Tensor],
-                self.original(
-                    edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch
-                ),
-            )
-        raise UnsupportedError(
-            explain(
-                expected="a Laplacian of the batch's own edges and edge weights",
-                found="edges or weights that the model computes, a 'batch', or a tensor lambda_max",
-                remedy="Pass edge weights in that need no gradient and lambda_max as a number, or "
-                "train with num_chunks=1.",
-            )
+    if known is not None:
+        return known
+    if context.sees_all:
+        return cast(
+            tuple[Tensor, Tensor],
+            original(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch),
         )
+    raise UnsupportedError(
+        expected="a Laplacian of the batch's own edges and edge weights",
+        found="edges or weights that the model computes, a 'batch', or a tensor lambda_max",
+        remedy="Pass edge weights to forward that need no gradient, and lambda_max as a "
+        "number, or train with num_chunks=1.",
+    )
 
 
-class _LocalDegree:
+def _local_degree(
+    context: MessageContext,
+    index: Tensor,
+    num_nodes: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`degree` of the chunk's nodes and halo, `[num_nodes + num_halo]`; `index` has targets."""
-
-    def __init__(self, context: MessageContext) -> None:
-        self.context = context
-
-    def __call__(
-        self, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        chunk = self.context.chunk
-        if self.context.is_passing:
-            return degree(index, num_nodes, dtype)
-        if index.numel() and int(index.max()) >= chunk.num_nodes:
-            raise UnsupportedError(
-                explain(
-                    expected="a layer to count the edges that end in a node",
-                    found="degree() of the edges' sources",
-                    remedy="Pass the degrees in as a node-level tensor, or train with "
-                    "num_chunks=1.",
-                )
-            )
-        own = degree(index, chunk.num_nodes, dtype)
-        call = self.context.next_call("degree")
-        return self.context.widen("degree", call, "degree", own)
+    chunk = context.chunk
+    if context.is_passing:
+        return degree(index, num_nodes, dtype)
+    if index.numel() and int(index.max()) >= chunk.num_nodes:
+        raise UnsupportedError(
+            expected="degree() of the targets of edges, edge_index[1]",
+            found="degree() of the sources, some of which lie in other chunks",
+            remedy="Pass the degrees to forward as a node-level tensor, or train with "
+            "num_chunks=1.",
+        )
+    own = degree(index, chunk.num_nodes, dtype)
+    return context.widen("degree", context.next_call("degree"), "degree", own)
 
 
-class _LocalLoops:
+def _local_loops(
+    context: MessageContext,
+    original: Callable[..., Any],
+    edge_index: Tensor,
+    edge_attr: Any = None,
+    fill_value: Any = None,
+    num_nodes: Any = None,
+) -> tuple[Tensor, Any]:
     """Self-loops for the nodes of one chunk, if a layer does not pass `num_nodes`."""
-
-    def __init__(self, context: MessageContext, original: Callable[..., Any]) -> None:
-        self.context = context
-        self.original = original
-
-    def __call__(
-        self,
-        edge_index: Tensor,
-        edge_attr: Any = None,
-        fill_value: Any = None,
-        num_nodes: Any = None,
-    ) -> tuple[Tensor, Any]:
-        if num_nodes is not None:
-            return cast(
-                tuple[Tensor, Any], self.original(edge_index, edge_attr, fill_value, num_nodes)
-            )
-        if self.context.edges_key[0] is None:
-            raise UnsupportedError(
-                explain(
-                    expected="a layer that is given several edge sets to say of how many nodes",
-                    found=f"{self.original.__name__}() without 'num_nodes'",
-                    remedy="Pass num_nodes=x.size(0).",
-                )
-            )
-        chunk = self.context.chunk
-        edges, attr = self.original(edge_index, edge_attr, fill_value, chunk.num_nodes)
-        # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
-        nodes = self.context.perm[chunk.start : chunk.end]
-        keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
-        keep[edges.size(1) - chunk.num_nodes :] = nodes < self.context.num_numbered
-        return edges[:, keep], None if attr is None else attr[keep]
-
-
-def _inverse_root(receivers: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
-    """Return degrees to the power of -1/2, `[num_nodes]`; 0 for nodes without edges."""
-    total = scatter(weight, receivers, dim=0, dim_size=num_nodes, reduce="sum")
-    root = total.pow(-0.5)
-    return root.masked_fill(root == float("inf"), 0.0)
+    if num_nodes is not None:
+        return cast(tuple[Tensor, Any], original(edge_index, edge_attr, fill_value, num_nodes))
+    if context.edges_key[0] is None:
+        raise UnsupportedError(
+            expected=f"a layer on several edge sets to pass 'num_nodes' to {original.__name__}()",
+            found="none",
+            remedy="Pass num_nodes=x.size(0).",
+        )
+    chunk = context.chunk
+    edges, attr = original(edge_index, edge_attr, fill_value, chunk.num_nodes)
+    # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
+    nodes = context.perm[chunk.start : chunk.end]
+    keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
+    keep[edges.size(1) - chunk.num_nodes :] = nodes < context.num_numbered
+    return edges[:, keep], None if attr is None else attr[keep]

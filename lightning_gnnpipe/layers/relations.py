@@ -18,33 +18,35 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import han_conv
 
-from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV, SOURCE_ROWS, source_rows
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.layers.direction import replace_attributes
-from lightning_gnnpipe.passing import InLayer, MessageContext, push_pull
+from lightning_gnnpipe._compat_pyg import SOURCE_ROWS, source_rows
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import (
+    InLayer,
+    MessageContext,
+    push_pull,
+    replace_attributes,
+)
 
 Rows = dict[str, Tensor]
+_GROUP = 4
+
+
+RELATIONAL = (gnn.HANConv, gnn.HGTConv)
 
 
 @contextmanager
 def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
     """Let HANConv and HGTConv read other chunks within the block."""
-    hans = {name: conv for name, conv in convs.items() if isinstance(conv, gnn.HANConv)}
+    names = {id(c.k_lin): name for name, c in convs.items() if isinstance(c, gnn.HANConv)}
     with ExitStack() as stack:
-        if hans:
-            stack.callback(setattr, han_conv, "group", han_conv.group)
-            names = {id(conv.k_lin): name for name, conv in hans.items()}
-            han_conv.group = InLayer(context, _group(names, context), han_conv.group)
+        if names:
+            group = InLayer(context, _group(names, context), han_conv.group)
+            stack.enter_context(replace_attributes(han_conv, {"group": group}))
         for name, conv in convs.items():
             if isinstance(conv, gnn.HGTConv):
                 build = _build_sources(name, conv, context)
-                stack.callback(replace_attributes(conv, {SOURCE_ROWS: build}))
+                stack.enter_context(replace_attributes(conv, {SOURCE_ROWS: build}))
         yield
-
-
-def passes_wide_rows(conv: MessagePassing) -> bool:
-    """Whether `conv` has widened its rows before it calls `propagate`."""
-    return isinstance(conv, gnn.HGTConv)
 
 
 def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., Any]:
@@ -96,24 +98,17 @@ def _build_sources(
     return build
 
 
-_GROUP = 4
-
-
 def check_order(
     name: str, conv: MessagePassing, edge_index: Tensor, context: MessageContext
 ) -> None:
     """Raise unless MeshCNNConv `name` gets the batch's edges, in groups with one target each."""
-    if not isinstance(conv, MESH_CNN_CONV):
-        return
     is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
     if is_own and context.functions.has_groups(context.plan, _GROUP):
         return
     raise UnsupportedError(
-        explain(
-            expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of {_GROUP} "
-            "with the same target",
-            found="groups with several targets" if is_own else "edges that the model changed",
-            remedy="Have columns 4 i, ..., 4 i + 3 of 'edge_index' be (a, i), (b, i), (c, i) and "
-            "(d, i): the receiver is in row 1; and flip edges before they are passed in.",
-        )
+        expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of {_GROUP} "
+        "with the same target",
+        found="groups with several targets" if is_own else "edges that the model changed",
+        remedy="Sort 'edge_index' so that each node i, in row 1, has four consecutive columns "
+        "(a, i), (b, i), (c, i) and (d, i). Pass it to the layer unchanged.",
     )

@@ -21,11 +21,12 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing import CallKey, MessageContext, MomentSource, RowMoments, ShardLink
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import CallKey, MessageContext, ShardLink, replace_attributes
+from lightning_gnnpipe.staleness import RowMoments
 
+# From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
-"""From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`."""
 
 
 def _batch_norm(norm: Any, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,11 +74,6 @@ _FORMULAS: dict[type, Formula] = {
 }
 
 
-def find_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the norms of `module` with statistics over all nodes, by name."""
-    return {name: m for name, m in module.named_modules() if has_statistics(m)}
-
-
 def has_statistics(layer: nn.Module) -> bool:
     """Whether `layer` is a norm over all nodes that is exact on chunks."""
     if type(layer) is gnn.LayerNorm:
@@ -90,8 +86,8 @@ def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) ->
     """Let `norms` normalise chunks by statistics of the whole graph, within the block."""
     with ExitStack() as stack:
         for name, norm in norms.items():
-            norm.__dict__["forward"] = _wrap(name, norm, context)
-            stack.callback(norm.__dict__.pop, "forward")
+            forward = _wrap(name, norm, context)
+            stack.enter_context(replace_attributes(norm, {"forward": forward}))
         yield
 
 
@@ -101,8 +97,8 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
         given = (value for value in (*args, *kwargs.values()) if value is not None)
-        x, *others = (value for value in given if store is None or not _means_one_graph(value))
-        if kind is gnn.GraphSizeNorm and store is not None and not others:
+        x, *more = (value for value in given if store is None or not _means_one_graph(value))
+        if kind is gnn.GraphSizeNorm and store is not None and not more:
             return cast(Tensor, x * context.whole.num_nodes**-0.5)
         if name in context.replaced and not _uses_statistics(norm):
             _replace_running(norm, x, context.next_key(name), context)
@@ -113,11 +109,13 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         key = context.next_key(name)
         if kind is gnn.BatchNorm and (is_split or not context.is_whole):
             return cast(Tensor, norm.module(x))  # an nn.BatchNorm1d, also wrapped
-        has_formula = kind in _FORMULAS and x.dim() == 2 and not others
+        has_formula = kind in _FORMULAS and x.dim() == 2 and not more
         if not has_formula and (is_split or not context.is_whole):
             raise _refuse(name, norm, x)
         if context.is_whole and has_formula and not context.is_replay:
-            mean, var, count = _keep(x, store.moments, key, context)
+            # Inside `propagate` rows may be messages, which belong to no chunk.
+            counts = None if context.is_passing else [c.num_nodes for c in context.plan.chunks]
+            mean, var, count = store.moments.keep(key, x.detach(), counts)
             if context.is_refresh:
                 result = _normalize(norm, x, mean, var)
                 return result.to(context.dtypes.get(key, result.dtype))
@@ -148,15 +146,6 @@ def _means_one_graph(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 1 and not value.is_floating_point() and not value.any()
     return value == 1
-
-
-def _keep(
-    rows: Tensor, moments: MomentSource, key: CallKey, context: MessageContext
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Store the whole graph's statistics for the next step; return mean, variance and count."""
-    # Inside `propagate` rows may be messages, which belong to no chunk.
-    counts = [chunk.num_nodes for chunk in context.plan.chunks]
-    return moments.keep(key, rows.detach(), None if context.is_passing else counts)
 
 
 def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageContext) -> None:
@@ -255,10 +244,15 @@ def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor
 def _uses_statistics(norm: Any) -> bool:
     """Whether `norm` uses statistics of its input now, not running statistics."""
     if type(norm) is nn.BatchNorm1d:
-        return norm.training or norm.running_mean is None
+        return uses_batch_statistics(norm)
     if type(norm) is gnn.InstanceNorm:
         return norm.training or not norm.track_running_stats
     return True
+
+
+def uses_batch_statistics(norm: Any) -> bool:
+    """Whether a BatchNorm uses the statistics of its input, not running statistics."""
+    return bool(norm.training or norm.running_mean is None)
 
 
 def tracks_statistics(norm: Any) -> bool:
@@ -288,10 +282,8 @@ def _write_running(norm: Any, mean: Tensor, var: Tensor, count: Tensor, share: f
 
 def _refuse(name: str, norm: nn.Module, x: Tensor) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected=f"'{name}', a {type(norm).__name__}, to be called with one tensor of shape "
-            "[num_rows, channels]",
-            found=f"shape {list(x.shape)}, or a batch vector",
-            remedy="Leave out 'batch' (there is one graph), or train with num_chunks=1.",
-        )
+        expected=f"'{name}', a {type(norm).__name__}, to be called with one tensor of shape "
+        "[num_rows, channels]",
+        found=f"shape {list(x.shape)}, or a batch vector",
+        remedy="Leave out 'batch' (there is one graph), or train with num_chunks=1.",
     )

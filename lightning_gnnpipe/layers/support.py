@@ -7,7 +7,7 @@ Layers that mix rows outside of message passing are refused, with a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch_geometric.nn as gnn
 from torch import nn
@@ -109,6 +109,7 @@ EXACT_AGGREGATIONS: frozenset[type] = frozenset(
 _KNN = "it needs pyg-lib and looks for the nearest among all nodes"
 _CUGRAPH = "it needs pylibcugraphops, and its kernels read the whole graph"
 
+# Layers of `torch_geometric.nn.conv` that are not exact on chunks, and why.
 REFUSED_CONVS: dict[type, str] = {
     gnn.CuGraphGATConv: _CUGRAPH,
     gnn.CuGraphRGCNConv: _CUGRAPH,
@@ -122,8 +123,6 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.WLConv: "it numbers the colors of all nodes",
     gnn.XConv: _KNN,
 }
-"""Layers of `torch_geometric.nn.conv` that are not exact on chunks, and why."""
-
 
 # Modules that compute over all rows at once, and the reason that errors show.
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
@@ -133,41 +132,25 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
 )
 
 _REMEDY_RELATIONS = (
-    "Several edge sets over the same nodes can be passed as several 'edge_index' (SignedConv, "
-    "HeteroConv, HANConv or HGTConv with one type of nodes), or told apart by edge types "
-    "(RGCNConv, RGATConv)."
+    "Pass several edge sets over the same nodes as several 'edge_index' (SignedConv, HeteroConv, "
+    "HANConv or HGTConv with one type of nodes), or as edge types (RGCNConv, RGATConv)."
 )
-
 _REMEDY_NORM = (
     "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
     "(torch.nn.LayerNorm), or train with num_chunks=1."
 )
-
-
 _REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm), or num_chunks=1."
+_REMEDY_SPECTRAL = "Remove the spectral norm, or train with num_chunks=1."
+
+# Why a layer is refused, and what to do instead.
+Refusals = Iterator[tuple[str, str]]
 
 
 def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
     """Refuse layers not known to be exact on `num_chunks` chunks over `num_shards` shards."""
-    problems = list(_refused(module, num_chunks * num_shards))
-    if num_shards > 1:
-        alone = "num_chunks=1 and graph_parallel=1"
-        problems = [problem.replace("num_chunks=1", alone) for problem in problems]
-    if problems:
-        raise UnsupportedError("\n".join(problems))
-
-
-def check_graph_batches(num_shards: int) -> None:
-    """Refuse to split batches of graphs over shards."""
-    if num_shards > 1:
-        raise UnsupportedError(
-            explain(
-                expected="one large graph where graph_parallel is more than 1",
-                found="a batch of several graphs",
-                remedy="Use graph_parallel=1: the graphs of a batch are assigned to micro-batches "
-                "instead.",
-            )
-        )
+    num_parts = num_chunks * num_shards
+    alone = "num_chunks=1 and graph_parallel=1" if num_shards > 1 else "num_chunks=1"
+    _refuse_layers(module, lambda name, layer: _refused(module, name, layer, num_parts), alone)
 
 
 def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
@@ -175,78 +158,85 @@ def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
 
     `without_batch`: names of norms that are called without a batch vector.
     """
-    problems = list(_refused_norms(module, without_batch))
+    _refuse_layers(module, lambda name, layer: _refused_in_parts(layer, name in without_batch))
+
+
+def check_graph_batches(num_shards: int) -> None:
+    """Refuse to split batches of graphs over shards."""
+    if num_shards > 1:
+        raise UnsupportedError(
+            expected="a single large graph for graph_parallel > 1",
+            found="a batch of several graphs",
+            remedy="Use graph_parallel=1: the graphs of a batch are assigned to micro-batches "
+            "instead.",
+        )
+
+
+def _refuse_layers(
+    module: nn.Module, refused: Callable[[str, nn.Module], Refusals], alone: str = "num_chunks=1"
+) -> None:
+    """Raise for all layers that are `refused`; with the options `alone` they would be exact."""
+    problems = [
+        explain(
+            expected="every layer to be exact on chunks of the graph",
+            found=f"'{name or 'the module itself'}', a {type(layer).__name__}: {reason}",
+            remedy=remedy.replace("num_chunks=1", alone),
+        )
+        for name, layer in module.named_modules()
+        for reason, remedy in refused(name, layer)
+    ]
     if problems:
         raise UnsupportedError("\n".join(problems))
 
 
-def _refused_norms(module: nn.Module, without_batch: Collection[str]) -> Iterator[str]:
-    for name, layer in module.named_modules():
-        if isinstance(layer, gnn.HeteroBatchNorm) and layer.training:
-            yield _refuse(name, layer, "its statistics are taken over all graphs", _REMEDY_HETERO)
-        elif isinstance(layer, gnn.InstanceNorm) and layer.training and layer.track_running_stats:
-            remedy = "Use track_running_stats=False, or num_chunks=1."
-            yield _refuse(
-                name, layer, "its running statistics would be updated once a micro-batch", remedy
-            )
-        elif has_spectral_norm(layer) and layer.training:
-            remedy = "Remove the spectral norm, or train with num_chunks=1."
-            yield _refuse(
-                name,
-                layer,
-                "the power iteration of its spectral norm would run once a micro-batch",
-                remedy,
-            )
-        elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
-            continue
-        elif name in without_batch and has_statistics(layer):
-            remedy = "Call it as norm(x, batch), or train with num_chunks=1."
-            yield _refuse(
-                name, layer, "it is called without a batch vector, so over all graphs", remedy
-            )
+def _refused_in_parts(layer: nn.Module, is_without_batch: bool) -> Refusals:
+    if layer.training and isinstance(layer, gnn.HeteroBatchNorm):
+        yield "its statistics are taken over all graphs", _REMEDY_HETERO
+    elif layer.training and isinstance(layer, gnn.InstanceNorm) and layer.track_running_stats:
+        remedy = "Use track_running_stats=False, or num_chunks=1."
+        yield "its running statistics would be updated once a micro-batch", remedy
+    elif layer.training and has_spectral_norm(layer):
+        reason = "the power iteration of its spectral norm would run once a micro-batch"
+        yield reason, _REMEDY_SPECTRAL
+    elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
+        return
+    elif is_without_batch and has_statistics(layer):
+        remedy = "Call it as norm(x, batch), or train with num_chunks=1."
+        yield "it is called without a batch vector, so over all graphs", remedy
 
 
-def _refused(module: nn.Module, num_parts: int) -> Iterator[str]:
-    for name, layer in module.named_modules():
-        if is_compiled(layer):
-            yield _refuse(name, layer, "it was compiled", "Pass the module without torch.compile.")
-        elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
-            yield _refuse(
-                name,
-                layer,
-                "its parameters are not initialized",
-                "Give the number of input channels, or run one forward pass before training.",
-            )
-        elif num_parts > 1:
-            yield from _refused_on_chunks(module, name, layer)
-            if has_spectral_norm(layer):
-                yield _refuse(
-                    name,
-                    layer,
-                    "the power iteration of its spectral norm would run once a chunk",
-                    "Remove the spectral norm, or train with num_chunks=1.",
-                )
+def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> Refusals:
+    if is_compiled(layer):
+        yield "it was compiled", "Pass the module without torch.compile."
+    elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
+        remedy = "Give the number of input channels, or run one forward pass before training."
+        yield "its parameters are not initialized", remedy
+    elif num_parts > 1:
+        yield from _refused_on_chunks(module, name, layer)
+        if has_spectral_norm(layer):
+            reason = "the power iteration of its spectral norm would run once a chunk"
+            yield reason, _REMEDY_SPECTRAL
 
 
-def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
+def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusals:
+    mixing = next((why for kind, why in _ROW_MIXING if isinstance(layer, kind)), None)
     if len(_node_types(layer)) > 1:
-        yield _refuse(name, layer, "it joins nodes of several types", _REMEDY_RELATIONS)
-        return
-    if isinstance(layer, gnn.HeteroConv):
+        yield "it joins nodes of several types", _REMEDY_RELATIONS
+    elif isinstance(layer, gnn.HeteroConv):
         if layer.aggr in ("min", "max"):
-            remedy = 'Use aggr="sum", "mean" or "cat".'
-            yield _refuse(name, layer, f"its aggr='{layer.aggr}' cannot be traced", remedy)
+            yield f"its aggr='{layer.aggr}' cannot be traced", 'Use aggr="sum", "mean" or "cat".'
+    elif has_statistics(layer):
         return
-    if has_statistics(layer):
-        return
-    for kind, reason in _ROW_MIXING:
-        if isinstance(layer, kind):
-            yield _refuse(name, layer, reason, _REMEDY_NORM)
-            return
-    if isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
-        yield from _refused_conv(name, layer)
-    elif isinstance(layer, aggr.Aggregation):
-        yield from _refused_aggregation(module, name, layer)
+    elif mixing is not None:
+        yield mixing, _REMEDY_NORM
+    elif isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
+        yield from _refused_conv(layer)
+    elif isinstance(layer, aggr.Aggregation) and not _is_inside_conv(module, name):
+        remedy = "Pool outside of the pipelined module, or train with num_chunks=1."
+        yield "it pools over the whole graph", remedy
+    elif isinstance(layer, aggr.Aggregation) and type(layer) not in EXACT_AGGREGATIONS:
+        remedy = f"Train with num_chunks=1, or use one of {_names(EXACT_AGGREGATIONS)}."
+        yield "it is not known to be exact on chunks", remedy
 
 
 def _node_types(layer: nn.Module) -> set[str]:
@@ -258,48 +248,24 @@ def _node_types(layer: nn.Module) -> set[str]:
     return set(layer.node_types) if isinstance(layer, gnn.HGTConv) else set()
 
 
-def _refused_aggregation(module: nn.Module, name: str, layer: nn.Module) -> Iterator[str]:
-    if not _is_inside_conv(module, name):
-        yield _refuse(
-            name,
-            layer,
-            "it pools over the whole graph",
-            "Pool outside of the pipelined module, or train with num_chunks=1.",
-        )
-    elif type(layer) not in EXACT_AGGREGATIONS:
-        known = ", ".join(sorted(kind.__name__ for kind in EXACT_AGGREGATIONS))
-        yield _refuse(
-            name,
-            layer,
-            "it is not known to be exact on chunks",
-            f"Train with num_chunks=1, or use one of {known}.",
-        )
-
-
-def _refused_conv(name: str, conv: nn.Module) -> Iterator[str]:
+def _refused_conv(conv: nn.Module) -> Refusals:
     reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
-    origin = type(conv).__module__
-    if reason is None and origin.startswith("torch_geometric.") and type(conv) not in EXACT_CONVS:
-        reason = "it is not known to be exact on chunks"
-    if reason is not None:
-        known = ", ".join(sorted(kind.__name__ for kind in EXACT_CONVS))
+    is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
+    if reason is not None or (is_of_pyg and type(conv) not in EXACT_CONVS):
         remedy = (
-            f"Train with num_chunks=1, or use one of {known}, or a MessagePassing subclass of "
-            "your own."
+            f"Train with num_chunks=1, or use one of {_names(EXACT_CONVS)}, or a MessagePassing "
+            "subclass of your own."
         )
         is_relational = isinstance(conv, gnn.HypergraphConv)
-        yield _refuse(name, conv, reason, _REMEDY_RELATIONS if is_relational else remedy)
+        remedy = _REMEDY_RELATIONS if is_relational else remedy
+        yield reason or "it is not known to be exact on chunks", remedy
+
+
+def _names(kinds: Collection[type]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 def _is_inside_conv(module: nn.Module, name: str) -> bool:
     parts = name.split(".")
     parents = (module.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
     return any(isinstance(parent, MessagePassing) for parent in parents)
-
-
-def _refuse(name: str, layer: nn.Module, reason: str, remedy: str) -> str:
-    return explain(
-        expected="every layer to be exact on chunks of the graph",
-        found=f"'{name or 'the module itself'}', a {type(layer).__name__}: {reason}",
-        remedy=remedy,
-    )

@@ -5,9 +5,7 @@ from lightning_gnnpipe.models.gcnii import GCNII
 from lightning_gnnpipe.models.gin import GIN
 from lightning_gnnpipe.models.gnn import GNN
 from lightning_gnnpipe.models.graph_classifier import GraphClassifier
-from lightning_gnnpipe.models.pixelvig import PixelViG
 from lightning_gnnpipe.models.resgcnplus import ResGCNPlus
-from lightning_gnnpipe.models.vig import ViG
 
 __all__ = [
     "GCNII",
@@ -15,7 +13,5 @@ __all__ = [
     "GNN",
     "GraphClassifier",
     "NodeClassifier",
-    "PixelViG",
     "ResGCNPlus",
-    "ViG",
 ]

@@ -132,9 +132,9 @@ class GINLayer(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None) -> Tensor:
         if (edge_attr is None) is not (self.edge_encoder is None):
             raise ValueError(
-                "Expected 'edge_attr' where 'edge_channels' is set, and only there (got "
-                f"{'none' if edge_attr is None else 'features'}). Build the network with "
-                "'edge_channels' for edges with features, and pass them."
+                "Expected 'edge_attr' if 'edge_channels' is set, and only then (got "
+                f"{'none' if edge_attr is None else 'features'}). If the edges have features, "
+                "build the network with 'edge_channels' and pass 'edge_attr' to it."
             )
         if self.edge_encoder is None:
             return self.after(self.conv(x, edge_index))

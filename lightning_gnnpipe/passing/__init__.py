@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, aggregate, linear_rule
-from lightning_gnnpipe.passing.context import InLayer, MessageContext, replaces
+from lightning_gnnpipe.passing.aggregate import (
+    ROWS,
+    LinearRule,
+    aggregate,
+    linear_rule,
+    push_pull,
+)
+from lightning_gnnpipe.passing.context import (
+    InLayer,
+    MessageContext,
+    TapedContext,
+    replace_attributes,
+    replaces,
+)
 from lightning_gnnpipe.passing.interfaces import (
     CallKey,
     EdgeLeaves,
-    MomentSource,
-    RowMoments,
     ShardLink,
     Tape,
 )
-from lightning_gnnpipe.passing.pushpull import push_pull
 
 __all__ = [
     "ROWS",
@@ -21,12 +30,12 @@ __all__ = [
     "InLayer",
     "LinearRule",
     "MessageContext",
-    "MomentSource",
-    "RowMoments",
     "ShardLink",
     "Tape",
+    "TapedContext",
     "aggregate",
     "linear_rule",
     "push_pull",
+    "replace_attributes",
     "replaces",
 ]

@@ -1,10 +1,17 @@
-"""Fused aggregation for layers whose messages are source rows, or rows times a constant weight.
+"""Autograd functions that exchange rows and gradients between chunks.
 
-Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It copies no
-halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer of output
-gradients. Chunks whose backward has not run are zero there: they read stale rows, as constants.
+`PushPull` writes (pushes) the chunk's rows to the history and reads (pulls) its halo rows. Backward
+runs over the chunks in reverse order. It adds the halo rows' gradients to a buffer, and takes what
+later chunks added for this chunk's rows. Gradients of stale rows arrive after the backward of their
+chunk, so they are dropped.
 
-Source: the gradient of `PushPull`, transposed; GNNPipe (arXiv 2308.10087).
+`LinearAggregate` is fused, for layers whose messages are source rows, or rows times a constant
+weight. Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It
+copies no halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer
+of output gradients. Chunks whose backward has not run are zero there.
+
+Source: GNNPipe (arXiv 2308.10087), as the exact gradient of what was computed: a stale row is a
+constant.
 """
 
 from __future__ import annotations
@@ -21,11 +28,66 @@ from torch_geometric.nn import MessagePassing, aggr
 
 from lightning_gnnpipe._compat_pyg import has_own_propagate, passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
-from lightning_gnnpipe.passing.sparse import Adjacency, entry_sums, multiply
+from lightning_gnnpipe.passing.sparse import Adjacency, multiply
 
 if TYPE_CHECKING:
+    from lightning_gnnpipe.graph import Chunk
     from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, Tape
-    from lightning_gnnpipe.types import ChunkView
+
+
+class PushPull(torch.autograd.Function):
+    """Append halo rows to a chunk's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        store: HaloStore,
+        key: CallKey,
+        chunk: Chunk,
+        tape: Tape | None,
+        is_linear: bool,
+    ) -> Tensor:
+        ctx.store, ctx.key, ctx.chunk, ctx.is_linear = store, key, chunk, is_linear
+        if tape is None or not tape.is_replay:
+            store.push(key, chunk, rows, keeps_old=tape is not None)
+        if chunk.num_halo == 0:
+            return rows.view_as(rows)
+        wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
+        wide[: chunk.num_nodes] = rows
+        halo = wide[chunk.num_nodes :]
+        if tape is None:
+            store.pull(key, chunk, halo)
+        elif tape.is_replay:
+            store.pull_again(key, chunk, halo, tape.stale[key])
+        else:
+            tape.stale[key] = store.pull(key, chunk, halo)
+        return wide
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        chunk: Chunk = ctx.chunk
+        own = grad[: chunk.num_nodes]
+        if chunk.num_halo:
+            ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
+        received = ctx.store.pull_grad(ctx.key, chunk, is_linear=ctx.is_linear)
+        both = own if received is None else own + received.to(own.dtype)
+        return both, None, None, None, None, None
+
+
+def push_pull(
+    rows: Tensor,
+    store: HaloStore,
+    key: CallKey,
+    chunk: Chunk,
+    tape: Tape | None,
+    *,
+    is_linear: bool,
+) -> Tensor:
+    """Return the chunk's rows, `[num_nodes, *]`, followed by its halo rows."""
+    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_linear))
+
 
 ROWS = "x"
 
@@ -83,7 +145,7 @@ class Aggregation:
     """One call of a linear layer on one chunk."""
 
     adjacency: Adjacency
-    chunk: ChunkView
+    chunk: Chunk
     store: HaloStore | None  # None for whole-graph inference, or without cross-chunk edges
     key: CallKey
     is_whole: bool  # whether the chunk is the whole graph, or the whole shard
@@ -95,7 +157,7 @@ class Aggregation:
         is_replay = self.tape is not None and self.tape.is_replay
         if not is_replay:
             self.store.push(self.key, self.chunk, rows)
-        if self.is_whole and not self._is_split:
+        if self.is_whole and self.store.shards is None:
             return self._sum(rows)
         if self.is_whole:
             return self._sum(self.store.read(self.key, self.chunk).to(rows.dtype))
@@ -105,7 +167,7 @@ class Aggregation:
         drift = self.store.drift(self.key, self.chunk)
         if drift is not None:
             stale, moved = drift
-            shares = entry_sums(self.adjacency, self.chunk, stale, output.dtype)
+            shares = self.adjacency.entry_sums(self.chunk, stale, output.dtype)
             output.addr_(shares, moved.to(output))
         if self.tape is not None:
             self.store.keep_output(self.key, self.chunk, output)
@@ -124,14 +186,9 @@ class Aggregation:
             own = multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
             return self._with_ghosts(own, grad, 1.0, None)
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
-        scale = self.store.scale_of(self.key)
+        scale = self.store.linear_scale
         columns = self.adjacency.columns(self.chunk, table.dtype, scale, done)
         return self._with_ghosts(multiply(columns, table), table, scale, done).to(grad.dtype)
-
-    @property
-    def _is_split(self) -> bool:
-        assert self.store is not None
-        return self.store.shards is not None
 
     def _with_ghosts(
         self, own: Tensor, table: Tensor, scale: float, done: tuple[int, ...] | None

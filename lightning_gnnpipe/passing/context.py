@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.errors import UnsupportedError, explain
-from lightning_gnnpipe.passing.aggregate import Aggregation
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.passing.aggregate import Aggregation, push_pull
 from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, Tape
-from lightning_gnnpipe.passing.pushpull import push_pull
 from lightning_gnnpipe.passing.whole import EdgeFunctions
-from lightning_gnnpipe.types import ChunkView, PlanView
 
 _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  # per thread
 
@@ -33,7 +32,7 @@ _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  #
 class Scope:
     """One run of a segment over one chunk."""
 
-    chunk: ChunkView  # on reversed edges, with the edges that start in its nodes
+    chunk: Chunk  # on reversed edges, with the edges that start in its nodes
     segment: int
     leaves: dict[int, tuple[str, int]]  # by tensor id: name of the leaf, version of the tensor
     edge_set: int | None  # None while unknown; `chunk` then has the edges of all sets
@@ -42,17 +41,36 @@ class Scope:
     widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class MessageContext:
+class TapedContext:
+    """A context whose layers may run a second time, for backward."""
+
+    tape: Tape | None = None  # set while reads are recorded or replayed
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        """Record halo reads on `tape` within the block, or replay them."""
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether activations are recomputed for backward."""
+        return self.tape is not None and self.tape.is_replay
+
+
+class MessageContext(TapedContext):
     """The running chunk and segment, and the store of histories."""
 
     def __init__(
-        self, store: HaloStore | None, plan: PlanView, functions: EdgeFunctions | None = None
+        self, store: HaloStore | None, plan: ChunkPlan, functions: EdgeFunctions | None = None
     ) -> None:
         self.store = store  # None for whole-graph inference, or without cross-chunk edges
         # Contexts over the same chunks share this cache.
         self.functions = EdgeFunctions(plan) if functions is None else functions
         self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
-        self.tape: Tape | None = None  # set while reads are recorded or replayed
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
         self.replaced: Collection[str] = ()  # norms whose running statistics this pass replaces
         self.is_refresh = False  # in an exact pass that only refreshes histories
@@ -62,9 +80,7 @@ class MessageContext:
         self._flips: dict[tuple[int, str, int], int | None] = {}
         self._num_numbered: dict[int | None, int] = {}
 
-    def enter(
-        self, chunk: ChunkView, segment: int, leaves: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def enter(self, chunk: Chunk, segment: int, leaves: Mapping[str, Tensor] | None = None) -> None:
         """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
         names = {id(tensor): (name, version_of(tensor)) for name, tensor in (leaves or {}).items()}
         self._scope = Scope(chunk, segment, names, 0 if self._plan.num_edge_sets == 1 else None)
@@ -74,7 +90,7 @@ class MessageContext:
         self._scope = None
 
     @property
-    def chunk(self) -> ChunkView:
+    def chunk(self) -> Chunk:
         """The running chunk, with the running layer's edges."""
         return self._running.chunk
 
@@ -84,12 +100,12 @@ class MessageContext:
         return self._running.edge_set, self._running.is_reverse
 
     @property
-    def plan(self) -> PlanView:
+    def plan(self) -> ChunkPlan:
         """The plan, with the running layer's edges."""
         return self._plan_of(*self.edges_key)
 
     @property
-    def whole(self) -> ChunkView:
+    def whole(self) -> Chunk:
         """The whole graph (all shards) as one chunk, with the running layer's edges."""
         return self.plan.globe.whole.chunks[0]
 
@@ -203,20 +219,6 @@ class MessageContext:
         name, version = self._running.leaves.get(id(tensor), (None, 0))
         return name if version == version_of(tensor) >= 0 else None
 
-    @contextmanager
-    def taped(self, tape: Tape) -> Iterator[None]:
-        """Record halo reads on `tape` within the block, or replay them."""
-        self.tape = tape
-        try:
-            yield
-        finally:
-            self.tape = None
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether activations are recomputed for backward."""
-        return self.tape is not None and self.tape.is_replay
-
     @property
     def is_plain(self) -> bool:
         """Whether the whole graph runs as one chunk without histories."""
@@ -268,13 +270,11 @@ class MessageContext:
             return scope.widened[memo][1]
         if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != scope.chunk.num_nodes:
             raise UnsupportedError(
-                explain(
-                    expected=f"argument '{argument}' of layer '{layer}' to have one row a node in "
-                    f"dimension {dim}",
-                    found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
-                    remedy="Bipartite inputs and static graphs with a batch dimension are not "
-                    "pipelined.",
-                )
+                expected=f"argument '{argument}' of layer '{layer}' to have one row a node in "
+                f"dimension {dim}",
+                found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
+                remedy="Pass one tensor with a row for each node: bipartite inputs, and "
+                "static graphs with a batch dimension, cannot be pipelined.",
             )
         if self.store is None:
             wide = rows
@@ -291,11 +291,11 @@ class MessageContext:
         assert self._scope is not None, "a layer ran outside of the pipeline"
         return self._scope
 
-    def _plan_of(self, edge_set: int | None, is_reverse: bool) -> PlanView:
+    def _plan_of(self, edge_set: int | None, is_reverse: bool) -> ChunkPlan:
         plan = self._plan.reverse if is_reverse else self._plan
         return plan if edge_set is None else plan.edge_set(edge_set)
 
-    def _chunk_of(self, edge_set: int, is_reverse: bool) -> ChunkView:
+    def _chunk_of(self, edge_set: int, is_reverse: bool) -> Chunk:
         scope = self._running
         if (edge_set, is_reverse) == (scope.edge_set, scope.is_reverse):
             return scope.chunk
@@ -307,6 +307,22 @@ class MessageContext:
         return edges.shape == other.shape and bool(
             (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
         )
+
+
+@contextmanager
+def replace_attributes(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of the instance (or Python module) itself within the block."""
+    own, missing = vars(owner), object()
+    before = {name: own.get(name, missing) for name in attributes}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                own.pop(name, None)
+            else:
+                own[name] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lightning_gnnpipe.types import ChunkView
+from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.staleness import RowMoments
 
 
 class CallKey(NamedTuple):
@@ -27,20 +28,6 @@ class Tape:
         self.stale: dict[Hashable, Collection[int]] = {}  # stale chunks of each read
 
 
-class RowMoments(Protocol):
-    """Statistics of one call of a norm; see `staleness.RowMoments`."""
-
-    @property
-    def center(self) -> Tensor: ...
-    @property
-    def is_complete(self) -> bool: ...
-    def sums_of(self, rows: Tensor) -> Tensor: ...
-    def add(self, chunk: int, sums: Tensor) -> Tensor: ...
-    def add_grad(self, grad: Tensor) -> Tensor: ...
-    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]: ...
-    def present(self) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 class MomentSource(Protocol):
     """Statistics of norms over the whole graph, by call."""
 
@@ -56,10 +43,10 @@ class MomentSource(Protocol):
 class ShardLink(Protocol):
     """Connection to the ranks that hold the other shards of each chunk."""
 
-    def ghosts(self, chunk: ChunkView) -> Tensor:
+    def ghosts(self, chunk: Chunk) -> Tensor:
         """Return the chunk's rows on other ranks, `[num_ghosts]`, ascending."""
 
-    def give_back(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> Tensor:
+    def give_back(self, key: CallKey, chunk: Chunk, grad: Tensor) -> Tensor:
         """Send gradients of `ghosts` to their ranks; return the received ones, `[num_nodes, *]`."""
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -85,42 +72,39 @@ class HaloStore(Protocol):
     def shards(self) -> ShardLink | None:
         """The link to other shards; None without graph parallelism."""
 
-    def scale_of(self, key: CallKey) -> float:
-        """Return the factor on gradients between chunks for this call."""
+    @property
+    def linear_scale(self) -> float:
+        """The factor on gradients between chunks, in weighted sums of rows."""
 
-    def push(
-        self, key: CallKey, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
-    ) -> None:
+    def push(self, key: CallKey, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` saves the previous rows."""
 
-    def drift(self, key: CallKey, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
+    def drift(self, key: CallKey, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
         """Return the chunks read stale and the drift, `[*]`, to add to their rows, or None."""
 
-    def pull(self, key: CallKey, chunk: ChunkView, out: Tensor) -> Collection[int]:
+    def pull(self, key: CallKey, chunk: Chunk, out: Tensor) -> Collection[int]:
         """Read the halo rows into `out`, `[num_halo, *]`; return the stale chunks."""
 
-    def pull_again(
-        self, key: CallKey, chunk: ChunkView, out: Tensor, stale: Collection[int]
-    ) -> None:
+    def pull_again(self, key: CallKey, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
         """Repeat the `pull` that returned `stale`, after later chunks have pushed."""
 
-    def push_grad(self, key: CallKey, chunk: ChunkView, grad: Tensor) -> None:
+    def push_grad(self, key: CallKey, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
 
-    def pull_grad(self, key: CallKey, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
+    def pull_grad(self, key: CallKey, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient that other chunks added for the chunk's rows, or None."""
 
-    def read(self, key: CallKey, chunk: ChunkView) -> Tensor:
+    def read(self, key: CallKey, chunk: Chunk) -> Tensor:
         """Return the whole history, `[num_rows, *]`, which holds the chunk's sources."""
 
-    def keep_output(self, key: CallKey, chunk: ChunkView, rows: Tensor) -> None:
+    def keep_output(self, key: CallKey, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes, *]`, until `add_output_grad`."""
 
-    def kept_output(self, key: CallKey, chunk: ChunkView) -> Tensor:
+    def kept_output(self, key: CallKey, chunk: Chunk) -> Tensor:
         """Return a copy of the outputs that `keep_output` stored."""
 
     def add_output_grad(
-        self, key: CallKey, chunk: ChunkView, grad: Tensor
+        self, key: CallKey, chunk: Chunk, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs; return the gradients of all, `[num_rows, *]`.
 

@@ -7,13 +7,14 @@ matrices (`examples/benchmarks/aggregation`).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.types import ChunkView
+from lightning_gnnpipe.graph import Chunk
 
 _Key = tuple[Any, ...]
 
@@ -76,10 +77,10 @@ class Adjacency:
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._entries: dict[_Key, Tensor] = {}
-        self.sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `entry_sums`
+        self._sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `entry_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
-    def rows(self, chunk: ChunkView, dtype: torch.dtype) -> SparseRows:
+    def rows(self, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
         """Return the chunk's rows: the edges that end in it, columns are their sources."""
         key = ("rows", chunk.start, chunk.end, dtype)
         if key not in self._parts:
@@ -88,15 +89,16 @@ class Adjacency:
             self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
         return self._parts[key]
 
-    def rows_of(self, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return `[num_nodes, 1]`: 1 for the rows of `chunks`, 0 elsewhere."""
-        owner = self._pattern.chunk_of_row
-        flags = torch.zeros(self._pattern.num_owners, 1, dtype=dtype, device=owner.device)
-        # A shard may have no row of the last chunks.
-        flags[[chunk for chunk in chunks if chunk < flags.size(0)]] = 1.0
-        return flags[owner]
+    def entry_sums(self, chunk: Chunk, sources: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return each row's sum of entries in columns of chunks `sources`, `[num_nodes]`."""
+        known = self._sums.get((chunk.index, dtype))
+        if known is None or known[0] != sources:
+            counts = self._flags(self._pattern.chunk_of_row, sources, dtype).unsqueeze(1)
+            known = sources, multiply(self.rows(chunk, dtype), counts).squeeze(1)
+            self._sums[chunk.index, dtype] = known
+        return known[1]
 
-    def block(self, chunk: ChunkView, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
+    def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
         key = ("block", chunk.start, chunk.end, dtype, by_source)
         if key not in self._parts:
@@ -107,7 +109,7 @@ class Adjacency:
 
     def columns(
         self,
-        chunk: ChunkView,
+        chunk: Chunk,
         dtype: torch.dtype,
         scale: float = 1.0,
         targets: tuple[int, ...] | None = None,
@@ -129,12 +131,13 @@ class Adjacency:
         if self._masked is None or self._masked[0] != (key, targets):
             first = int(pattern.starts_by_source[chunk.start])
             owner = pattern.owner[first : first + self._parts[key].indices.numel()]
-            self._masked = (key, targets), self._mask(self._parts[key], owner, targets, dtype)
+            mask = self._flags(owner, targets, dtype)
+            self._masked = (key, targets), _mask(self._parts[key], mask)
         return self._masked[1]
 
     def ghost_columns(
         self,
-        chunk: ChunkView,
+        chunk: Chunk,
         ghosts: Tensor,
         dtype: torch.dtype,
         scale: float = 1.0,
@@ -156,17 +159,15 @@ class Adjacency:
             self._entries[key] = entry
         if targets is None:
             return self._parts[key]
-        return self._mask(self._parts[key], pattern.owner[self._entries[key]], targets, dtype)
+        mask = self._flags(pattern.owner[self._entries[key]], targets, dtype)
+        return _mask(self._parts[key], mask)
 
-    def _mask(
-        self, rows: SparseRows, owner: Tensor, targets: tuple[int, ...], dtype: torch.dtype
-    ) -> SparseRows:
-        """Zero the entries whose target's chunk, in `owner`, is not in `targets`."""
-        counts = torch.zeros(self._pattern.num_owners, dtype=dtype, device=rows.indices.device)
+    def _flags(self, owner: Tensor, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return 1 where `owner` is one of `chunks`, 0 elsewhere."""
+        flags = torch.zeros(self._pattern.num_owners, dtype=dtype, device=owner.device)
         # A shard may have no row of the last chunks.
-        counts[[target for target in targets if target < counts.numel()]] = 1.0
-        mask = counts[owner]
-        return replace(rows, values=mask if rows.values is None else mask * rows.values)
+        flags[[chunk for chunk in chunks if chunk < flags.numel()]] = 1.0
+        return flags[owner]
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)
@@ -184,36 +185,23 @@ class Adjacency:
         return self._typed[key]
 
 
-def _cut(chunk: ChunkView, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:
+def _cut(chunk: Chunk, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:
     offsets = starts[chunk.start : chunk.end + 1]
     first, last = int(offsets[0]), int(offsets[-1])
     part = None if values is None else values[first:last]
     return SparseRows(offsets - offsets[0], indices[first:last], part)
 
 
+def _mask(rows: SparseRows, mask: Tensor) -> SparseRows:
+    return replace(rows, values=mask if rows.values is None else mask * rows.values)
+
+
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
     """Return `rows @ table`, `[num_rows, channels]`, without autocast."""
-    if not torch.is_autocast_enabled(table.device.type):
-        return _bag(rows, table)
-    with torch.autocast(table.device.type, enabled=False):
-        return _bag(rows, table)
-
-
-def entry_sums(
-    adjacency: Adjacency, chunk: ChunkView, sources: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Return each row's sum of entries in columns of chunks `sources`, `[num_nodes_of_chunk]`."""
-    known = adjacency.sums.get((chunk.index, dtype))
-    if known is None or known[0] != sources:
-        counts = adjacency.rows_of(sources, dtype)
-        known = sources, multiply(adjacency.rows(chunk, dtype), counts).squeeze(1)
-        adjacency.sums[chunk.index, dtype] = known
-    return known[1]
-
-
-def _bag(rows: SparseRows, table: Tensor) -> Tensor:
-    """Return `rows @ table` by `embedding_bag`, which reaches memory bandwidth on CPU."""
-    result: Tensor = torch.embedding_bag(
-        table.contiguous(), rows.indices, rows.offsets, False, 0, False, rows.values, True
-    )[0]
+    device = table.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_cast else nullcontext():
+        result: Tensor = torch.embedding_bag(
+            table.contiguous(), rows.indices, rows.offsets, False, 0, False, rows.values, True
+        )[0]
     return result

@@ -7,42 +7,39 @@ change between steps, so results are cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing.sparse import Adjacency, Pattern
-from lightning_gnnpipe.types import ChunkView, PlanView
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 
 
+@dataclass(slots=True, eq=False)
 class WholeEdges:
     """Edges of the graph, sorted by target, with values (None for ones) computed from `source`."""
 
-    def __init__(
-        self, source: Tensor | None, edges: Tensor, values: Tensor | None, pattern: Pattern | None
-    ) -> None:
-        self.source, self.edges, self.values, self.pattern = source, edges, values, pattern
-        self.parts: dict[int, tuple[Tensor, Tensor]] = {}
-        self.adjacencies: dict[bool, Adjacency] = {}
-
-    @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        assert self.values is not None
-        return self.edges, self.values
+    source: Tensor | None
+    edges: Tensor
+    values: Tensor | None
+    pattern: Pattern | None
+    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by chunk
+    adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
 
 
 class EdgeFunctions:
     """Cache of functions of the edges of one graph."""
 
-    def __init__(self, plan: PlanView) -> None:
+    def __init__(self, plan: ChunkPlan) -> None:
         self._plan = plan
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, tuple[WholeEdges, int]] = {}
-        self._has_groups: dict[tuple[PlanView, int], bool] = {}
+        self._has_groups: dict[tuple[ChunkPlan, int], bool] = {}
 
-    def has_groups(self, edges: PlanView, size: int) -> bool:
+    def has_groups(self, edges: ChunkPlan, size: int) -> bool:
         """Whether every `size` user edges share a target and stay together in the plan `edges`."""
         if (edges, size) not in self._has_groups:
             target = edges.whole.chunks[0].edge_index[1]
@@ -60,7 +57,7 @@ class EdgeFunctions:
         return self._has_groups[edges, size]
 
     def part(
-        self, key: Hashable, source: Tensor | None, chunk: ChunkView, compute: Compute
+        self, key: Hashable, source: Tensor | None, chunk: Chunk, compute: Compute
     ) -> tuple[Tensor, Tensor]:
         """Return edges that end in `chunk`, `[2, E']` local indices, with one value each.
 
@@ -72,7 +69,9 @@ class EdgeFunctions:
         if place not in known.parts:
             with torch.inference_mode(False), torch.no_grad():
                 is_all = place < 0 and self._plan.num_rows == self._plan.num_nodes
-                known.parts[place] = known.whole if is_all else _cut(known, chunk)
+                assert known.values is not None
+                whole = known.edges, known.values
+                known.parts[place] = whole if is_all else _cut(*whole, chunk)
             self._owners[id(known.parts[place][0])] = known, place
         return known.parts[place]
 
@@ -82,8 +81,8 @@ class EdgeFunctions:
         if known is None:
             return None
         part = known.parts[place]
-        is_that = part[0] is edges and part[1] is values
-        return self._matrix(known, is_mean) if is_that else None
+        is_known = part[0] is edges and part[1] is values
+        return self._matrix(known, is_mean) if is_known else None
 
     def batch_adjacency(
         self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
@@ -123,12 +122,11 @@ class EdgeFunctions:
         return known.adjacencies[is_mean]
 
 
-def _cut(known: WholeEdges, chunk: ChunkView) -> tuple[Tensor, Tensor]:
-    assert known.values is not None
-    bounds = torch.tensor([chunk.start, chunk.end], device=known.edges.device)
-    first, last = torch.searchsorted(known.edges[1].contiguous(), bounds).tolist()
-    source, target = known.edges[:, first:last]
+def _cut(edges: Tensor, values: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    bounds = torch.tensor([chunk.start, chunk.end], device=edges.device)
+    first, last = torch.searchsorted(edges[1].contiguous(), bounds).tolist()
+    source, target = edges[:, first:last]
     is_own = (source >= chunk.start) & (source < chunk.end)
     in_halo = torch.searchsorted(chunk.halo, source) + chunk.num_nodes
     local = torch.where(is_own, source - chunk.start, in_halo)
-    return torch.stack([local, target - chunk.start]), known.values[first:last]
+    return torch.stack([local, target - chunk.start]), values[first:last]

@@ -8,15 +8,15 @@ link speed, memory         /
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import LayerNames, PlannedInputs, measure_copies, measure_layers
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import (
     check_graph,
     edge_cut_frac,
@@ -26,10 +26,11 @@ from lightning_gnnpipe.graph import (
     split_chunks,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
-from lightning_gnnpipe.planning.layouts import compare_layouts, possible_layouts
-from lightning_gnnpipe.planning.measured import LayoutOptions, Measured
-from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout, with_advice
+from lightning_gnnpipe.planning.layouts import LayoutForecaster
+from lightning_gnnpipe.planning.measured import ForecastOptions, Measured
+from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout
 from lightning_gnnpipe.planning.plain_step import time_plain_step
+from lightning_gnnpipe.planning.schedule_layout import factorize
 from lightning_gnnpipe.selfcheck import check_layers, raising_own_errors
 from lightning_gnnpipe.stages import (
     Layers,
@@ -39,21 +40,8 @@ from lightning_gnnpipe.stages import (
     find_users,
     is_listed,
 )
-from lightning_gnnpipe.steps import Balance, stages_of_norms
-from lightning_gnnpipe.types import CrossChunkEdges, Partition
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastOptions:
-    """Settings of a forecast; `layout` is (stages, shards), None for the best."""
-
-    num_devices: int
-    layout: tuple[int, int] | None
-    num_chunks: int
-    partition: Partition
-    self_check: bool
-    layouts: LayoutOptions
-    cross_edges: CrossChunkEdges = "keep"
+from lightning_gnnpipe.steps import stages_of_norms
+from lightning_gnnpipe.types import Balance
 
 
 def forecast(
@@ -67,44 +55,44 @@ def forecast(
 
     `time_loss` takes an output of `module` and returns the seconds of loss, metrics and backward.
     """
-    num_shards = 1 if options.layout is None else options.layout[1]
+    strategy, num_shards = options.strategy, 1 if options.layout is None else options.layout[1]
     is_cut = options.num_chunks * num_shards > 1
     check_support(module, options.num_chunks, num_shards)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
     with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
-        repeats = bool(options.layouts.repeat_encoder)
+        repeats = bool(strategy.repeat_encoder)
         served = find_layers(module).all
         layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
         if options.layout is not None:
-            _check_stages(options.layouts.balance, len(layers.segments), options.layout[0])
-        if options.self_check and (is_cut or is_listed(module)):
+            _check_stages(strategy.balance, len(layers.segments), options.layout[0])
+        if strategy.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     edge_index = inputs.edge_index.cpu()
     assignment = partition_nodes(
-        edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=options.partition
+        edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=strategy.partition
     )
-    drops = options.cross_edges == "drop"
+    drops = strategy.cross_chunk_edges == "drop"
     kept = edges_within(edge_index, assignment) if drops else None
     plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
     planned.load(call, inputs)
-    histories = options.layouts.histories.seen_from(plan.perm.device)
+    histories = strategy.histories.seen_from(plan.perm.device)
     costs = measure_layers(module, layers, plan, planned, histories)
     measured = Measured(
-        module,
-        layers,
-        costs,
-        measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
-        plan,
-        edge_index if kept is None else edge_index[:, kept],
-        lambda num_shards: split_chunks(edge_index, assignment, num_shards),
-        sum(leaf.nbytes for leaf in call.leaves),
-        time_loss(_blank_output(layers, inputs)),
-        time_plain_step(module, call, inputs, plan),
-        options.layouts,
+        module=module,
+        layers=layers,
+        costs=costs,
+        copied_bytes_per_s=measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
+        chunks=plan,
+        edge_index=edge_index if kept is None else edge_index[:, kept],
+        find_shards=lambda num_shards: split_chunks(edge_index, assignment, num_shards),
+        batch_bytes=sum(leaf.nbytes for leaf in call.leaves),
+        loss_s=time_loss(_blank_output(layers, inputs)),
+        plain=time_plain_step(module, call, inputs, plan),
+        options=options,
     )
-    return _compare(measured, options, edge_index)
+    return _compare(measured, edge_index)
 
 
 def _blank_output(layers: Layers, inputs: Inputs) -> Any:
@@ -129,62 +117,56 @@ def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:
         check_counts(balance, num_layers, num_stages)
 
 
-def _compare(measured: Measured, options: ForecastOptions, edge_index: Tensor) -> PipelinePlan:
+def _compare(measured: Measured, edge_index: Tensor) -> PipelinePlan:
     """Return the plan of the requested or else the best layout, with forecasts of all layouts."""
     chunks, layers = measured.chunks, measured.layers
-    pairs = _layouts(measured, options)
-    made = compare_layouts(measured, pairs)
-    layouts = tuple(one.forecast() for one in made.values())
-    best = choose_layout(layouts)
-    layout = options.layout or (best.num_stages, best.num_shards)
-    own = layouts[pairs.index(layout)]
-    return with_advice(
-        PipelinePlan(
-            num_nodes=chunks.num_nodes,
-            num_edges=edge_index.size(1),
-            layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
-            layer_costs=measured.costs.layers,
-            stages=tuple(made[layout].stages()),
-            num_shards=own.num_shards,
-            chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
-            chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
-            halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
-            edge_cut_frac=edge_cut_frac(edge_index, measured.assignment),
-            step_s=own.step_s,
-            loss_s=measured.loss_s,
-            bubble_frac=own.bubble_frac,
-            step_bytes=own.step_bytes,
-            one_device_s=measured.one_device_s,
-            plain_s=measured.plain_s,
-            plain_bytes=measured.plain_bytes,
-            layouts=layouts,
-            link_gbit_per_s=measured.options.link.gbit_per_s,
-            message_us=measured.options.link.message_s * 1e6,
-        )
+    made = {layout: LayoutForecaster(measured, *layout) for layout in _layouts(measured)}
+    forecasts = {layout: one.forecast() for layout, one in made.items()}
+    best = choose_layout(tuple(forecasts.values()))
+    layout = measured.options.layout or (best.num_stages, best.num_shards)
+    own = forecasts[layout]
+    return PipelinePlan(
+        num_nodes=chunks.num_nodes,
+        num_edges=edge_index.size(1),
+        layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
+        layer_costs=measured.costs.layers,
+        stages=tuple(made[layout].stages()),
+        num_shards=own.num_shards,
+        chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
+        chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
+        halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
+        edge_cut_frac=edge_cut_frac(edge_index, measured.assignment),
+        step_s=own.step_s,
+        loss_s=measured.loss_s,
+        bubble_frac=own.bubble_frac,
+        step_bytes=own.step_bytes,
+        one_device_s=measured.one_device_s,
+        plain_s=measured.plain_s,
+        plain_bytes=measured.plain_bytes,
+        layouts=tuple(forecasts.values()),
+        link_gbit_per_s=measured.options.link.gbit_per_s,
+        message_us=measured.options.link.message_s * 1e6,
     )
 
 
-def _layouts(measured: Measured, options: ForecastOptions) -> list[tuple[int, int]]:
-    """Return the layouts to compare, with the requested one; raise `ConfigError` without any."""
-    num_layers, num_nodes = len(measured.layers.segments), measured.chunks.num_nodes
-    possible = possible_layouts(
-        measured.module,
-        num_devices=options.num_devices,
-        num_layers=num_layers,
-        num_nodes=num_nodes,
-    )
+def _layouts(measured: Measured) -> list[tuple[int, int]]:
+    """Return the (stages, shards) to compare, with the requested ones; `ConfigError` if none."""
+    options, num_nodes = measured.options, measured.chunks.num_nodes
+    num_layers = len(measured.layers.segments)
+    can_split = not any(isinstance(m, HANConv) for m in measured.module.modules())
+    most_shards = num_nodes if can_split else 1
+    pairs = factorize(options.num_devices, most_stages=num_layers)
+    possible = [pair for pair in pairs if pair[1] <= most_shards]
     possible = [one for one in possible if _has_own_norms(measured, one)] or possible
     asked = options.layout
     if asked is not None:
         return possible if asked in possible else [*possible, asked]
     if not possible:
         raise ConfigError(
-            explain(
-                expected=f"a way to assign {options.num_devices} devices, at least one layer to "
-                "each stage and one node to each shard",
-                found=f"{num_layers} layers that can be cut apart and {num_nodes} nodes",
-                remedy="Train on fewer devices, or use a deeper model.",
-            )
+            expected=f"a layout of {options.num_devices} devices with at least one layer on "
+            "each stage and one node on each shard",
+            found=f"{num_layers} layers that can be separated and {num_nodes} nodes",
+            remedy="Use fewer devices, or a deeper model.",
         )
     return possible
 

@@ -20,11 +20,12 @@ from torch_geometric.data import Data, Dataset, InMemoryDataset
 
 from lightning_gnnpipe.batches import check_replicas, check_schedule
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.chunks import synchronize
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.planning.forecast import ForecastOptions, forecast
-from lightning_gnnpipe.planning.measured import LayoutOptions, Link
+from lightning_gnnpipe.planning.forecast import forecast
+from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.selfcheck import is_one_graph, switched
 from lightning_gnnpipe.stages import find_pipelined
@@ -77,14 +78,17 @@ def plan_pipeline(
         ConfigError: If `training_step` cannot run outside of a Trainer.
         GNNPipeError: As training would.
     """
-    link_gbit_per_s = _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s
-    _check_positive("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines.")
-    link = Link.of(link_gbit_per_s)
-    if message_us is not None:
-        _check_positive("message_us", message_us, "Leave it out if it is not known.")
-        link = Link.of(link_gbit_per_s, message_us / 1e6)
-    if memory_gib is not None:
-        _check_positive("memory_gib", memory_gib, "Leave it out if memory is no matter.")
+    for name, value, remedy in (
+        ("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines."),
+        ("message_us", message_us, "Leave it out if you do not know it."),
+        ("memory_gib", memory_gib, "Leave it out if there is no limit."),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
+    link = Link.of(
+        _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
+        MESSAGE_S if message_us is None else message_us / 1e6,
+    )
     num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
     name, pipelined = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
@@ -96,12 +100,10 @@ def plan_pipeline(
     inputs = classify(call)
     if inputs.graphs is not None:
         raise ConfigError(
-            explain(
-                expected="one graph to plan for",
-                found=f"a batch of {inputs.graphs.num_graphs} graphs",
-                remedy="Batches of graphs are cut anew in each step; choose num_chunks by timing a "
-                "few, see strategy.collect_stats().",
-            )
+            expected="one graph to plan for",
+            found=f"a batch of {inputs.graphs.num_graphs} graphs",
+            remedy="For batches of graphs, time training steps with several values of "
+            "num_chunks; see strategy.collect_stats().",
         )
     check_replicas(options.data_parallel)
     check_schedule(options.schedule)
@@ -114,20 +116,12 @@ def plan_pipeline(
             call,
             inputs,
             ForecastOptions(
-                num_devices,
-                layout,
-                num_chunks,
-                options.partition,
-                options.self_check,
-                LayoutOptions(
-                    options.balance,
-                    options.histories,
-                    options.messages,
-                    link,
-                    memory_gib,
-                    options.repeat_encoder,
-                ),
-                options.cross_chunk_edges,
+                strategy=options,
+                num_devices=num_devices,
+                layout=layout,
+                num_chunks=num_chunks,
+                link=link,
+                memory_gib=memory_gib,
             ),
             partial(_time_loss, module, name, batch),
         )
@@ -145,28 +139,17 @@ def _asked_layout(
         return layout[0] * layout[1], layout
     if num_stages is not None:
         raise ConfigError(
-            explain(
-                expected="either 'num_stages' or 'num_devices'",
-                found=f"both, {num_stages} and {num_devices}",
-                remedy="With num_devices the plan chooses the stages.",
-            )
+            expected="either 'num_stages' or 'num_devices'",
+            found=f"both, {num_stages} and {num_devices}",
+            remedy="Leave out num_stages: with num_devices, the plan chooses it.",
         )
     if num_devices < 1:
         raise ConfigError(
-            explain(
-                expected="'num_devices' to be at least 1",
-                found=str(num_devices),
-                remedy="It counts the devices of all stages and shards.",
-            )
+            expected="'num_devices' to be at least 1",
+            found=str(num_devices),
+            remedy="Give the number of devices of all stages and shards together.",
         )
     return num_devices, None
-
-
-def _check_positive(name: str, value: float, remedy: str) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(
-            explain(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
-        )
 
 
 def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
@@ -189,18 +172,14 @@ def _capture(
         if "trainer" not in str(error).lower():  # an error of the user's code
             raise
         raise ConfigError(
-            explain(
-                expected="training_step to reach the pipelined module without a Trainer",
-                found=f"{type(error).__name__}: {error}",
-                remedy="Call the module before self.log and self.trainer are used.",
-            )
+            expected="training_step to reach the pipelined module without a Trainer",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Call the pipelined module before you use self.log or self.trainer.",
         ) from error
     raise ConfigError(
-        explain(
-            expected="training_step to call the pipelined module",
-            found="none",
-            remedy="Name another by GNNPipeStrategy(pipelined_module=...).",
-        )
+        expected="training_step to call the pipelined module",
+        found="no call",
+        remedy="Name the module that it calls: GNNPipeStrategy(pipelined_module=...).",
     )
 
 
@@ -216,25 +195,20 @@ def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -
         Fallbacks(log).tell(
             f"The loss could not be timed ({error!r})",
             origin="a plan of the whole training step",
-            to="one without the loss",
+            to="a plan without the loss",
         )
         return 0.0
 
 
 def _time_step(module: pl.LightningModule, batch: Any) -> float:
     own = copy.copy(batch)
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     result: Any = module.training_step(own, 0)
     loss = result["loss"] if isinstance(result, Mapping) else result
     loss.backward()
-    _synchronize()
+    synchronize()
     return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 @contextmanager

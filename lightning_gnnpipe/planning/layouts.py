@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.chunks import LayerCost, work_of
 from lightning_gnnpipe.codecs import get_codecs
-from lightning_gnnpipe.graph import SplitSizes
 from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.planning.measured import TRAINED, Measured, bytes_of
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
-from lightning_gnnpipe.planning.schedule_layout import LayoutWork, factorize, simulate_layout
+from lightning_gnnpipe.planning.schedule_layout import LayoutWork, simulate_layout
 from lightning_gnnpipe.schedule import graph_parallel_bytes
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 from lightning_gnnpipe.steps import group_tied
@@ -22,38 +20,17 @@ from lightning_gnnpipe.steps import group_tied
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
 
 
-def possible_layouts(
-    module: nn.Module, *, num_devices: int, num_layers: int, num_nodes: int
-) -> list[tuple[int, int]]:
-    """Return the (num_stages, num_shards) that training could use, fewest stages first."""
-    can_split = not any(isinstance(m, HANConv) for m in module.modules())
-    most_shards = num_nodes if can_split else 1
-    pairs = factorize(num_devices, most_stages=num_layers)
-    return [pair for pair in pairs if pair[1] <= most_shards]
-
-
-def compare_layouts(
-    measured: Measured, layouts: Collection[tuple[int, int]]
-) -> dict[tuple[int, int], LayoutForecaster]:
-    """Return a forecaster for each of `layouts`, (num_stages, num_shards)."""
-    splits = {num_shards: measured.split(num_shards) for num_shards in {g for _, g in layouts}}
-    return {
-        (num_stages, num_shards): LayoutForecaster(
-            measured, measured.cut(num_stages, num_shards), splits[num_shards]
-        )
-        for num_stages, num_shards in layouts
-    }
-
-
 class LayoutForecaster:
-    """Forecasts one layout; `sizes` are the sizes of the pieces of the graph."""
+    """Forecasts one layout."""
 
-    def __init__(self, measured: Measured, stages: tuple[Stage, ...], sizes: SplitSizes) -> None:
-        self._measured, self._stages, self._sizes = measured, stages, sizes
-        self._num_shards = sizes.nodes.size(1)
-        self._codecs = get_codecs(measured.options.messages.cut_codec)
-        self._halo_codecs = get_codecs(measured.options.messages.halo_codec)
-        self._num_ranks = len(stages) * self._num_shards
+    def __init__(self, measured: Measured, num_stages: int, num_shards: int) -> None:
+        self._measured, self._num_shards = measured, num_shards
+        self._stages = measured.cut(num_stages, num_shards)
+        self._sizes = measured.split(num_shards)
+        self._users = find_users(self._stages, measured.module)
+        self._messages = measured.options.strategy.messages
+        self._codecs = get_codecs(self._messages.cut_codec)
+        self._halo_codecs = get_codecs(self._messages.halo_codec)
 
     def forecast(self) -> LayoutForecast:
         """Simulate a step, and add up its bytes and memory."""
@@ -62,7 +39,11 @@ class LayoutForecaster:
         outputs = measured.row_bytes(measured.layers.outputs) * measured.chunks.num_nodes
         memory = max(stage.memory_bytes for stage in self.stages())
         memory += measured.batch_bytes + 2 * outputs
-        sent = self._cut_bytes() + self._shard_bytes() + (self._num_ranks - 1) * outputs
+        sent = (
+            self._cut_bytes()
+            + self._shard_bytes()
+            + (len(self._stages) * self._num_shards - 1) * outputs
+        )
         is_enough = options.memory_gib is None or memory <= options.memory_gib * 2**30
         return LayoutForecast(
             num_stages=len(self._stages),
@@ -76,9 +57,9 @@ class LayoutForecaster:
 
     def stages(self) -> list[StageForecast]:
         """Forecast time and memory of each stage."""
-        found = []
+        measured, found = self._measured, []
         for stage, weights in zip(self._stages, self._weights(), strict=True):
-            costs = self._costs(stage)
+            costs = measured.costs.of(stage)
             found.append(
                 StageForecast(
                     first_layer=stage.segments[0].index,
@@ -94,8 +75,8 @@ class LayoutForecaster:
 
     def _work(self) -> LayoutWork:
         measured, stages, options = self._measured, self._stages, self._measured.options
-        again = float(options.histories.recomputes)
-        sizes, costs = self._sizes, [self._costs(stage) for stage in stages]
+        again = float(options.strategy.histories.recomputes)
+        sizes, costs = self._sizes, [measured.costs.of(stage) for stage in stages]
         total = sum(work_of(chunk) for chunk in measured.chunks.chunks)
         work = (sizes.nodes + sizes.edges).amax(1) / total
         swapped = torch.maximum(sizes.sent, sizes.received).amax(1)
@@ -123,7 +104,7 @@ class LayoutForecaster:
             bytes_per_s=options.link.bytes_per_s,
             message_s=options.link.message_s,
             copied_bytes_per_s=measured.copied_bytes_per_s,
-            waits_for_halo=not measured.options.messages.is_async,
+            waits_for_halo=not self._messages.is_async,
         )
 
     def _sent(self, stage: Stage, is_grad: bool) -> list[float]:
@@ -175,7 +156,7 @@ class LayoutForecaster:
     def _activations(self, stage: Stage, costs: Sequence[LayerCost]) -> int:
         """Return the bytes kept between forward and backward, of all shards."""
         measured = self._measured
-        if not measured.options.histories.recomputes:
+        if not measured.options.strategy.histories.recomputes:
             return sum(cost.saved_bytes for cost in costs)
         values = [measured.layers.values[name] for name in stage.received]
         chunks = range(measured.chunks.num_chunks)
@@ -193,24 +174,19 @@ class LayoutForecaster:
         rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
         return float(rows.max()) / self._measured.chunks.num_nodes
 
-    def _costs(self, stage: Stage) -> list[LayerCost]:
-        return self._measured.costs.of(stage)
-
     def _tied_bytes(self) -> int:
         """Return the bytes of weights shared by stages, once for each stage but the first."""
-        users = find_users(self._stages, self._measured.module)
-        named = dict(self._measured.module.named_parameters())
-        return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named.items() if n in users)
+        users, named = self._users, self._measured.module.named_parameters()
+        return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named if n in users)
 
     def _num_ties(self) -> int:
         """Return the number of messages with gradients of shared weights, one way."""
-        users = find_users(self._stages, self._measured.module)
-        return sum(len(stages) - 1 for stages, _ in group_tied(self._measured.module, users))
+        groups = group_tied(self._measured.module, self._users)
+        return sum(len(stages) - 1 for stages, _ in groups)
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""
-        users = find_users(self._stages, self._measured.module)
-        named = list(self._measured.module.named_parameters())
+        users, named = self._users, list(self._measured.module.named_parameters())
         return [[p for n, p in named if s.index in users.get(n, ())] for s in self._stages]
 
 

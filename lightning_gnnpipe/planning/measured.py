@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.chunks import StepCosts
-from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
+from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.plain_step import PlainStep
 from lightning_gnnpipe.stages import (
     Layers,
@@ -32,21 +32,24 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     split_layers,
 )
-from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.steps import Balance
-from lightning_gnnpipe.types import RepeatOption
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutOptions:
-    """Options shared by all layouts; `memory_gib` is the memory of a rank, None for no limit."""
+class ForecastOptions:
+    """Settings of a forecast.
 
-    balance: Balance
-    histories: HistoryOptions
-    messages: MessageOptions
+    Attributes:
+        strategy: Its layout and number of chunks are ignored.
+        layout: (stages, shards); None for the best.
+        memory_gib: Memory of a rank; None for no limit.
+    """
+
+    strategy: StrategyOptions
+    num_devices: int
+    layout: tuple[int, int] | None
+    num_chunks: int
     link: Link
     memory_gib: float | None
-    repeat_encoder: RepeatOption = "auto"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Measured:
     batch_bytes: int
     loss_s: float
     plain: PlainStep | None
-    options: LayoutOptions
+    options: ForecastOptions
 
     @property
     def one_device_s(self) -> float:
@@ -120,7 +123,7 @@ class Measured:
 
     def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
         """Return the stages, with layers assigned as in training."""
-        layers, options = self.layers, self.options
+        layers, options = self.layers, self.options.strategy
         num_layers, balance = len(layers.segments), options.balance
         repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
         if not isinstance(balance, str) and len(balance) == num_stages:
@@ -140,9 +143,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
+# Seconds of a message by gloo between two processes of a machine with two cores, while both
+# compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
-"""Seconds of a message between two processes of one machine, by gloo, both of its cores computing;
-the median in `examples/benchmarks/prediction`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from lightning_gnnpipe.chunks import LayerCost
 
@@ -91,7 +91,6 @@ class PipelinePlan:
             parallelism.
         link_gbit_per_s: Link speed assumed, in Gbit/s.
         message_us: Microseconds assumed for a message of any size.
-        advice: Arguments against a pipeline here; empty if there are none.
     """
 
     num_nodes: int
@@ -114,7 +113,6 @@ class PipelinePlan:
     layouts: tuple[LayoutForecast, ...]
     link_gbit_per_s: float
     message_us: float
-    advice: tuple[str, ...] = field(default=())
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -126,6 +124,38 @@ class PipelinePlan:
         """The fastest of `layouts` that fits; if none fits, the one with the least memory."""
         return choose_layout(self.layouts)
 
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Arguments against a pipeline here; empty if there are none."""
+        advice = []
+        (num_stages, num_shards), num_layers = self.layout, len(self.layer_names)
+        chunk_s = self.one_device_s / len(self.chunk_rows) / num_stages / num_shards
+        if num_stages * num_shards > 1 and self.step_s > 0.9 * self.one_device_s:
+            advice.append("The pipeline is hardly faster than one device.")
+        advice += self._advise_layout()
+        if num_layers < _FEW_LAYERS:
+            advice.append(f"With only {num_layers} layers, graph parallelism also sends few bytes.")
+        if chunk_s < _SHORT_CHUNK_S:
+            advice.append(
+                f"A chunk takes only {chunk_s * 1e3:.1f} ms on a stage: use fewer chunks, or one "
+                "device."
+            )
+        return tuple(advice)
+
+    def _advise_layout(self) -> list[str]:
+        best = self.best
+        if not best.fits:
+            return ["No layout fits into the memory: try recompute, history_dtype or more devices."]
+        own = [one for one in self.layouts if (one.num_stages, one.num_shards) == self.layout]
+        is_slow = self.step_s * _NOTABLY > best.step_s
+        if best in own or not (is_slow or any(not one.fits for one in own)):
+            return []
+        why = "would be faster" if is_slow else "would fit"
+        return [
+            f"Another layout {why}, {best.step_s:.3f} s per step: "
+            f"GNNPipeStrategy({best.options}, num_chunks={len(self.chunk_rows)})."
+        ]
+
 
 def choose_layout(layouts: Sequence[LayoutForecast]) -> LayoutForecast:
     """Return the fastest layout that fits; if none fits, the one with the least memory."""
@@ -133,37 +163,3 @@ def choose_layout(layouts: Sequence[LayoutForecast]) -> LayoutForecast:
     if not fitting:
         return min(layouts, key=lambda one: one.memory_bytes)
     return min(fitting, key=lambda one: one.step_s)
-
-
-def with_advice(plan: PipelinePlan) -> PipelinePlan:
-    """Return `plan` with its `advice`."""
-    advice = []
-    (num_stages, num_shards), num_layers = plan.layout, len(plan.layer_names)
-    chunk_s = plan.one_device_s / len(plan.chunk_rows) / num_stages / num_shards
-    if num_stages * num_shards > 1 and plan.step_s > 0.9 * plan.one_device_s:
-        advice.append("The pipeline is hardly faster than one device.")
-    advice += _advise_layout(plan)
-    if num_layers < _FEW_LAYERS:
-        advice.append(f"With {num_layers} layers graph parallelism sends little as well.")
-    if chunk_s < _SHORT_CHUNK_S:
-        advice.append(
-            f"A chunk takes {chunk_s * 1e3:.1f} ms a stage: take fewer chunks, or one device."
-        )
-    return replace(plan, advice=tuple(advice))
-
-
-def _advise_layout(plan: PipelinePlan) -> list[str]:
-    best = plan.best
-    if not best.fits:
-        return ["No layout fits into the memory: see recompute, history_dtype and more devices."]
-    own = [one for one in plan.layouts if (one.num_stages, one.num_shards) == plan.layout]
-    is_slow = plan.step_s * _NOTABLY > best.step_s
-    if (best.num_stages, best.num_shards) == plan.layout or not (
-        is_slow or any(not one.fits for one in own)
-    ):
-        return []
-    why = "would be faster" if is_slow else "would fit"
-    return [
-        f"Another layout {why}, {best.step_s:.3f} s a step: "
-        f"GNNPipeStrategy({best.options}, num_chunks={len(plan.chunk_rows)})."
-    ]

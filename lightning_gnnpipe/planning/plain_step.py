@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import counting_saved_bytes
+from lightning_gnnpipe.chunks import counting_saved_bytes, synchronize
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.layers import find_convs, without_memory
@@ -57,8 +57,8 @@ def time_plain_step(
     except Exception as error:  # weights with one row a node, for instance
         Fallbacks(log).tell(
             f"The module does not run on a part of the graph ({error!r})",
-            origin="a plan with the step of a plain Trainer",
-            to="one without it",
+            origin="a plan that shows the step of a plain Trainer",
+            to="a plan without it",
         )
         return None
     scale = inputs.num_nodes / num_nodes
@@ -89,7 +89,7 @@ def _run(module: nn.Module, call: Call, leaves: Sequence[Tensor]) -> PlainStep:
     """Run forward and backward once."""
     args, kwargs = call.rebuild(tuple(leaves), None)
     given = (*leaves, *module.parameters(), *module.buffers())
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     with counting_saved_bytes(given) as saved:
         outputs = flatten(module.forward(*args, **kwargs))
@@ -98,10 +98,5 @@ def _run(module: nn.Module, call: Call, leaves: Sequence[Tensor]) -> PlainStep:
     if roots and wanted:
         grads = [torch.ones_like(root) for root in roots]
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    _synchronize()
-    return PlainStep(time.perf_counter() - start, saved.num_bytes)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
+    return PlainStep(time.perf_counter() - start, sum(saved))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.report.chrome import chrome_trace
-from lightning_gnnpipe.report.gantt import check_matplotlib, draw_timeline, timeline_title
+from lightning_gnnpipe.report.gantt import (
+    check_matplotlib,
+    chrome_trace,
+    draw_timeline,
+    timeline_title,
+)
 from lightning_gnnpipe.report.stages import StageRow, describe_stages, format_stages
 
 __all__ = [

@@ -1,9 +1,13 @@
-"""A measured training step as a picture: one row a rank, time to the right.
+"""A measured training step as a picture, and as a trace for Perfetto and about:tracing.
+
+The picture has one row a rank, time to the right:
 
     rank 0  |F2|F0|F3|F1|#####|      |#####|B1|B3|B0|B2|
     rank 1  |##|F2|F0|F3|F1|   loss   |B1|B3|B0|B2|####|
 
 Idle time within a phase is grey; time between the phases (outputs, loss) is white.
+
+The trace is in Chrome's "Trace Event Format": thread 0 shows the phases, thread 1 + r rank r.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
-COLOURS = {Op.F: FORWARD, Op.B: BACKWARD}
-LABELS = {"forward": FORWARD, "backward": BACKWARD, "bubble: not computing": IDLE}
+NAMES = {Op.F: "forward", Op.B: "backward"}
+COLOURS = {"forward": FORWARD, "backward": BACKWARD, "idle (bubble)": IDLE}
 
 _LEAST_INCHES, _MOST_INCHES = 12.0, 26.0
 _MARGIN_INCHES = 1.0  # width of the row names
@@ -38,9 +42,9 @@ def check_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ImportError(
             explain(
-                expected="'matplotlib', to draw a timeline",
+                expected="the package 'matplotlib' to be installed, to draw a timeline",
                 found="no such package",
-                remedy="pip install matplotlib.",
+                remedy="Run: pip install matplotlib",
             )
         )
 
@@ -70,11 +74,9 @@ def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
     boxes = [(e, action) for e in events if (action := Action.parse(e.action)).op.is_compute]
     if not boxes:
         raise ConfigError(
-            explain(
-                expected="forward or backward actions in the trace",
-                found="none",
-                remedy="Draw a training step that has finished.",
-            )
+            expected="forward or backward actions in the trace",
+            found="none",
+            remedy="Finish a training step first.",
         )
     computed = [event for event, _ in boxes]
     span_us = max(e.end_us for e in computed) - min(e.start_us for e in computed)
@@ -132,7 +134,7 @@ def _draw_boxes(
         axes.broken_barh(
             [(event.start_us / 1e3, width_us / 1e3)],
             (event.rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-            facecolor=COLOURS[action.op],
+            facecolor=COLOURS[NAMES[action.op]],
             edgecolor="white",
             linewidth=0.5,
         )
@@ -164,8 +166,62 @@ def _label(
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(
-        handles=[Patch(color=colour, label=label) for label, colour in LABELS.items()],
-        ncols=len(LABELS),
+        handles=[Patch(color=colour, label=label) for label, colour in COLOURS.items()],
+        ncols=len(COLOURS),
         loc="outside lower right",
         frameon=False,
     )
+
+
+def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str, Any]:
+    """Return the trace of a step, ready for `json.dump`; the viewer shows `title`."""
+    return {
+        "traceEvents": [*_names(stats, title), *_phases(stats), *_actions(stats)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "num_stages": stats.num_stages,
+            "num_chunks": stats.num_chunks,
+            "is_exact": stats.is_exact,
+            "bubble_frac": stats.bubble_frac,
+            "wait_s": list(stats.wait_s),
+            "bytes_by_kind": stats.bytes_by_kind,
+        },
+    }
+
+
+def _names(stats: PipelineStats, title: str) -> list[dict[str, Any]]:
+    threads = ["phase", *(" ".join(name) for name in stats.rank_names())]
+    named = [_metadata("process_name", 0, name=title)]
+    for thread, name in enumerate(threads):
+        named.append(_metadata("thread_name", thread, name=name))
+        named.append(_metadata("thread_sort_index", thread, sort_index=thread))
+    return named
+
+
+def _metadata(what: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": args}
+
+
+def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
+    found = phases(stats.events)
+    names = ("forward", "backward") if len(found) == 2 else ("forward and backward",)
+    named = list(zip(names, found, strict=False))
+    if len(found) == 2:
+        named.append(("outputs, loss", (found[0][1], max(found[0][1], found[1][0]))))
+    return [_complete(name, "phase", 0, start, end) for name, (start, end) in named]
+
+
+def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
+    found = []
+    for event in stats.events:
+        action = Action.parse(event.action)
+        name = f"{action.op.value}{action.chunk}"
+        one = _complete(name, NAMES[action.op], 1 + event.rank, event.start_us, event.end_us)
+        args = {"stage": action.stage, "chunk": action.chunk, "wait_us": event.wait_us}
+        found.append(one | {"args": args})
+    return found
+
+
+def _complete(name: str, category: str, thread: int, start: float, end: float) -> dict[str, Any]:
+    one = {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": category}
+    return one | {"ts": start, "dur": end - start}

@@ -61,10 +61,8 @@ def describe_stages(
 
 def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
     """Return `rows` as a table of `num_columns` characters, drawn by rich if installed."""
-    cells = [_cells(row) for row in rows]
-    has_costs = any(row.cost_s is not None for row in rows)
-    table = [_HEADINGS, *cells]
-    if not has_costs:
+    table = [_HEADINGS, *map(_cells, rows)]
+    if all(row.cost_s is None for row in rows):
         table = [line[:-1] for line in table]
     num_stages = sum(row.index is not None for row in rows)
     num_layers = sum(len(row.layers) for row in rows)
@@ -74,12 +72,12 @@ def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
 
 def _cells(row: StageRow) -> tuple[str, ...]:
     if row.index is None:
-        return "all", "outside of the pipelined module", f"{row.num_parameters:,}", ""
+        return "all", "outside the pipelined module", f"{row.num_parameters:,}", ""
     first, last = row.layers[0], row.layers[-1]
     layers = first if len(row.layers) == 1 else f"{first} .. {last} ({len(row.layers)})"
     return (
         str(row.index),
-        ", ".join([*(f"{name} again" for name in row.repeated), layers]),
+        ", ".join([*(f"{name} (repeated)" for name in row.repeated), layers]),
         f"{row.num_parameters:,}",
         "" if row.cost_s is None else f"{row.cost_s * 1e3:,.1f}",
     )

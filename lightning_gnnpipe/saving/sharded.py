@@ -5,13 +5,14 @@
         meta.pt                         everything but the tensors of stages
         histories/stage_0.pt, ...       see `sidecar`
 
-It loads like a stock checkpoint, on any number of ranks.
+It is read as a whole, like a stock checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import CheckpointError, explain
-from lightning_gnnpipe.saving.shards import load_shards, save_shards
+from lightning_gnnpipe._compat_torch import (
+    METADATA_TYPES,
+    load_tensors,
+    member_of_metadata,
+    save_tensors,
+)
+from lightning_gnnpipe.comm import UNKNOWN_BYTES, Transport
+from lightning_gnnpipe.errors import CheckpointError
+from lightning_gnnpipe.saving.sidecar import write_synced
 
 _META = "meta.pt"
 HISTORIES = "histories"
@@ -74,10 +84,7 @@ def write_shards(
 
 def finish(path: Path, meta: Mapping[str, Any]) -> None:
     """Write the metadata and move the folder to `path`; on the first rank only."""
-    with open(part_of(path) / _META, "wb") as file:
-        torch.save(dict(meta), file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(part_of(path) / _META, dict(meta))
     put_in_place(path)
 
 
@@ -103,11 +110,9 @@ def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
         optimizers = [dict(one) for one in meta["scalars"]]
     except Exception as error:  # torch does not say what damaged files raise
         raise CheckpointError(
-            explain(
-                expected=f"a checkpoint in {path}",
-                found=f"{type(error).__name__}: {error}",
-                remedy="Load an earlier checkpoint, or one that was saved with plain types only.",
-            )
+            expected=f"a checkpoint in {path}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Load an earlier checkpoint, or one that was saved with plain types only.",
         ) from error
     for name, tensor in load_shards(path).items():
         kind, _, rest = name.partition("/")
@@ -132,3 +137,52 @@ def _exchange(first: Path, second: Path) -> None:
         second.rename(third)
         first.rename(second)
         third.rename(first)
+
+
+def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's tensors, under names that no other rank uses; collective."""
+    writer = FileSystemWriter(folder)
+    group = transport.everyone.members.group
+    with transport.explained(f"write the shards of {folder}", UNKNOWN_BYTES):
+        save_tensors(tensors, writer, transport.world.is_distributed, group)
+
+
+def load_shards(folder: Path) -> dict[str, Tensor]:
+    """Return all ranks' tensors on CPU; raise `CheckpointError` if the folder is damaged."""
+    reader = _SafeReader(folder)
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, dcp_metadata.TensorStorageMetadata)
+        }
+        load_tensors(tensors, reader)
+    except (Exception, CheckpointException) as error:  # torch does not say what damage raises
+        raise CheckpointError(
+            expected=f"the shards of a checkpoint in {folder}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Load an earlier checkpoint.",
+        ) from error
+    return tensors
+
+
+class _SafeReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata: dcp_metadata.Metadata = _MetadataUnpickler(file).load()
+        found = metadata.storage_meta
+        metadata.storage_meta = dcp_metadata.StorageMeta() if found is None else found
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Only loads listed types that hold data, so that no file can make the reader run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return member_of_metadata
+        if name in METADATA_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lightning_gnnpipe.errors import CheckpointError, explain
+from lightning_gnnpipe.errors import CheckpointError
 
 _FOLDER = ".gnnpipe"
 _OWNER = "checkpoint"
@@ -53,8 +53,13 @@ def unfinished_folder(checkpoint: Path, ident: str) -> Path:
 def write_stage(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
     """Write and sync the histories of one rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"stage_{stage}.pt", "wb") as file:
-        torch.save(dict(saved), file)
+    write_synced(folder / f"stage_{stage}.pt", dict(saved))
+
+
+def write_synced(path: Path, content: dict[Any, Any]) -> None:
+    """Save `content` to a file, and wait until it is on disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -118,10 +123,9 @@ def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
             stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         except Exception as error:  # torch does not say what damaged files raise
             raise CheckpointError(
-                explain(
-                    expected=f"the histories of stage {stage} of {num_stages} in {path}",
-                    found=f"{type(error).__name__}: {error}",
-                    remedy=f"Delete {folder} to go on without them: the first step is then exact.",
-                )
+                expected=f"the histories of stage {stage} of {num_stages} in {path}",
+                found=f"{type(error).__name__}: {error}",
+                remedy=f"Delete {folder} to resume without histories: the first step is then "
+                "exact.",
             ) from error
     return tuple(stages)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.schedule.action import Action, Op
-from lightning_gnnpipe.schedule.arrived import Arrived, arrived_sends
-from lightning_gnnpipe.schedule.build import Loss, Schedule, fill_drain
+from lightning_gnnpipe.schedule.build import Loss, Schedule, StaleRead, fill_drain, stale_reads
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
-from lightning_gnnpipe.schedule.lower import add_transfers
+from lightning_gnnpipe.schedule.lower import Arrived, add_transfers, arrived_sends
 from lightning_gnnpipe.schedule.one_f_one_b import interleaved, one_f_one_b, stream
-from lightning_gnnpipe.schedule.simulate import simulate
-from lightning_gnnpipe.schedule.stale import StaleRead, stale_frac, stale_reads
-from lightning_gnnpipe.schedule.text_timeline import Timeline
+from lightning_gnnpipe.schedule.simulate import Timeline, simulate
 from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_bytes
 
 __all__ = [
@@ -33,7 +30,6 @@ __all__ = [
     "one_f_one_b",
     "pipeline_bytes",
     "simulate",
-    "stale_frac",
     "stale_reads",
     "stream",
 ]

@@ -6,11 +6,11 @@ reverse order: the readers of a chunk's fresh rows come before it, so gradients 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from lightning_gnnpipe.errors import ScheduleError, explain
+from lightning_gnnpipe.errors import ScheduleError
 from lightning_gnnpipe.schedule.action import Action, Op
 from lightning_gnnpipe.schedule.format import format_grid
 
@@ -20,6 +20,9 @@ Loss = Literal["all", "each"]
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of every rank in one step, in order; prints as a grid.
+
+    The functions that build schedules list compute actions only; `add_transfers` adds sends and
+    receives.
 
     Stages are assigned to ranks round-robin. Each round is one virtual stage::
 
@@ -53,20 +56,17 @@ class Schedule:
         require_order(self.order)
         if self.num_stages < 1 or len(self.ranks) * self.num_virtual != self.num_stages:
             raise ScheduleError(
-                explain(
-                    expected=f"'num_stages' to be at least 1, and {self.num_virtual} for each list "
-                    "of actions",
-                    found=f"{self.num_stages} stages, {len(self.ranks)} lists",
-                    remedy="Build schedules with 'fill_drain', 'one_f_one_b' or 'interleaved'.",
-                )
+                expected=f"'num_stages' to be at least 1, and equal to num_virtual "
+                f"({self.num_virtual}) times the number of action lists",
+                found=f"{self.num_stages} stages, {len(self.ranks)} lists",
+                remedy="Build schedules with 'fill_drain', 'one_f_one_b' or 'interleaved'.",
             )
         if self.loss not in get_args(Loss):
             raise ScheduleError(
-                explain(
-                    expected="'loss' to be 'all' or 'each'",
-                    found=repr(self.loss),
-                    remedy="Say whether a loss needs the outputs of all chunks, or of its own.",
-                )
+                expected="'loss' to be 'all' or 'each'",
+                found=repr(self.loss),
+                remedy="Use 'all' if the loss needs the outputs of all chunks, 'each' if each "
+                "chunk has its own loss.",
             )
 
     @property
@@ -97,6 +97,10 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds `stage`."""
         return stage % self.num_ranks
+
+    def peer_of(self, transfer: Action) -> int:
+        """Return the rank at the other end of a send or receive."""
+        return self.rank_of(transfer.partner.stage)
 
     def crosses_ranks(self, stage: int, other: int) -> bool:
         """Return whether neighbour stage `other` exists and is on another rank than `stage`."""
@@ -147,9 +151,6 @@ def fill_drain(
         loss: See `Schedule`. Backward takes chunks in reverse with `"all"`, in order with `"each"`.
         num_virtual: Stages of each rank; must divide `num_stages`.
 
-    Returns:
-        Compute actions only; `add_transfers` adds sends and receives.
-
     Raises:
         ScheduleError: If `order` is not a permutation, or `num_stages` is not a positive multiple
             of `num_virtual`.
@@ -171,15 +172,48 @@ def fill_drain(
     return Schedule(num_stages, tuple(order), tuple(ranks), loss, num_virtual)
 
 
+class StaleRead(NamedTuple):
+    """Chunk `reader` reads rows of chunk `source` from an earlier epoch."""
+
+    reader: int
+    source: int
+
+
+def stale_reads(
+    order: Sequence[int], sources: Mapping[int, Collection[int]]
+) -> tuple[StaleRead, ...]:
+    """Return the pairs (reader, source) of chunks with stale reads, sorted.
+
+    A halo row is fresh if its chunk comes earlier in the order, stale if later.
+
+    Args:
+        order: Chunk order of the forward phase, a permutation of `range(num_chunks)`.
+        sources: For each chunk, the other chunks that its halo rows belong to. A chunk without a
+            halo may be left out.
+
+    Raises:
+        ScheduleError: If `order` is not a permutation, or `sources` names a chunk not in it.
+    """
+    require_order(order)
+    place = {chunk: place for place, chunk in enumerate(order)}
+    pairs = {StaleRead(reader, source) for reader in sources for source in sources[reader]}
+    unknown = sorted({chunk for pair in pairs for chunk in pair} - place.keys())
+    if unknown:
+        raise ScheduleError(
+            expected=f"'sources' to name chunks 0 to {len(order) - 1}",
+            found=f"chunk {unknown[0]}",
+            remedy="Take 'order' and 'sources' from the same chunk plan.",
+        )
+    return tuple(sorted(pair for pair in pairs if place[pair.source] > place[pair.reader]))
+
+
 def require_order(order: Sequence[int]) -> None:
     """Raise unless `order` is a permutation of `range(len(order))` and not empty."""
     if not order or sorted(order) != list(range(len(order))):
         raise ScheduleError(
-            explain(
-                expected="'order' to hold each of the chunks 0, 1, ..., num_chunks - 1 once",
-                found=str(tuple(order)),
-                remedy="Give a permutation of range(num_chunks), such as (2, 0, 1).",
-            )
+            expected="'order' to hold each of the chunks 0, 1, ..., num_chunks - 1 once",
+            found=str(tuple(order)),
+            remedy="Give a permutation of range(num_chunks), such as (2, 0, 1).",
         )
 
 
@@ -187,9 +221,7 @@ def require_positive(name: str, number: int) -> None:
     """Raise unless the argument `name` is at least 1."""
     if number < 1:
         raise ScheduleError(
-            explain(
-                expected=f"'{name}' to be at least 1",
-                found=str(number),
-                remedy="It counts what takes part in a step.",
-            )
+            expected=f"'{name}' to be at least 1",
+            found=str(number),
+            remedy="A step needs at least one stage, one rank and one micro-batch.",
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
-from lightning_gnnpipe.errors import ScheduleError, explain
+from lightning_gnnpipe.errors import ScheduleError
 from lightning_gnnpipe.schedule.action import Action, Op
 from lightning_gnnpipe.schedule.build import Schedule
 from lightning_gnnpipe.schedule.simulate import simulate
@@ -48,27 +47,25 @@ def _check_members(schedule: Schedule, rank: int) -> None:
 
 def _check_phases(schedule: Schedule, rank: int) -> None:
     """Check that backward starts after the whole forward phase."""
-    early: tuple[int, Action] | None = None
-    for place, action in enumerate(schedule.ranks[rank]):
-        if action.op.is_backward:
-            early = early or (place, action)
-        elif early is not None:
-            label = schedule.row_label(rank)
-            raise ScheduleError(
-                explain(
-                    expected="all backward actions of a rank behind its forward actions, as the "
-                    "loss needs the outputs of all chunks",
-                    found=f"{early[1]} at place {early[0]} of {label}, before {action}",
-                    remedy="Only 'fill_drain' serves such a loss. If every micro-batch has a loss "
-                    "of its own, give the schedule loss='each'.",
-                )
-            )
+    actions = schedule.ranks[rank]
+    first = next((place for place, each in enumerate(actions) if each.op.is_backward), len(actions))
+    late = next((each for each in actions[first:] if not each.op.is_backward), None)
+    if late is not None:
+        raise ScheduleError(
+            expected="every rank to finish its forward actions before its first backward "
+            "action, since the loss needs the outputs of all chunks",
+            found=f"{actions[first]} at place {first} of {schedule.row_label(rank)}, before {late}",
+            remedy="Use 'fill_drain' for such a loss. If each micro-batch has its own loss, "
+            "set loss='each'.",
+        )
 
 
 def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
     """Check that `stage` runs `op` once on each expected chunk, in order."""
     expected = [Action(stage, op, chunk) for chunk in _expected_chunks(schedule, stage, op)]
-    rule = f"the {op.value} of stage {stage} to run through chunks {_chunks(expected)}"
+    chunks = ", ".join(str(action.chunk) for action in expected)
+    which = f"chunks {chunks} in this order" if chunks else "no chunk"
+    rule = f"stage {stage} to run {op.value} on {which}"
     rank = schedule.rank_of(stage)
     label = schedule.row_label(rank)
     found = [
@@ -79,8 +76,8 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
     allowed, seen = set(expected), set[Action]()
     for place, action in found:
         if action in seen or action not in allowed:
-            fault = "a second time" if action in seen else "where there is no use for it"
-            text = f"{action} {fault}, at place {place} of {label}"
+            fault = "a second" if action in seen else "an unneeded"
+            text = f"{fault} {action} at place {place} of {label}"
             raise _error(action, expected=rule, found=text)
         seen.add(action)
     for action in expected:
@@ -88,7 +85,7 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
             raise _error(action, expected=rule, found=f"no {action}")
     for (place, action), due in zip(found, expected, strict=True):
         if action != due:
-            text = f"{action} at place {place} of {label}, where {due} is due"
+            text = f"{action} at place {place} of {label}, instead of {due}"
             raise _error(action, expected=rule, found=text)
 
 
@@ -97,7 +94,7 @@ def _check_links(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         for place, action in enumerate(actions):
             if not action.op.is_compute:
-                ends[rank, schedule.rank_of(action.partner.stage)].append((place, action))
+                ends[rank, schedule.peer_of(action)].append((place, action))
     for (rank, peer), own in ends.items():
         for (place, action), (other_place, other) in zip(own, ends[peer, rank], strict=True):
             if rank < peer and other != action.partner:
@@ -110,19 +107,15 @@ def _check_links(schedule: Schedule) -> None:
 
 
 def _expected_chunks(schedule: Schedule, stage: int, op: Op) -> tuple[int, ...]:
-    neighbour = stage - 1 if op in (Op.RECV_F, Op.SEND_B) else stage + 1
-    is_served = schedule.has_transfers and schedule.crosses_ranks(stage, neighbour)
-    if not op.is_compute and not is_served:
-        return ()
+    if not op.is_compute:
+        neighbour = Action(stage, op, 0).partner.stage
+        if not schedule.has_transfers or not schedule.crosses_ranks(stage, neighbour):
+            return ()
     if op.is_backward:
         return schedule.backward_order if schedule.has_backward else ()
     return schedule.order
 
 
-def _chunks(actions: Sequence[Action]) -> str:
-    return ", ".join(str(action.chunk) for action in actions) or "of which there are none"
-
-
 def _error(bad: Action, *, expected: str, found: str) -> ScheduleError:
     remedy = f"Look at it with print(format_grid(schedule, bad=Action.parse('{bad}')))."
-    return ScheduleError(explain(expected=expected, found=found, remedy=remedy))
+    return ScheduleError(expected=expected, found=found, remedy=remedy)

@@ -9,7 +9,7 @@ from lightning_gnnpipe.schedule.simulate import simulate_until_stuck
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.schedule.build import Schedule
-    from lightning_gnnpipe.schedule.text_timeline import Timeline
+    from lightning_gnnpipe.schedule.simulate import Timeline
 
 
 def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
@@ -45,7 +45,13 @@ def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
             rest[event.rank].remove(event.action)
     for row, never_ran in zip(rows, rest, strict=True):
         row += [cell(action) + "?" for action in never_ran]
-    lines = _align(rows, [schedule.row_label(rank) for rank in range(schedule.num_ranks)])
+    labels = [schedule.row_label(rank) for rank in range(schedule.num_ranks)]
+    label_width = max(map(len, labels))
+    width = max((len(text) for row in rows for text in row), default=0)
+    lines = [
+        f"{label:{label_width}}  {' '.join(text.ljust(width) for text in row)}".rstrip()
+        for label, row in zip(labels, rows, strict=True)
+    ]
     if marked is not None and not any("*" in line for line in lines):
         lines.append(f"* {bad} is not in the schedule")
     return "\n".join(lines)
@@ -85,15 +91,6 @@ def format_chart(timeline: Timeline, *, width: int = 72) -> str:
         f"at most {max(timeline.peak_live)} live chunks on a {name}"
     )
     return "\n".join(lines)
-
-
-def _align(rows: list[list[str]], labels: list[str]) -> list[str]:
-    longest = max(map(len, labels))
-    width = max((len(cell) for row in rows for cell in row), default=0)
-    return [
-        f"{label:{longest}}  {' '.join(cell.ljust(width) for cell in row)}".rstrip()
-        for label, row in zip(labels, rows, strict=True)
-    ]
 
 
 def _cell(action: Action, names_stage: bool) -> str:

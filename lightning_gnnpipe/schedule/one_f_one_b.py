@@ -21,8 +21,9 @@ from lightning_gnnpipe.schedule.build import Schedule, require_positive
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return the schedule 1F1B, in which forward and backward alternate.
 
-    Stage s first runs `min(S - s - 1, M)` forwards, then one forward and one backward in turn, then
-    the remaining backwards. Three stages, four micro-batches::
+    Of S stages and M micro-batches, stage s first runs `min(S - s - 1, M)` forwards, then one
+    forward and one backward in turn, then the remaining backwards. Three stages, four
+    micro-batches::
 
         stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -32,13 +33,6 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     instead of M. The pipeline empties at the end of a step, so all gradients are of the same
     weights.
 
-    Args:
-        num_stages: Number of stages, S, one a rank.
-        num_micro_batches: Number of micro-batches, M.
-
-    Returns:
-        Compute actions only; `add_transfers` adds sends and receives.
-
     Raises:
         ScheduleError: If an argument is less than 1.
 
@@ -46,17 +40,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
         arXiv 2006.09503); section 2.2.1 of Megatron-LM (arXiv 2104.04473).
     """
     require_positive("num_stages", num_stages)
-    require_positive("num_micro_batches", num_micro_batches)
-    order = range(num_micro_batches)
-    ranks = [
-        _alternate(
-            [Action(stage, Op.F, chunk) for chunk in order],
-            [Action(stage, Op.B, chunk) for chunk in order],
-            num_warmup=num_stages - stage - 1,
-        )
-        for stage in range(num_stages)
-    ]
-    return Schedule(num_stages, tuple(order), tuple(ranks), "each")
+    return interleaved(num_stages, 1, num_micro_batches)
 
 
 def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Schedule:
@@ -84,9 +68,6 @@ def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Sch
         num_virtual: Stages of each rank, V; stage `virtual * num_ranks + rank` is on `rank`.
         num_micro_batches: Number of micro-batches, M.
 
-    Returns:
-        Compute actions only; `add_transfers` adds sends and receives.
-
     Raises:
         ScheduleError: If an argument is less than 1.
 
@@ -96,14 +77,14 @@ def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Sch
     require_positive("num_ranks", num_ranks)
     require_positive("num_virtual", num_virtual)
     require_positive("num_micro_batches", num_micro_batches)
-    if num_virtual == 1:
-        return one_f_one_b(num_ranks, num_micro_batches)
     num_stages = num_ranks * num_virtual
     rounds = _rounds(num_micro_batches, num_ranks)
     ranks = []
     for rank in range(num_ranks):
         stages = range(rank, num_stages, num_ranks)
-        num_warmup = (num_virtual - 1) * len(rounds[0]) + 2 * (num_ranks - rank - 1)
+        num_warmup = num_ranks - rank - 1  # the forwards before a rank alternates
+        if num_virtual > 1:
+            num_warmup = (num_virtual - 1) * len(rounds[0]) + 2 * num_warmup
         forwards = _in_rounds(Op.F, stages, rounds)
         backwards = _in_rounds(Op.B, stages[::-1], rounds)
         ranks.append(_alternate(forwards, backwards, num_warmup))
@@ -127,9 +108,6 @@ def stream(num_stages: int, num_micro_batches: Sequence[int], *, num_virtual: in
         num_stages: Number of stages.
         num_micro_batches: Number of micro-batches of each mini-batch.
         num_virtual: Stages of each rank; must divide `num_stages`.
-
-    Returns:
-        Compute actions only; `add_transfers` adds sends and receives.
 
     Raises:
         ScheduleError: If a number of micro-batches is less than 1, there is no mini-batch, or
@@ -165,8 +143,6 @@ def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> tuple[Action, ...]:
     """Return `num_warmup` forwards, then forward and backward in turn, then the rest."""
-    num_pairs = len(forwards) - min(num_warmup, len(forwards))
-    actions = [*forwards[: len(forwards) - num_pairs]]
-    for pair in zip(forwards[len(forwards) - num_pairs :], backwards, strict=False):
-        actions += pair
-    return (*actions, *backwards[num_pairs:])
+    pairs = list(zip(forwards[num_warmup:], backwards, strict=False))
+    in_turn = (action for pair in pairs for action in pair)
+    return (*forwards[:num_warmup], *in_turn, *backwards[len(pairs) :])

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_gnnpipe.errors import ScheduleError, explain
+from lightning_gnnpipe.errors import ScheduleError
 from lightning_gnnpipe.schedule.action import Action, Op
-from lightning_gnnpipe.schedule.text_timeline import Event, Timeline
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.schedule.build import Schedule
@@ -30,6 +30,59 @@ if TYPE_CHECKING:
 Cost = Callable[[Action], float]
 
 _Link = tuple[int, int]  # sending rank, receiving rank
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action in time; a receive starts when posted, a transfer ends when its data arrives."""
+
+    action: Action
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All actions of one step in time, in the unit of the costs given to `simulate`.
+
+    Attributes:
+        events: The actions, ordered by start, then by rank.
+        span: When the last action ends; the first starts at 0.
+        busy: For each rank, its compute time.
+        peak_live: For each rank, the largest number of chunks whose forward has run and whose
+            backward has not, which the rank keeps in memory. A chunk counts once for each stage of
+            the rank that holds it. Depends on the order of actions, not on costs.
+        lets_go: Whether a chunk is freed when its forward ends, as in `stream`: no backward phase,
+            and no loss on all chunks. Other schedules without backward keep all chunks, as if one
+            followed.
+    """
+
+    events: tuple[Event, ...]
+    span: float
+    busy: tuple[float, ...]
+    peak_live: tuple[int, ...]
+    lets_go: bool = False
+
+    @property
+    def bubble_frac(self) -> float:
+        """Idle share of all ranks' time.
+
+        `(S - 1) / (K + S - 1)` for fill-drain and 1F1B at unit costs.
+        """
+        total = len(self.busy) * self.span
+        return (total - sum(self.busy)) / total if total else 0.0
+
+    def peak_bytes(self, bytes_of: Callable[[Action], float]) -> tuple[float, ...]:
+        """Return for each rank the peak bytes of activations.
+
+        Activations of a chunk count from its `F` on a stage to its `B` there, as in `peak_live`.
+        Buffers of open transfers are not included, see `add_transfers`.
+
+        Args:
+            bytes_of: Returns the bytes that an `F` keeps.
+        """
+        return tuple(_peaks(self.events, len(self.busy), bytes_of, self.lets_go))
 
 
 def simulate(schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0) -> Timeline:
@@ -48,11 +101,9 @@ def simulate(schedule: Schedule, *, cost: Cost | None = None, latency: float = 0
     timeline, stuck = simulate_until_stuck(schedule, cost=cost, latency=latency)
     if stuck:
         raise ScheduleError(
-            explain(
-                expected="every action to get what it waits for",
-                found=f"a deadlock: {'; '.join(stuck)}",
-                remedy="Each of these actions is missing, or stands too late in its list.",
-            )
+            expected="a schedule without deadlock",
+            found="; ".join(stuck),
+            remedy="The actions waited for are missing, or too late in their lists.",
         )
     return timeline
 
@@ -61,14 +112,25 @@ def simulate_until_stuck(
     schedule: Schedule, *, cost: Cost | None = None, latency: float = 0.0
 ) -> tuple[Timeline, tuple[str, ...]]:
     """Like `simulate`, but return at a deadlock, with the wait of each stuck rank."""
-    run = _Run(schedule, cost or _unit_cost, latency)
+    run = _Run(schedule, cost or (lambda action: float(action.op.is_compute)), latency)
     ranks = range(schedule.num_ranks)
     num_ran = -1
     while num_ran:
         num_ran = sum(run.advance(rank) for rank in ranks)
     waits = tuple(wait for rank in ranks if (wait := run.describe_wait(rank)))
     lets_go = schedule.loss == "each" and not schedule.has_backward
-    return Timeline.of(run.events, num_ranks=len(ranks), lets_go=lets_go), waits
+    busy = [0.0] * len(ranks)
+    for event in run.events:
+        if event.action.op.is_compute:
+            busy[event.rank] += event.end - event.start
+    timeline = Timeline(
+        events=tuple(sorted(run.events, key=lambda event: (event.start, event.rank))),
+        span=max((event.end for event in run.events), default=0.0),
+        busy=tuple(busy),
+        peak_live=tuple(map(int, _peaks(run.events, len(ranks), lambda _: 1.0, lets_go))),
+        lets_go=lets_go,
+    )
+    return timeline, waits
 
 
 class _Run:
@@ -122,23 +184,16 @@ class _Run:
 
     def _needs(self, action: Action) -> list[Action]:
         """Return the actions that must end before `action` can run."""
-        stage, chunk = action.stage, action.chunk
-        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
-        needs: list[Action] = []
-        match action.op:
-            case Op.F if not is_first:
-                needs = [self._source(action, Op.RECV_F, stage - 1)]
-            case Op.B if is_last and self.schedule.loss == "each":
-                needs = [Action(stage, Op.F, chunk)]
-            case Op.B if is_last:
-                needs = list(self.loss_lacks)
-            case Op.B:
-                needs = [self._source(action, Op.RECV_B, stage + 1)]
-            case Op.SEND_F:
-                needs = [Action(stage, Op.F, chunk)]
-            case Op.SEND_B:
-                needs = [Action(stage, Op.B, chunk)]
-        return needs
+        stage, op = action.stage, action.op
+        if op is Op.F:
+            return [self._source(action, Op.RECV_F, stage - 1)] if stage else []
+        if op is Op.B and stage < self.schedule.num_stages - 1:
+            return [self._source(action, Op.RECV_B, stage + 1)]
+        if op is Op.B and self.schedule.loss == "all":
+            return list(self.loss_lacks)
+        if op is Op.B:
+            return [Action(stage, Op.F, action.chunk)]
+        return [action.served] if op.is_send else []
 
     def _source(self, action: Action, receive: Op, neighbour: int) -> Action:
         if self.has_transfers and self.schedule.crosses_ranks(action.stage, neighbour):
@@ -154,9 +209,8 @@ class _Run:
     def _post(self, action: Action, time: float) -> None:
         """Post one end of a transfer; carry the transfers of its link that have both ends."""
         self.posted[action] = time
-        send = action if action.op in (Op.SEND_F, Op.SEND_B) else action.partner
-        rank_of = self.schedule.rank_of
-        link = (rank_of(send.stage), rank_of(send.partner.stage))
+        send = action if action.op.is_send else action.partner
+        link = self.schedule.rank_of(send.stage), self.schedule.peer_of(send)
         if action == send:
             self.queues[link].append(send)
         queue = self.queues[link]
@@ -178,14 +232,25 @@ class _Run:
         price = self.cost(action)
         if not 0 <= price < math.inf:
             raise ScheduleError(
-                explain(
-                    expected="costs to be finite and 0 or more",
-                    found=f"{price} for {action}",
-                    remedy="Mend the function given as 'cost'.",
-                )
+                expected="costs to be finite and 0 or more",
+                found=f"{price} for {action}",
+                remedy="Fix the function passed as 'cost'.",
             )
         return price
 
 
-def _unit_cost(action: Action) -> float:
-    return float(action.op.is_compute)
+def _peaks(
+    events: Iterable[Event], num_ranks: int, size_of: Callable[[Action], float], lets_go: bool
+) -> list[float]:
+    """Return for each rank the peak of the summed sizes of its live chunks."""
+    held, peaks = [0.0] * num_ranks, [0.0] * num_ranks
+    for event in events:
+        action, rank = event.action, event.rank
+        if action.op is Op.F:
+            size = size_of(action)
+            held[rank] += size
+            peaks[rank] = max(peaks[rank], held[rank])
+            held[rank] -= size if lets_go else 0.0
+        elif action.op is Op.B:
+            held[rank] -= size_of(Action(action.stage, Op.F, action.chunk))
+    return peaks

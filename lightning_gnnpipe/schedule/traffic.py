@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_gnnpipe.errors import ScheduleError, explain
+from lightning_gnnpipe.errors import ScheduleError
 
 
 def pipeline_bytes(
@@ -26,11 +26,9 @@ def pipeline_bytes(
     num_cuts = num_stages - 1
     if len(row_bytes) != num_cuts:
         raise ScheduleError(
-            explain(
-                expected=f"'row_bytes' to have one entry for each of the {num_cuts} cuts",
-                found=f"{len(row_bytes)} entries",
-                remedy="There is one cut between any two neighbouring stages.",
-            )
+            expected=f"'row_bytes' to have one entry for each of the {num_cuts} cuts",
+            found=f"{len(row_bytes)} entries",
+            remedy="There is one cut between any two neighbouring stages.",
         )
     rows = num_nodes * sum(row_bytes)
     gradients = rows + 2 * tied_bytes if backward else 0

@@ -10,7 +10,7 @@ over many layers they are mostly rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,7 @@ from lightning_gnnpipe.staleness import StalenessRecorder
 # Relative to the gradient's norm. Rounding may flip a rectifier in one row of many.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 5e-2}
 _ROUGH = 0.2  # half precision
-_FLOOR = 0.1  # share of a layer's largest gradient; smaller ones are mostly rounding
+_FLOOR = 0.1  # share of the largest gradient; smaller ones are mostly rounding
 
 
 def check_gradients(
@@ -92,7 +92,7 @@ class _GradientCheck:
     def compare_whole(self, call: Call) -> None:
         """Compare the layers on the whole graph with the module."""
         segments, (chunk,) = self.layers.segments, self.whole
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = trained(self.module)
         args, kwargs = call.rebuild(call.leaves)
         outputs = self.layers.pick_outputs(flatten(self.module.forward(*args, **kwargs)))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
@@ -116,7 +116,7 @@ class _GradientCheck:
         if not all(t.dtype.to_real() in _TOLERANCE for t in (*parameters, *own)):
             return
         for segment in reversed(segments):  # a wrong gradient spreads to earlier layers
-            self._compare(segment, [pairs[id(p)] for p in _trained(segment)])
+            self._compare(segment, [pairs[id(p)] for p in trained(segment.module)])
         self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
 
     def compute_whole(self) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ class _GradientCheck:
         self, segment: Segment, chunks: Sequence[Chunk], values: dict[str, Tensor]
     ) -> list[Tensor | None]:
         """Return gradients of the layer's weights, then of its inputs in plan order."""
-        parameters = _trained(segment)
+        parameters = trained(segment.module)
         runs = []
         for chunk in chunks:
             parts = {name: self._part(name, chunk, values) for name in segment.inputs}
@@ -162,8 +162,7 @@ class _GradientCheck:
             ]
             grads = self._grads(roots, [*parameters, *sources.values()], cotangents)
             for i, grad in enumerate(grads[: len(parameters)]):
-                earlier = totals[i]
-                totals[i] = grad if earlier is None or grad is None else earlier + grad
+                totals[i] = add_grad(totals[i], grad)
             for name, grad in zip(sources, grads[len(parameters) :], strict=True):
                 total = inputs.setdefault(name, torch.zeros_like(values[name]))
                 if grad is not None:
@@ -190,45 +189,50 @@ class _GradientCheck:
     def _compare(
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> None:
-        both = [(as_real(_filled(a, b)).double(), as_real(_filled(b, a))) for a, b in pairs]
-        finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # skip NaN of the model
-        largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
-        for ours, theirs in finite:
-            tolerance = _TOLERANCE.get(theirs.dtype, _ROUGH)
-            difference = float((ours - theirs.double()).norm())
-            floor = tolerance * _FLOOR * largest
-            if not difference <= tolerance * float(theirs.double().norm()) + floor:
-                raise refuse_difference("gradients", self.trial.names.of(segment), difference)
+        difference = find_difference(pairs, _TOLERANCE)
+        if difference is not None:
+            raise refuse_difference("gradients", self.trial.names.of(segment), difference)
 
     def _grads(
         self, roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of `wanted`; None if not required or not reached."""
-        reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
-        needed = [tensor for tensor in wanted if tensor.requires_grad]
-        if not reached or not needed:
-            return [None] * len(wanted)
-        ends, given = zip(*reached, strict=True)
-        found = iter(self._differentiate(ends, needed, given))
-        return [next(found) if tensor.requires_grad else None for tensor in wanted]
-
-    def _differentiate(
-        self, ends: Sequence[Tensor], needed: Sequence[Tensor], given: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
         if not self.is_reentrant:
             try:
-                return torch.autograd.grad(
-                    ends, needed, given, retain_graph=True, allow_unused=True
-                )
+                return gradients(roots, wanted, cotangents)
             except RuntimeError as error:
                 if "use_reentrant" not in str(error):
                     raise
             self.is_reentrant = True
-        return _accumulated(ends, needed, given)
+        return gradients(roots, wanted, cotangents, is_reentrant=True)
 
 
-def _trained(segment: Segment) -> list[nn.Parameter]:
-    return [p for p in segment.module.parameters() if p.requires_grad]
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `module` that need a gradient."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def add_grad(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients; None is zero."""
+    return grad if total is None else total if grad is None else total + grad
+
+
+def find_difference(
+    pairs: Iterable[tuple[Tensor | None, Tensor | None]], tolerances: Mapping[torch.dtype, float]
+) -> float | None:
+    """Return the norm of the first difference that is more than rounding, or None.
+
+    The second of a pair is the exact gradient. `tolerances`: by dtype, relative to its norm.
+    """
+    both = [(as_real(_filled(a, b)).double(), as_real(_filled(b, a))) for a, b in pairs]
+    finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # skip NaN of the model
+    largest = max((float(b.double().norm()) for _, b in finite), default=0.0)
+    for ours, theirs in finite:
+        tolerance = tolerances.get(theirs.dtype, _ROUGH)
+        difference = float((ours - theirs.double()).norm())
+        floor = tolerance * _FLOOR * largest
+        if not difference <= tolerance * float(theirs.double().norm()) + floor:
+            return difference
+    return None
 
 
 def some_gradient(tensor: Tensor) -> Tensor:
@@ -237,18 +241,34 @@ def some_gradient(tensor: Tensor) -> Tensor:
     return numbers.cos().to(tensor.dtype).view(tensor.shape)
 
 
-def _accumulated(
-    roots: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Take gradients through `.grad`, as reentrant activation checkpoints require."""
-    before = [tensor.grad for tensor in wanted]
-    for tensor in wanted:
-        tensor.grad = None
-    torch.autograd.backward(roots, cotangents)
-    found = tuple(tensor.grad for tensor in wanted)
-    for tensor, grad in zip(wanted, before, strict=True):
-        tensor.grad = grad
-    return found
+def gradients(
+    roots: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    is_reentrant: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients of `wanted`; None if not required or not reached.
+
+    `is_reentrant`: take them through `.grad`, as reentrant activation checkpoints require.
+    """
+    reached = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
+    needed = [tensor for tensor in wanted if tensor.requires_grad]
+    if not reached or not needed:
+        return [None] * len(wanted)
+    ends, given = zip(*reached, strict=True)
+    if is_reentrant:
+        before = [tensor.grad for tensor in needed]
+        for tensor in needed:
+            tensor.grad = None
+        torch.autograd.backward(ends, given)
+        found = tuple(tensor.grad for tensor in needed)
+        for tensor, grad in zip(needed, before, strict=True):
+            tensor.grad = grad
+    else:
+        found = torch.autograd.grad(ends, needed, given, retain_graph=True, allow_unused=True)
+    by_tensor = dict(zip(map(id, needed), found, strict=True))
+    return [by_tensor.get(id(tensor)) for tensor in wanted]
 
 
 def _filled(grad: Tensor | None, other: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gnnpipe.calls import Call, Inputs, classify
-from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError, explain
+from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
 from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.user_code import mark_own
@@ -60,13 +60,11 @@ class PipelinedForward:
         if self._has_all_weights():
             return
         raise UnsupportedError(
-            explain(
-                expected="a copy of the pipelined module to be made where all of its weights are",
-                found=f"a copy, or a pickle, of a {type(self._module).__name__} of which each rank "
-                "has the weights of its own stage",
-                remedy="Copy it before training begins, in __init__ or in on_fit_start; average "
-                "weights by Lightning's WeightAveraging; or use one stage.",
-            )
+            expected="a copy of the pipelined module while each rank has all of its weights",
+            found=f"a copy or pickle of a {type(self._module).__name__} while each rank has "
+            "only the weights of its own stage",
+            remedy="Copy it before training begins, in __init__ or in on_fit_start, or use one "
+            "stage. To average weights, use Lightning's WeightAveraging.",
         )
 
 
@@ -91,7 +89,10 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
     try:
         yield
     except Exception:
-        own = _error_on_sample(module, call, inputs) and _error_of(module, *call.arguments)
+        on_sample = _error_of(
+            lambda: _run_on_sample(module, call, draw_sample(module, call, inputs))
+        )
+        own = on_sample and _error_of(lambda: _run(module, *call.arguments))
         if own is None:
             raise
     if own is not None:
@@ -111,7 +112,7 @@ def raising_wrong_arguments(
             try:
                 inspect.signature(module.forward).bind(*args, **kwargs)
             except TypeError:
-                error = _error_of(module, args, kwargs)
+                error = _error_of(lambda: _run(module, args, kwargs))
                 if error is not None:
                     mark_own(error)
                     raise error from None
@@ -130,20 +131,9 @@ def is_one_graph(module: nn.Module, call: Call) -> bool:
     return bool(rows) and set(rows) == {sample.num_nodes}
 
 
-def _error_on_sample(module: nn.Module, call: Call, inputs: Inputs) -> Exception | None:
+def _error_of(run: Callable[[], Any]) -> Exception | None:
     try:
-        _run_on_sample(module, call, draw_sample(module, call, inputs))
-    except Exception as error:
-        return error
-    return None
-
-
-def _error_of(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Exception | None:
-    try:
-        with own_forward(module), undisturbed(module):
-            module.forward(*args, **kwargs)
+        run()
     except torch.OutOfMemoryError:  # the whole graph may not fit one device
         return None
     except Exception as error:
@@ -153,6 +143,9 @@ def _error_of(
 
 def _run_on_sample(module: nn.Module, call: Call, sample: Sample) -> Any:
     count = None if sample.graphs is None else sample.graphs.num_graphs
-    args, kwargs = call.rebuild(sample.leaves, count)
+    return _run(module, *call.rebuild(sample.leaves, count))
+
+
+def _run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with own_forward(module), undisturbed(module):
         return module.forward(*args, **kwargs)

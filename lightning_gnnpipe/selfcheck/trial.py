@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import LayerNames, PlannedInputs, run_segments
-from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
+from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
 from lightning_gnnpipe.layers import find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.stages import Layers, Segment
+from lightning_gnnpipe.stages import Layers, Segment, leaves_of
 from lightning_gnnpipe.staleness import HistoryStore
 from lightning_gnnpipe.user_code import at, line_of
 
@@ -87,9 +87,9 @@ class NoRandomness(TorchFunctionMode):
 
 NUM_CHUNKS = 3
 REMEDY = (
-    "Something outside of message passing looks at more than one row, or at the neighbours of a "
-    "node: normalise and pool outside of the pipelined module, pass degrees in as a node-level "
-    "tensor, or train with num_chunks=1."
+    "Code outside of message passing must treat each node's row by itself. Normalise and pool "
+    "outside of the pipelined module, pass degrees to forward as a node-level tensor, or train "
+    "with num_chunks=1."
 )
 
 
@@ -125,8 +125,7 @@ class Trial:
 
     def slice_leaves(self, segments: tuple[Segment, ...], chunk: Chunk) -> dict[str, Tensor]:
         """Return the chunk's parts of the leaves that `segments` read, by name."""
-        names = {name for segment in segments for name in segment.inputs}
-        return self.inputs.slice(chunk, {name for name in names if name.startswith("leaf_")})
+        return self.inputs.slice(chunk, leaves_of(segments))
 
     def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Run all layers on `chunks`; return node-level values, `[num_nodes, *]`, in node order."""
@@ -187,11 +186,9 @@ def chunk_of_node(num_nodes: int) -> Tensor:
 def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
     """Return the error for results in chunks that differ from the whole graph's."""
     return UnsupportedError(
-        explain(
-            expected=f"the model to give the same {what} in chunks of a small graph as plainly",
-            found=f"a difference of {size:.2g} that begins at or beside layer '{layer}'",
-            remedy=REMEDY,
-        )
+        expected=f"the model to compute the same {what} on chunks as on the whole of a small graph",
+        found=f"a difference of {size:.2g} that begins in or next to layer '{layer}'",
+        remedy=REMEDY,
     )
 
 
@@ -204,9 +201,7 @@ def refusing_errors(part: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            explain(
-                expected=f"the model to run on {part}",
-                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
-                remedy=remedy,
-            )
+            expected=f"the model to run on {part}",
+            found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+            remedy=remedy,
         ) from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import find_convs, find_layers, without_memory
 from lightning_gnnpipe.selfcheck.gradient_check import check_gradients
 from lightning_gnnpipe.selfcheck.trial import (
@@ -97,20 +97,22 @@ def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
     )
 
 
-def compare(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two results are the same, up to rounding."""
+def difference_of(ours: Tensor, theirs: Tensor) -> float | None:
+    """Return the largest difference of two results; None if they are the same up to rounding."""
     ours, theirs = as_real(ours), as_real(theirs)
     tolerance = _TOLERANCE.get(theirs.dtype)
     ours, theirs = ours.double(), theirs.double()
     if tolerance is not None:
-        return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
-    finite = theirs.isfinite()  # half precision: rounding adds up in single elements
-    return bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
+        is_same = torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    else:
+        finite = theirs.isfinite()  # half precision: rounding adds up in single elements
+        is_same = bool((ours - theirs)[finite].norm() <= _ROUGH * theirs[finite].norm())
+    return None if is_same else float((ours - theirs).abs().nan_to_num().max())
 
 
 def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
-    if not compare(ours, theirs):
-        size = float((as_real(ours).double() - as_real(theirs).double()).abs().nan_to_num().max())
+    size = difference_of(ours, theirs)
+    if size is not None:
         raise refuse_difference("values", layer, size)
 
 
@@ -125,12 +127,10 @@ def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
     restore_buffers(module, before)
     if changed:
         raise UnsupportedError(
-            explain(
-                expected="a forward pass to leave the buffers of the pipelined module as they are",
-                found=f"{', '.join(changed)} changed",
-                remedy="Such a layer (a running statistic, a power iteration) would be updated "
-                "once a chunk; replace it, or train with num_chunks=1.",
-            )
+            expected="a forward pass that changes no buffer of the pipelined module",
+            found=f"a change of {', '.join(changed)}",
+            remedy="Running statistics and power iterations would be updated once a chunk. "
+            "Replace the layer, or train with num_chunks=1.",
         )
 
 
@@ -139,11 +139,9 @@ def check_structure(ours: Any, theirs: Any) -> None:
     found, expected = _structure(ours), _structure(theirs)
     if found != expected:
         raise UnsupportedError(
-            explain(
-                expected=f"the layers to give what forward gives: {expected}",
-                found=str(found),
-                remedy="Let 'pipeline_layers' end with the same outputs.",
-            )
+            expected=f"'pipeline_layers' to return what forward returns: {expected}",
+            found=str(found),
+            remedy="End 'pipeline_layers' with the outputs of forward.",
         )
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import find_pipelined, is_listed
-from lightning_gnnpipe.stages.layer_balance import (
-    check_counts,
-    check_num_stages,
-    check_num_virtual,
-    solve_balance,
-)
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
-from lightning_gnnpipe.stages.segments import Segment, part_of
+from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
 from lightning_gnnpipe.stages.split import (
     Stage,
+    check_counts,
+    check_num_stages,
     choose_held,
     find_reached,
     find_users,
     repeat_costs,
+    solve_balance,
     split_layers,
 )
 from lightning_gnnpipe.stages.trace import (
@@ -48,7 +45,6 @@ __all__ = [
     "Value",
     "check_counts",
     "check_num_stages",
-    "check_num_virtual",
     "choose_held",
     "choose_repeated",
     "cut_layers",
@@ -60,6 +56,7 @@ __all__ = [
     "is_listed",
     "is_traced_through",
     "learn_values",
+    "leaves_of",
     "line_of_node",
     "part_of",
     "repeat_costs",

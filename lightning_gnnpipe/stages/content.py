@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_torch import CALL_OF_MODULE, version_of
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 
 _PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
@@ -38,6 +38,7 @@ _PLAIN = frozenset(
 _MOST = 1000  # containers and objects to inspect
 _WITH_STATE = ("itertools", "builtins", "random", "numpy.random")
 
+# Packages whose objects are large, and whose functions depend on their arguments alone.
 FRAMEWORKS = frozenset(
     {
         "lightning",
@@ -54,7 +55,6 @@ FRAMEWORKS = frozenset(
         "torchmetrics",
     }
 )
-"""Packages whose objects are large, and whose functions depend on their arguments alone."""
 
 
 class KeptProxyError(Exception):
@@ -264,10 +264,8 @@ def _check_progress(name: str, frame: FrameType | None) -> None:
     if frame is not None and frame.f_code.co_name in ("global_rank", "local_rank"):
         return  # constant during training
     raise UnsupportedError(
-        explain(
-            expected="forward to depend on its arguments and on plain attributes",
-            found=f"self.{name}",
-            remedy="Set an attribute in on_train_epoch_start, and read that in forward; log in "
-            "training_step.",
-        )
+        expected="forward to depend only on its arguments and on plain attributes",
+        found=f"self.{name}",
+        remedy="Set an attribute in on_train_epoch_start and read it in forward. Log in "
+        "training_step.",
     )

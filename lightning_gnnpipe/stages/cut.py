@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages.layers import Layers, cut_layers
+from lightning_gnnpipe.stages.layers import ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.trace import trace
 from lightning_gnnpipe.stages.values import (
@@ -21,13 +21,6 @@ from lightning_gnnpipe.stages.values import (
     sized_weights,
     whole_sample,
 )
-
-_OF_GRAPHS = (
-    Kind.NODE,
-    Kind.EDGE,
-    Kind.GRAPH,
-    Kind.NONEMPTY_PREFIX,
-)  # row kinds of outputs in a batch of graphs
 
 
 def cut_module(
@@ -51,7 +44,7 @@ def cut_module(
 
     def learn_and_cut(sample: Sample) -> Layers:
         values = learn_values(graph, module, sample, remedy_for_size(module, call, inputs))
-        kinds, remedy = (_OF_GRAPHS, "") if has_graphs else ((Kind.NODE,), of_weights)
+        kinds, remedy = (ROW_KINDS, "") if has_graphs else ((Kind.NODE,), of_weights)
         layers = cut_layers(graph, module, values, kinds, remedy)
         return replace(layers, outside=reads)
 

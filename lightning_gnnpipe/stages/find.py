@@ -12,7 +12,12 @@ from typing import Any
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe.errors import ConfigError, UnsupportedError, explain
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError
+
+
+def contains_passing(module: nn.Module) -> bool:
+    """Whether `module` is or holds a message-passing layer."""
+    return any(isinstance(m, MessagePassing) for m in module.modules())
 
 
 def is_listed(module: Any) -> bool:
@@ -35,12 +40,10 @@ def _entries(module: Any) -> list[tuple[nn.Module, str]]:
         is_pair = isinstance(entry, tuple | list) and len(entry) == 2
         if not is_pair or id(entry[0]) not in own or str(entry[1]).count("->") != 1:
             raise UnsupportedError(
-                explain(
-                    expected="'pipeline_layers' to list pairs of a submodule of the module and a "
-                    "text such as 'h, edge_index -> h'",
-                    found=repr(entry),
-                    remedy="Register the submodules in __init__.",
-                )
+                expected="'pipeline_layers' to return pairs of a submodule and a text such as "
+                "'h, edge_index -> h'",
+                found=repr(entry),
+                remedy="Register the submodules in __init__.",
             )
     return [(layer, str(text)) for layer, text in entries]
 
@@ -56,11 +59,9 @@ def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         missing = [name for name in inputs if name not in values]
         if missing:
             raise UnsupportedError(
-                explain(
-                    expected=f"'{text}' to read parameters of forward or earlier outputs",
-                    found=", ".join(missing),
-                    remedy=f"Known there are {', '.join(values)}.",
-                )
+                expected=f"'{text}' to read parameters of forward or earlier outputs",
+                found=", ".join(missing),
+                remedy=f"Known names are: {', '.join(values)}.",
             )
         result = layer(*(values[name] for name in inputs))
         parts = [result] if len(outputs) == 1 else [result[i] for i in range(len(outputs))]
@@ -75,11 +76,10 @@ def find_pipelined(module: nn.Module, name: str | None) -> tuple[str, nn.Module]
             chosen = module.get_submodule(name)
         except AttributeError as error:
             raise ConfigError(
-                explain(
-                    expected="'pipelined_module' to name a submodule of the LightningModule",
-                    found=repr(name),
-                    remedy=f"It has: {', '.join(child for child, _ in module.named_children())}.",
-                )
+                expected="'pipelined_module' to name a submodule of the LightningModule",
+                found=repr(name),
+                remedy="Its submodules are: "
+                f"{', '.join(child for child, _ in module.named_children())}.",
             ) from error
         _check_passing(chosen)
         return name, chosen
@@ -97,14 +97,12 @@ def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
                 return found
     if not name and not _has_forward(module):
         raise UnsupportedError(
-            explain(
-                expected="one submodule, or the LightningModule's own forward, to hold all "
-                "message-passing layers that are trained",
-                found=" and ".join(f"'{child}'" for child, _ in holders),
-                remedy="Name one by GNNPipeStrategy(pipelined_module=...): all others run whole on "
-                "each device. Or call them in the forward of the LightningModule, and that in "
-                "training_step.",
-            )
+            expected="all trainable message-passing layers in one submodule, or in the "
+            "LightningModule's own forward",
+            found=" and ".join(f"'{child}'" for child, _ in holders),
+            remedy="Choose one with GNNPipeStrategy(pipelined_module=...): each device then "
+            "runs the rest whole. Or write a forward of the LightningModule that calls all of "
+            "them, and call it in training_step.",
         )
     return name, module
 
@@ -117,7 +115,7 @@ def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
     held = {
         (name, child): {id(m) for m in child.modules() if isinstance(m, MessagePassing)}
         for name, child in module.named_children()
-        if _holds_passing(child)
+        if contains_passing(child)
     }
     holders = [
         (name, child)
@@ -145,17 +143,11 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
-def _holds_passing(module: nn.Module) -> bool:
-    return any(isinstance(m, MessagePassing) for m in module.modules())
-
-
 def _check_passing(module: nn.Module) -> None:
-    if not _holds_passing(module):
+    if not contains_passing(module):
         raise UnsupportedError(
-            explain(
-                expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
-                found=f"none in {type(module).__name__}",
-                remedy="Build the layers in __init__; models without message passing need no "
-                "pipeline over a graph.",
-            )
+            expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
+            found=f"none in {type(module).__name__}",
+            remedy="Build the layers in __init__. Train a model without message passing with "
+            "another strategy.",
         )

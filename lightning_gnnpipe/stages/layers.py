@@ -17,27 +17,29 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Kind
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import Segment, SegmentBuilder, is_named_random
-from lightning_gnnpipe.stages.trace import contains_passing, line_of_node, root_of, strip_root
+from lightning_gnnpipe.stages.trace import line_of_node, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_OUTPUTS = (
-    "Compute other results in training_step (of a single graph, pool there as well), or name a "
-    "smaller module by GNNPipeStrategy(pipelined_module=...)."
+    "Compute other results in training_step, where a single graph is also pooled, or choose a "
+    "smaller module with GNNPipeStrategy(pipelined_module=...)."
 )
 _REMEDY_EDGES = (
-    "Return rows of nodes, and compute those of edges from them in training_step: "
+    "Return z, the rows of nodes, and compute the rows of edges in training_step: "
     "z[edge_index[0]] * z[edge_index[1]]."
 )
 _REMEDY_SEVERAL = (
-    "Return tensors, and leave return_attention_weights out: after fit, call the layer by itself "
-    "where you need its weights."
+    "Return tensors, and leave return_attention_weights out. To get the weights, call the layer by "
+    "itself after fit."
 )
 
-_CROSSING = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.NONEMPTY_PREFIX)
+# Kinds of values with rows: these can cross a cut, and be outputs in a batch of graphs.
+ROW_KINDS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.NONEMPTY_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def cut_layers(
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
     outputs = _check_outputs(output, values, output_kinds, remedy)
-    cutter = _Cutter(nodes, output, values, _find_free(nodes, values))
+    cutter = _Cutter(nodes, output, values)
     starts = cutter.starts(_find_calls(nodes, module))
     crossing = tuple(cutter.alive(start) for start in starts)
     ends = [*starts[1:], len(nodes)]
@@ -120,11 +122,9 @@ def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
     ]
     if not calls:
         raise UnsupportedError(
-            explain(
-                expected="the forward of the pipelined module to call message-passing layers",
-                found=f"none in {type(module).__name__}",
-                remedy="Name the module that does by GNNPipeStrategy(pipelined_module=...).",
-            )
+            expected="the forward of the pipelined module to call message-passing layers",
+            found=f"none in {type(module).__name__}",
+            remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
         )
     return calls
 
@@ -138,20 +138,20 @@ def _check_outputs(
     for name, node in found.items():
         if name not in values or values[name].kind not in kinds:
             raise UnsupportedError(
-                explain(
-                    expected=f"every output of the pipelined module to have one row {rows}",
-                    found=(values[name].words if name in values else "several results in one")
-                    + at(line_of_node(node)),
-                    remedy=remedy or _remedy(values.get(name), line_of_node(node)),
+                expected=f"every output of the pipelined module to have one row {rows}",
+                found=(
+                    values[name].words
+                    if name in values
+                    else "a tuple, or another value that is no tensor"
                 )
+                + at(line_of_node(node)),
+                remedy=remedy or _remedy(values.get(name), line_of_node(node)),
             )
     if not found:
         raise UnsupportedError(
-            explain(
-                expected="the pipelined module to return tensors",
-                found="none",
-                remedy="Return them.",
-            )
+            expected="the pipelined module to return tensors",
+            found="none",
+            remedy="Let forward return the rows of nodes that the loss needs.",
         )
     return tuple(found)
 
@@ -177,25 +177,16 @@ def _find_free(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Nod
 
 
 class _Cutter:
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        output: fx.Node,
-        values: dict[str, Value],
-        free: set[fx.Node],
-    ) -> None:
-        self.nodes = nodes
-        self.values = values
-        self.free = free
+    def __init__(self, nodes: Sequence[fx.Node], output: fx.Node, values: dict[str, Value]) -> None:
+        self.nodes, self.values, self.free = nodes, values, _find_free(nodes, values)
         self.place = {node: i for i, node in enumerate(nodes)} | {output: len(nodes)}
 
     def alive(self, start: int) -> tuple[str, ...]:
         """Names of the values computed before position `start` and used from there on."""
-        return tuple(node.name for node in self.nodes[:start] if self._crosses(node, start))
-
-    def _crosses(self, node: fx.Node, start: int) -> bool:
-        return any(self._is_used_from(user, start) for user in node.users) and (
-            node not in self.free
+        return tuple(
+            node.name
+            for node in self.nodes[:start]
+            if node not in self.free and any(self._is_used_from(u, start) for u in node.users)
         )
 
     def _is_used_from(self, user: fx.Node, start: int) -> bool:
@@ -221,7 +212,7 @@ class _Cutter:
         total = 0
         for name in self.alive(start):
             value = self.values.get(name)
-            if value is None or value.kind not in _CROSSING:
+            if value is None or value.kind not in ROW_KINDS:
                 return None
             total += value.row_bytes
         return total

@@ -81,8 +81,9 @@ class Reads:
             if is_traced(part):
                 continue
             is_library = walk.is_library(type(part).__module__)
+            rates = ("dropout", "p") if "Dropout" in type(part).__name__ else ("dropout",)
             for name, value in list(vars(part).items()):
-                is_left_out = name in of_torch or is_probability(part, name)
+                is_left_out = name in of_torch or name in rates
                 is_own = not is_library or (name[0] != "_" and is_plain(value))
                 if is_own and not is_left_out and not isinstance(value, torch.Tensor):
                     walk.attribute(part, name)
@@ -119,11 +120,6 @@ class Reads:
         """Return the names of the sources whose values differ."""
         triples = zip(self._sources, before, now, strict=True)
         return [name for (name, _), old, new in triples if old != new]
-
-
-def is_probability(part: nn.Module, name: str) -> bool:
-    """Whether an attribute of a layer is its dropout probability."""
-    return name == "dropout" or (name == "p" and "Dropout" in type(part).__name__)
 
 
 def _holds_proxy(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.layers import Layers
 from lightning_gnnpipe.stages.segments import (
     Effects,
@@ -26,17 +27,14 @@ from lightning_gnnpipe.stages.segments import (
     part_of,
     without,
 )
-from lightning_gnnpipe.stages.trace import contains_passing
 from lightning_gnnpipe.stages.values import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.types import RepeatOption
 
+# Weights that may be used to spare one byte of a row. A weight takes two operations a row forward
+# and four backward; of a value of B bytes a row, 2 B bytes are spared: 128 weights a byte are 384
+# operations for each byte that is not sent. A CPU core makes as many while a link of 1 Gbit/s sends
+# a byte, a GPU while one of 100 Gbit/s does.
 _MOST_WEIGHTS_PER_BYTE = 128
-"""Weights that may be used to spare one byte of a row.
-
-A weight takes two operations a row forward and four backward; of a value of B bytes a row, 2 B
-bytes are spared: 128 weights a byte are 384 operations for each byte that is not sent. A CPU core
-makes as many while a link of 1 Gbit/s sends a byte, a GPU while one of 100 Gbit/s does.
-"""
 _ROUNDING = 1e-3  # relative to the norm; loose, so that all ranks decide alike
 
 

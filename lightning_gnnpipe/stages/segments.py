@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.stages.trace import contains_passing, root_of
+from lightning_gnnpipe.stages.find import contains_passing
+from lightning_gnnpipe.stages.trace import root_of
 from lightning_gnnpipe.stages.values import Sample
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
@@ -41,6 +43,12 @@ class Segment:
         """Node of each output; a placeholder if the segment passes an input on."""
         output = next(node for node in self.module.graph.nodes if node.op == "output")
         return dict(zip(self.outputs, output.args[0], strict=True))
+
+
+def leaves_of(segments: Iterable[Segment]) -> frozenset[str]:
+    """Return the names of the leaves that `segments` read."""
+    named = {name for segment in segments for name in segment.inputs}
+    return frozenset(name for name in named if name.startswith("leaf_"))
 
 
 def find_sources(ends: Collection[fx.Node]) -> set[fx.Node]:
@@ -76,19 +84,15 @@ def _rebuild(segment: Segment, outputs: Sequence[str], kept: Collection[fx.Node]
         if node in kept:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[segment.ends[name]] for name in outputs))
-    module = fx.GraphModule(segment.module, graph)
-    return Segment(
-        segment.index,
-        module,
-        inputs_of(graph),
-        tuple(outputs),
-        any(is_inplace(node, module) for node in graph.nodes),
-    )
+    return _make_segment(segment.index, graph, outputs, segment.module)
 
 
-def inputs_of(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the names of the placeholders of `graph`."""
-    return tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.Module) -> Segment:
+    """Return the segment that runs `graph`; its targets are looked up in `root`."""
+    module = fx.GraphModule(root, graph)
+    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    has_inplace = any(is_inplace(node, module) for node in graph.nodes)
+    return Segment(index, module, inputs, tuple(outputs), has_inplace)
 
 
 class SegmentBuilder:
@@ -111,26 +115,15 @@ class SegmentBuilder:
         if node in self._free:
             return self.copy(node)
         first = self._last_input.next if self._last_input else next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first) if first is not None else _Nowhere():
+        with self.graph.inserting_before(first) if first is not None else nullcontext():
             self._copies[node] = self._last_input = self.graph.placeholder(node.name)
         return self._copies[node]
 
     def build(self, index: int, outputs: Sequence[fx.Node], module: nn.Module) -> Segment:
         """Return the segment; `outputs` are nodes of the original graph."""
         self.graph.output(tuple(self.lookup(node) for node in outputs))
-        graph_module = fx.GraphModule(root_of(module), self.graph)
-        return Segment(
-            index,
-            graph_module,
-            inputs_of(self.graph),
-            tuple(node.name for node in outputs),
-            any(is_inplace(node, graph_module) for node in self.graph.nodes),
-        )
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+        names = [node.name for node in outputs]
+        return _make_segment(index, self.graph, names, root_of(module))
 
 
 def is_inplace(node: fx.Node, root: nn.Module) -> bool:

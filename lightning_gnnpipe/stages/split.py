@@ -1,4 +1,4 @@
-"""Assigns layers to stages, and finds which stages use which parameters.
+"""Assigns consecutive layers to stages, and finds which stages use which parameters.
 
 Stages send zeros where a value has no gradient. Optimizers treat a zero gradient differently from
 none (momentum, weight decay), so `find_reached` finds the weights that have a gradient.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from torch import fx, nn
 
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.stages.layers import Layers
-from lightning_gnnpipe.stages.segments import Segment, part_of
+from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
 from lightning_gnnpipe.stages.trace import strip_root
 from lightning_gnnpipe.stages.values import Value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stage:
     """Consecutive layers that run on one rank.
 
@@ -34,16 +37,76 @@ class Stage:
     sent: tuple[str, ...]
     values: dict[str, Value]
 
-    @property
+    @cached_property
     def computed(self) -> tuple[Segment, ...]:
         """All segments that the stage runs: parts of earlier layers, then its own layers."""
         return *self.repeated, *self.segments
 
-    @property
+    @cached_property
     def leaves(self) -> frozenset[str]:
         """Names of the leaves that this stage reads."""
-        named = {name for segment in self.computed for name in segment.inputs}
-        return frozenset(name for name in named if name.startswith("leaf_"))
+        return leaves_of(self.computed)
+
+
+def solve_balance(
+    costs: Sequence[float], num_stages: int, first_costs: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Return the layers per stage that minimize the largest cost of a stage.
+
+    Dynamic programming. Ties give the earlier stages fewer layers. `costs`: per layer, any unit, at
+    least 0. `first_costs`: extra cost of a stage that begins with the layer.
+    """
+    num_layers = len(costs)
+    check_num_stages(num_layers, num_stages)
+    total = [0.0, *accumulate(costs)]
+    extra = [0.0] * num_layers if first_costs is None else first_costs
+    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, num_layers + 1):
+            for start in range(stage - 1, end):
+                own = total[end] - total[start] + extra[start]
+                slowest = max(best[stage - 1][start], own)
+                if slowest < best[stage][end]:
+                    best[stage][end], cut[stage][end] = slowest, start
+    counts: list[int] = []
+    end = num_layers
+    for stage in range(num_stages, 0, -1):
+        counts.append(end - cut[stage][end])
+        end = cut[stage][end]
+    return tuple(reversed(counts))
+
+
+def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return `counts` as a tuple; raise `ConfigError` if they do not fit layers and stages."""
+    check_num_stages(num_layers, num_stages)
+    if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
+        raise ConfigError(
+            expected=f"'balance' to assign {num_layers} layers to {num_stages} stages, at "
+            "least one to each",
+            found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
+            remedy="Correct the counts, or use balance='measured'.",
+        )
+    return tuple(counts)
+
+
+def check_num_stages(num_layers: int, num_ranks: int, num_virtual: int = 1) -> None:
+    """Raise `ConfigError` if all ranks together have more stages than layers."""
+    if num_ranks * num_virtual <= num_layers:
+        return
+    if num_virtual > 1:
+        stages = f"{num_ranks} ranks with {num_virtual} stages each"
+        remedy = f"Use num_virtual={max(num_layers // num_ranks, 1)}, or a deeper model."
+    else:
+        stages = f"{num_ranks} stages"
+        devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
+        remedy = f"Train on at most {devices}, or use a deeper model."
+    raise ConfigError(
+        expected="at least one layer for each stage",
+        found=f"{stages} and {num_layers} layers that can be cut apart",
+        remedy=remedy,
+    )
 
 
 def split_layers(
@@ -60,23 +123,16 @@ def split_layers(
         read = {name for segment in segments for name in segment.inputs}
         read |= set(layers.outputs) if is_last else set()
         again = [name for name in crossing if name in repeated and name in read]
+        received = _without(crossing, repeated)
         sent = layers.outputs if is_last else _without(layers.crossing[end], repeated)
-        stages.append(
-            Stage(
-                index,
-                segments,
-                _parts(layers, again),
-                _without(crossing, repeated),
-                sent,
-                layers.values,
-            )
-        )
+        parts = _parts(layers, again)
+        stages.append(Stage(index, segments, parts, received, sent, layers.values))
         start = end
     return tuple(stages)
 
 
-def _without(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in others)
+def _without(names: Sequence[str], excluded: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in excluded)
 
 
 def _parts(layers: Layers, names: Sequence[str]) -> tuple[Segment, ...]:
@@ -161,16 +217,12 @@ def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) ->
     for segment in reversed(layers.segments):
         wanted = {node for name, node in segment.ends.items() if name in reached}
         for node in reversed(segment.module.graph.nodes):
-            if node not in wanted or not _has_gradient(node, layers):
+            is_leaf = node.op == "placeholder"
+            value = layers.values.get(str(node.target) if is_leaf else node.name)
+            if node not in wanted or (value is not None and not value.requires_grad):
                 continue
             wanted.update(node.all_input_nodes)
-            if node.op == "placeholder":
+            if is_leaf:
                 reached.add(str(node.target))
             reached.update(by_name[name] for name in names_used(node, module, by_name))
     return reached
-
-
-def _has_gradient(node: fx.Node, layers: Layers) -> bool:
-    name = str(node.target) if node.op == "placeholder" else node.name
-    value = layers.values.get(name)
-    return value is None or value.requires_grad

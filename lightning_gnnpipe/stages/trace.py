@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import currentframe
+from threading import get_ident
 from typing import Any, cast
 
 import numpy as np
@@ -16,22 +17,21 @@ import torch_geometric.nn.pool.glob
 import torch_geometric.utils
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
-from torch_geometric.nn import HANConv, HGTConv, MessagePassing
+from torch_geometric.nn import Aggregation, DeepGCNLayer, HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.calls import Call
-from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
+from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.stages.content import Watched, content_of, watching
-from lightning_gnnpipe.stages.find import is_listed, listed_parts, run_listed
+from lightning_gnnpipe.stages.find import contains_passing, is_listed, listed_parts, run_listed
 from lightning_gnnpipe.stages.reads import Reads
-from lightning_gnnpipe.stages.traceable import traceable
 from lightning_gnnpipe.user_code import at, line_here, line_of
 
 _ROOT = "module"
 _LINE = "line"
-NUM_GRAPHS = "leaf_num_graphs"
-"""Placeholder for the number of graphs, in a batch of graphs."""
+NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs
 
 _POOLS = (
     torch_geometric.nn.global_add_pool,
@@ -39,21 +39,20 @@ _POOLS = (
     torch_geometric.nn.global_mean_pool,
 )
 _POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
-
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 _REMEDY = (
-    "Write it without control flow on the values or shapes of tensors and without calls of "
-    "self.log, move such code into training_step or into a submodule without message passing, "
-    "name a smaller module by GNNPipeStrategy(pipelined_module=...), or list its layers in a "
-    "method 'pipeline_layers' (README, limits)."
+    "Move self.log and control flow on the values or shapes of tensors into training_step, or into "
+    "a submodule without message passing. Or choose a smaller module with "
+    "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
+    "docs/choosing.md)."
 )
 _REMEDIES = {
     "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
     "h), which makes a new tensor.",
-    "the graph has no": "Other attributes do not reach the pipelined module: pass 'edge_index' "
-    "rather than a sparse matrix, and use lists and objects in training_step.",
+    "the graph has no": "Pass 'edge_index' instead of a sparse matrix, and use lists and objects "
+    "in training_step: they do not reach the pipelined module.",
 }
-
 
 # Error texts of torch.fx, and descriptions of the user's line.
 _FAULTS = {
@@ -85,20 +84,18 @@ def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tup
         before = first.values()
         again, reads = _trace_once(module, call, undo, is_second=True)
         if str(graph) != str(again):
-            raise _refuse_chance(module, "a second trace that differs from the first")
+            raise _refuse_chance(module, "two traces with different operations")
         if changed := first.changed(before, first.values()):
             raise _refuse_chance(module, f"a change of {', '.join(changed)}")
         if random_numbers != _random_states():
-            raise _refuse_chance(module, "random numbers that are no row of a node")
+            raise _refuse_chance(module, "random numbers that are drawn while it is traced")
     constants = [n.target for n in again.nodes if n.op == "get_attr"]
     if any(not str(target).startswith(f"{_ROOT}.") for target in constants):
         raise UnsupportedError(
-            explain(
-                expected=f"the forward of {type(module).__name__} to create no tensors of its own",
-                found="a tensor made from Python values or random numbers",
-                remedy="Register it as a buffer in __init__, or derive it from an argument "
-                "(x.new_zeros(...), torch.rand_like(x)).",
-            )
+            expected=f"the forward of {type(module).__name__} to create no tensors of its own",
+            found="a tensor made from Python values or random numbers",
+            remedy="Register it as a buffer in __init__, or derive it from an argument "
+            "(x.new_zeros(...), torch.rand_like(x)).",
         )
     return again, reads
 
@@ -115,34 +112,28 @@ def _trace_once(
         raise
     except Exception as error:
         raise UnsupportedError(
-            explain(
-                expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
-                found=f"{_words(error)}{at(line_of(error))}",
-                remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
-            )
+            expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
+            found=f"{_words(error)}{at(line_of(error))}",
+            remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
         ) from error
     reads = Reads.of(module, caller.watched)
     kept = caller.watched.kept(with_values=is_second) or reads.kept()
     if kept:
         raise UnsupportedError(
-            explain(
-                expected="forward to return what it computes",
-                found=f"values kept on the module: {', '.join(kept)}",
-                remedy="Return tensors, in a tuple or a dict, and use them in training_step; count "
-                "in hooks such as on_train_batch_start.",
-            )
+            expected="forward to return what it computes",
+            found=f"values kept on the module: {', '.join(kept)}",
+            remedy="Return tensors, in a tuple or a dict, and use them in training_step. "
+            "Count in hooks such as on_train_batch_start.",
         )
     return graph, reads
 
 
 def _refuse_chance(module: nn.Module, found: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected=f"the forward of {type(module).__name__} to do the same each time",
-            found=found,
-            remedy="Draw random numbers by torch, shaped like a node's rows "
-            "(torch.rand_like(x)); change counters and schedules in hooks, not in forward.",
-        )
+        expected=f"the forward of {type(module).__name__} to compute the same in every call",
+        found=found,
+        remedy="Draw random numbers with torch, in the shape of node-level tensors "
+        "(torch.rand_like(x)). Change counters and schedules in hooks, not in forward.",
     )
 
 
@@ -159,20 +150,54 @@ def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
     with ExitStack() as undo:
         for one in held:
             if isinstance(one, list | dict | set):
-                undo.callback(_refill, one, one.copy())
+                undo.callback(refill, one, one.copy())
         yield undo
         undo.pop_all()
 
 
-def _refill(container: Any, items: Any) -> None:
+def refill(container: Any, items: Any) -> None:
+    """Replace the contents of a list, dict or set."""
     container.clear()
     add = container.extend if isinstance(container, list) else container.update
     add(items)
 
 
-def contains_passing(module: nn.Module) -> bool:
-    """Whether `module` is or holds a message-passing layer."""
-    return any(isinstance(m, MessagePassing) for m in module.modules())
+@contextmanager
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Let torch.fx trace factories of tensors, aggregations and DeepGCNLayer within the block."""
+    kind, thread = Aggregation, get_ident()
+    original = kind.__call__
+
+    def call(self: Aggregation, *args: Any, **kwargs: Any) -> Any:
+        is_traced = get_ident() == thread
+        return (nn.Module.__call__ if is_traced else original)(self, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, DeepGCNLayer):  # its checkpoints read `requires_grad` of inputs
+                stack.enter_context(replace_attributes(layer, {"ckpt_grad": False}))
+        factories = {name: _accepts_proxies(getattr(torch, name)) for name in _FACTORIES}
+        stack.enter_context(replace_attributes(torch, factories))
+        stack.callback(setattr, kind, "__call__", original)
+        kind.__call__ = call  # as plain modules: the original inspects values
+        yield
+
+
+def _accepts_proxies(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+
+        def keep(value: Any) -> Any:
+            if isinstance(value, fx.Proxy):
+                found.append(value)
+            return value
+
+        fx.node.map_aggregate((args, kwargs), keep)
+        if not found:
+            return original(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", original, args, kwargs)
+
+    return create
 
 
 def is_traced_through(module: nn.Module) -> bool:
@@ -247,13 +272,11 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _contexts() != self._contexts and not _is_checkpointed():
             raise UnsupportedError(
-                explain(
-                    expected="forward to call its layers in one mode of autograd and of autocast",
-                    found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
-                    remedy="Call detach() on results, and requires_grad_(False) on layers, instead "
-                    "of no_grad(); do what needs another precision in a submodule without message "
-                    "passing.",
-                )
+                expected="forward to call all layers in one mode of autograd and of autocast",
+                found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
+                remedy="Instead of no_grad(), call detach() on results or "
+                "requires_grad_(False) on layers. Move code in another precision into a "
+                "submodule without message passing.",
             )
         node = super().create_node(*args, **kwargs)
         node.meta[_LINE] = line_here()

@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
-from lightning_gnnpipe.errors import UnsupportedError, explain, first_line
-from lightning_gnnpipe.stages.trace import line_of_node, root_of
+from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.stages.trace import line_of_node, refill, root_of
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_SIZES = (
@@ -27,20 +27,20 @@ _REMEDY_SIZES = (
     "num_chunks=1."
 )
 _REMEDY_NODES = (
-    "'{}' has one row for each of the {} nodes: pass torch.arange(num_nodes) as well and look it "
-    "up with that (nn.Embedding), or train with num_chunks=1."
+    "'{}' has one row for each of the {} nodes. Pass torch.arange(num_nodes) to forward and look "
+    "the rows up by it (nn.Embedding), or train with num_chunks=1."
 )
 _REMEDY_EDGES = (
-    "'{}' has one row an edge: make it a parameter of the LightningModule, and "
-    "pass it to forward as 'edge_weight'."
+    "'{}' has one row an edge. Make it a parameter of the LightningModule, and pass it to forward "
+    "as 'edge_weight'."
 )
 _REMEDY_INDEX = (
-    "If '{}' holds numbers of nodes, such as pairs to be scored, let forward return z, the rows of "
-    "all nodes, and compute z[pairs[0]] * z[pairs[1]] in training_step."
+    "If '{}' holds node numbers, such as pairs to score, return z, the rows of all nodes, from "
+    "forward, and compute z[pairs[0]] * z[pairs[1]] in training_step."
 )
 _REMEDY_SETS = (
-    " An edge-level argument belongs to one edge set, that of its number of rows or of its name: "
-    "pass it a second time to use it with another."
+    " An edge-level argument belongs to one edge set, by its number of rows or its name. Pass it "
+    "twice to use it with two edge sets."
 )
 _SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
@@ -60,7 +60,7 @@ class Value:
     def words(self) -> str:
         """Description of its rows for a message."""
         if self.kind is Kind.WHOLE:
-            return "a tensor whose rows belong to no nodes"
+            return "a tensor without one row for each node, edge or graph"
         counted = "graph" if self.kind is Kind.NONEMPTY_PREFIX else self.kind.value
         return f"a tensor with one row {'an' if counted[0] == 'e' else 'a'} {counted}"
 
@@ -126,15 +126,15 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
         counts = [some.numel() for some in drawn]
         longest = counts.index(max(counts))
         sizes = [nodes.numel(), *counts, *([sum(counts)] if len(counts) > 1 else [])]
-        is_told = len(set(sizes)) == len(sizes) and not widths & set(sizes)
-        if is_told or counts[longest] < 2 * group:
+        is_clear = len(set(sizes)) == len(sizes) and not widths & set(sizes)
+        if is_clear or counts[longest] < 2 * group:
             break
         drawn[longest] = drawn[longest][:-group]
     renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
     # With too few edges to drop, pad with isolated copies of the first node.
-    others = widths | {*counts, sum(counts)}
-    missing = next(n for n in count(0) if n + nodes.numel() not in others)
+    used = widths | {*counts, sum(counts)}
+    missing = next(n for n in count(0) if n + nodes.numel() not in used)
     nodes = torch.cat([nodes, nodes[:1].expand(missing)])
     local = [renumber[edges[:, some]] for edges, some in zip(sets, drawn, strict=True)]
     leaves = []
@@ -183,7 +183,11 @@ def learn_values(
             running[:] = [n]
             result = super().run_node(n)
             if isinstance(result, Tensor):
-                values[n.name] = _describe(result, n, sample)
+                rows = result.size(0) if result.dim() and n.op != "get_attr" else -1
+                kind, number = sample.row_kinds.get(rows, (Kind.WHOLE, 0))
+                values[n.name] = Value(
+                    kind, number, tuple(result.shape[1:]), result.dtype, result.requires_grad
+                )
             return result
 
     runner = Recorder(fx.GraphModule(root_of(module), graph))
@@ -194,11 +198,9 @@ def learn_values(
     except Exception as error:
         line = line_of_node(running[0]) if running else ""
         raise UnsupportedError(
-            explain(
-                expected="the model to run on a small part of the graph",
-                found=f"{type(error).__name__}: {first_line(error)}{at(line)}",
-                remedy=remedy,
-            )
+            expected="the model to run on a small part of the graph",
+            found=f"{type(error).__name__}: {first_line(error)}{at(line)}",
+            remedy=remedy,
         ) from error
     return values
 
@@ -228,9 +230,13 @@ def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Restore random states, buffers, attributes and contents of containers in `module` on exit."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    before = {(one, name): (value, _held(value)) for one, name, value in _attributes(module)}
+    before = {
+        (one, name): (value, copy.copy(value) if type(value) in (list, dict, set) else None)
+        for one, name, value in _attributes(module)
+    }
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=_devices(module)):
+        with torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         restore_buffers(module, buffers)
@@ -239,13 +245,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 object.__delattr__(one, name)
         for (one, name), (value, held) in before.items():
             if held is not None:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(held)
+                refill(value, held)
             object.__setattr__(one, name, value)
-
-
-def _held(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -258,26 +259,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield one, name, object.__getattribute__(one, name)
 
 
-def _devices(module: nn.Module) -> list[torch.device]:
-    return list({p.device for p in module.parameters() if p.device.type == "cuda"})
-
-
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Copy `buffers` back into `module`."""
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
-
-
-def _describe(tensor: Tensor, node: fx.Node, sample: Sample) -> Value:
-    rows = tensor.size(0) if tensor.dim() else -1
-    kind, number = sample.row_kinds.get(rows, (Kind.WHOLE, 0))
-    if node.op == "get_attr":
-        kind, number = Kind.WHOLE, 0
-    return Value(
-        kind,
-        number,
-        tuple(tensor.shape[1:]),
-        tensor.dtype,
-        tensor.requires_grad,
-    )

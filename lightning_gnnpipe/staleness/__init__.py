@@ -11,7 +11,7 @@ from lightning_gnnpipe.staleness.method import (
     name_method,
 )
 from lightning_gnnpipe.staleness.moments import MomentStore, RowMoments, mean_and_var, sums_by_chunk
-from lightning_gnnpipe.staleness.store import HistoryStore, SavedHistory
+from lightning_gnnpipe.staleness.store import HistoryStore
 
 __all__ = [
     "DENSE",
@@ -20,7 +20,6 @@ __all__ = [
     "HistoryStore",
     "MomentStore",
     "RowMoments",
-    "SavedHistory",
     "Staleness",
     "StalenessMethod",
     "StalenessRecorder",

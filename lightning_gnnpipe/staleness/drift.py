@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.types import ChunkView
+from lightning_gnnpipe.graph import Chunk
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class StalenessRecorder:
     def __init__(self) -> None:
         self.by_key: dict[Hashable, Staleness] = {}
 
-    def record_reads(self, key: Hashable, chunk: ChunkView, ages: Sequence[int]) -> None:
+    def record_reads(self, key: Hashable, chunk: Chunk, ages: Sequence[int]) -> None:
         """Record halo reads of `chunk`; `ages` of its `halo_chunks` are in steps."""
         entry = self.by_key.setdefault(key, Staleness())
         for source, count, age in zip(chunk.halo_chunks, chunk.halo_counts, ages, strict=True):

@@ -1,13 +1,12 @@
-"""Methods for stale rows, options of histories, and the rows of a history with a snapshot."""
+"""Methods for stale rows, and options of histories."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 DENSE = 0.7  # share of edges between chunks above which stale reads cost accuracy
 
@@ -42,6 +41,7 @@ class StalenessMethod:
         return self.dense_scale
 
 
+# Source of "gnnpipe": GNNPipe (arXiv 2308.10087), techniques 2 and 3.
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
         "drift": StalenessMethod(
@@ -51,7 +51,6 @@ METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
         "gnnpipe": StalenessMethod(linear_scale=2.0, message_scale=2.0, snapshot_steps=23),
     }
 )
-"""The methods by name. Source of "gnnpipe": GNNPipe (arXiv 2308.10087), techniques 2 and 3."""
 
 
 def name_method(method: StalenessMethod) -> str:
@@ -89,37 +88,7 @@ class HistoryOptions:
         dtype = self.dtype
         return dtype is not None and torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
-    def linear_dtype(self, like: Tensor) -> torch.dtype:
-        """Return the dtype of output gradients: `dtype`, unless it is too narrow."""
-        return like.dtype if self.dtype is None or self.is_too_narrow else self.dtype
-
-
-@dataclass(slots=True)
-class Rows:
-    """Rows of one history, `[num_rows, *]`, and a snapshot of them (`kept`).
-
-    `written` has, for each chunk, the step that wrote its rows.
-    """
-
-    now: Tensor
-    written: list[int]
-    kept: Tensor | None = None
-    kept_written: list[int] = field(default_factory=list)
-
     @property
-    def num_bytes(self) -> int:
-        return self.now.nbytes + (0 if self.kept is None else self.kept.nbytes)
-
-    def keep(self) -> None:
-        if self.kept is None or self.kept.dtype != self.now.dtype:
-            self.kept = torch.empty_like(self.now)
-        self.kept.copy_(self.now)
-        self.kept_written = list(self.written)
-
-    def take_kept(self) -> bool:
-        """Copy the snapshot to the rows; return whether there is one."""
-        if self.kept is None:
-            return False
-        self.now.copy_(self.kept)
-        self.written = list(self.kept_written)
-        return True
+    def linear_dtype(self) -> torch.dtype | None:
+        """Dtype of output gradients: `dtype` unless it is too narrow; None for as computed."""
+        return None if self.is_too_narrow else self.dtype

@@ -158,18 +158,18 @@ class MomentStore:
 
     def __init__(self, num_chunks: int) -> None:
         self._num_chunks = num_chunks
-        self._calls: dict[Hashable, RowMoments] = {}
+        self.calls: dict[Hashable, RowMoments] = {}
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._calls)
+        return iter(self.calls)
 
     def __getitem__(self, key: Hashable) -> RowMoments:
-        if key not in self._calls:
-            self._calls[key] = self.kind(self._num_chunks)
-        return self._calls[key]
+        if key not in self.calls:
+            self.calls[key] = self.kind(self._num_chunks)
+        return self.calls[key]
 
     def begin_step(self) -> None:
-        for one in self._calls.values():
+        for one in self.calls.values():
             one.begin_step()
 
     def keep(
@@ -189,7 +189,7 @@ class MomentStore:
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
         """Return the arguments of `load`; call between two steps."""
-        one = self._calls[key]
+        one = self.calls[key]
         one.begin_step()
         known = [sums for sums in one.then if sums is not None]
         is_known = len(known) == self._num_chunks
@@ -204,12 +204,12 @@ class MomentStore:
 
         `sums`: `[num_chunks, 3, channels]`, None if unknown; `total`: `[3, channels]`, of all rows.
         """
-        one = self._calls[key] = RowMoments(self._num_chunks)
+        one = self.calls[key] = RowMoments(self._num_chunks)
         one.then = [None] * self._num_chunks if sums is None else list(sums)
         one.total, one.center = total, center
 
     def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Like `load`, but also move the center to the rows' mean."""
-        one = self._calls[key] = RowMoments(self._num_chunks)
-        one.center = center
-        one.set([None] * self._num_chunks if sums is None else list(sums), total)
+        self.load(key, sums, total, center)
+        one = self.calls[key]
+        one.set(one.then, total)

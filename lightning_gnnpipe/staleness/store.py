@@ -1,4 +1,4 @@
-"""Histories of one stage: push writes a chunk's rows, pull reads its halo rows.
+"""Histories of one stage: push writes a chunk's rows, pull reads its halo rows; their gradients.
 
 Rows are in plan order, so a chunk's rows are one slice, written at once: one age per chunk.
 """
@@ -7,34 +7,107 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.drift import MeanDrift, StalenessRecorder
-from lightning_gnnpipe.staleness.late_gradients import GradientBuffer
-from lightning_gnnpipe.staleness.method import HistoryOptions, Rows
+from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import MomentStore
-from lightning_gnnpipe.types import ChunkView
 
 NEVER = -1
 
 
-@dataclass(frozen=True, slots=True)
-class SavedHistory:
-    """One history between two steps, `[num_nodes, *]` in plan order; `kept`: its snapshot."""
+Where = slice | Tensor
 
-    rows: Tensor
-    step: int
-    kept: Tensor | None = None
-    kept_step: int = NEVER
+
+class GradientBuffer:
+    """Gradients of one history's rows, or of the outputs of a linear layer over it; in plan order.
+
+    Backward takes the chunks in reverse order. A chunk takes the gradients added for its rows, and
+    adds gradients for its halo rows. For stale halo rows they come too late and are dropped:
+
+        dH[c] = d from chunk c itself + scale (d from later chunks in the order)
+
+    Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
+    gradients: unbiased for each edge over random orders, biased for paths over several chunks.
+    Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
+
+    `linear_scale` is for layers that compute a weighted sum, `message_scale` for all other layers.
+    """
+
+    def __init__(self, linear_scale: float, message_scale: float) -> None:
+        self._linear_scale, self._message_scale = linear_scale, message_scale
+        self._total: Tensor | None = None
+        self._has_any = False
+        self._kept: Tensor | None = None  # outputs
+        self._done: list[int] = []  # chunks whose output gradients were written
+
+    def add(self, positions: Tensor, grad: Tensor, like: Tensor) -> None:
+        """Add the gradient of halo rows, `[num_halo, *]`; `like` is the history."""
+        total = self._sized(grad.dtype, like)
+        total.index_add_(0, positions, grad.to(total.device))
+
+    def take(self, rows: Where, *, is_linear: bool) -> Tensor | None:
+        """Return the scaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
+        if self._total is None or not self._has_any:
+            return None
+        grad = self._total[rows]
+        scale = self._linear_scale if is_linear else self._message_scale
+        return grad if scale == 1.0 else grad * scale
+
+    def add_output(
+        self, chunk: Chunk, grad: Tensor, dtype: torch.dtype, like: Tensor
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+
+        Returns the buffer, `[num_rows, *]`, and the chunks that hold gradients in it; None for all.
+        """
+        total = self._sized(dtype, like)
+        total[chunk.start : chunk.end] = grad
+        if self._kept is None:
+            return total, None
+        self._done.append(chunk.index)
+        return total, tuple(self._done)
+
+    def keep_output(self, chunk: Chunk, rows: Tensor, dtype: torch.dtype, like: Tensor) -> None:
+        """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
+        self._kept = self._sized(dtype, like)
+        self._kept[chunk.start : chunk.end] = rows
+
+    def kept_output(self, chunk: Chunk) -> Tensor:
+        assert self._kept is not None
+        return self._kept[chunk.start : chunk.end].clone()
+
+    def end_step(self) -> None:
+        self._done.clear()
+        if self._total is not None and self._has_any:
+            self._total.zero_()
+            self._has_any = False
+
+    def _sized(self, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Return the buffer, shaped like `like`; a change of dtype clears it."""
+        if self._total is None or self._total.dtype != dtype:
+            self._total = torch.zeros_like(like, dtype=dtype)
+        self._has_any = True
+        return self._total
 
 
 @dataclass(slots=True)
-class _Entry:
-    rows: Rows
+class _History:
+    """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`).
+
+    `written` has, for each chunk, the step that wrote its rows.
+    """
+
+    rows: Tensor
+    written: list[int]
     grads: GradientBuffer
+    kept: Tensor | None = None
+    kept_written: list[int] = field(default_factory=list)
     old: Tensor | None = None  # overwritten rows, for recomputation in backward
     is_filled: bool = False  # whether all chunks have written rows
     drift: MeanDrift | None = None  # if the method corrects drift
@@ -42,7 +115,20 @@ class _Entry:
     def note_all(self) -> None:
         """Restart the drift after all rows were overwritten."""
         if self.drift is not None:
-            self.drift.replace(self.rows.now)
+            self.drift.replace(self.rows)
+
+    def take_snapshot(self) -> None:
+        if self.kept is None or self.kept.dtype != self.rows.dtype:
+            self.kept = torch.empty_like(self.rows)
+        self.kept.copy_(self.rows)
+        self.kept_written = list(self.written)
+
+    def restore_snapshot(self) -> None:
+        """Copy the snapshot, if there is one, to the rows."""
+        if self.kept is not None:
+            self.rows.copy_(self.kept)
+            self.written = list(self.kept_written)
+            self.note_all()
 
 
 _DEFAULTS = HistoryOptions()
@@ -65,8 +151,8 @@ class HistoryStore:
         ends: Sequence[int] | None = None,
         cut_frac: float = 0.0,
     ) -> None:
-        self.options = options
-        self.linear_scale = options.method.scale_of_sums(cut_frac)
+        self.options, self._linear_dtype = options, options.linear_dtype
+        self.linear_scale = options.method.scale_of_sums(cut_frac)  # on gradients between chunks
         self.shards = None  # exchange with other shards is in `SharedStore`
         self.num_rows = num_rows
         self.num_chunks = num_chunks
@@ -75,13 +161,9 @@ class HistoryStore:
         self.step = 0
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
-
-    def scale_of(self, key: Hashable) -> float:
-        """Return the factor on gradients between chunks for the history."""
-        return self._entries[key].grads.linear_scale
 
     @property
     def is_local(self) -> bool:
@@ -97,17 +179,16 @@ class HistoryStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.rows.num_bytes for entry in self._entries.values())
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        tables = [table for one in self._entries.values() for table in (one.rows, one.kept)]
+        return sum(table.nbytes for table in tables if table is not None)
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)
 
     def begin_step(self, step: int) -> None:
         self.step = step
-        self.moments.begin_step()
+        if self.moments.calls:
+            self.moments.begin_step()
         for entry in self._entries.values():
             if entry.drift is not None:
                 entry.drift.begin_step()
@@ -116,21 +197,21 @@ class HistoryStore:
         """Copy snapshots to the rows for stale reads; drop snapshots that are not used."""
         for entry in self._entries.values():
             if not reads_snapshot:
-                entry.rows.kept = None
-            elif entry.is_filled and not is_exact and entry.rows.take_kept():
-                entry.note_all()
+                entry.kept = None
+            elif entry.is_filled and not is_exact:
+                entry.restore_snapshot()
 
     def after_forward(self, *, takes_snapshot: bool) -> None:
         if takes_snapshot:
             for entry in self._entries.values():
-                entry.rows.keep()
+                entry.take_snapshot()
         self._pushed.clear()
 
     def on_renewed(self) -> None:
         """Renew snapshots after an exact pass outside training has written all rows."""
         for key in self._pushed:
-            if self._entries[key].rows.kept is not None:
-                self._entries[key].rows.keep()
+            if self._entries[key].kept is not None:
+                self._entries[key].take_snapshot()
         self._pushed.clear()
 
     def end_step(self) -> None:
@@ -140,30 +221,32 @@ class HistoryStore:
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history, `[num_rows, *]`, in plan order."""
-        return self._entries[key].rows.now
+        return self._entries[key].rows
 
-    def save(self, key: Hashable) -> SavedHistory:
-        """Return the history between two steps; tensors are not copied."""
+    def save(self, key: Hashable) -> dict[str, Any]:
+        """Return the arguments of `load`, between two steps; tensors are not copied."""
         entry = self._entries[key]
-        rows = entry.rows
-        steps = min(rows.written), min(rows.kept_written, default=NEVER)
-        return SavedHistory(rows.now, steps[0], rows.kept, steps[1])
+        return {
+            "rows": entry.rows,
+            "kept": entry.kept,
+            "step": min(entry.written),
+            "kept_step": min(entry.kept_written, default=NEVER),
+        }
 
-    def load(self, key: Hashable, saved: SavedHistory) -> None:
-        """Restore a saved history; its rows must be in this plan's order."""
-        entry = self._entry(key, saved.rows)
-        rows = entry.rows
-        rows.now.copy_(saved.rows)
-        rows.written = [saved.step] * self.num_chunks
-        entry.is_filled = saved.step != NEVER
-        entry.note_all()
-        if saved.kept is not None:
-            rows.kept = torch.empty_like(rows.now).copy_(saved.kept)
-            rows.kept_written = [saved.kept_step] * self.num_chunks
-
-    def push(
-        self, key: Hashable, chunk: ChunkView, rows: Tensor, *, keeps_old: bool = False
+    def load(
+        self, key: Hashable, rows: Tensor, kept: Tensor | None, step: int, kept_step: int
     ) -> None:
+        """Restore rows and snapshot, `[num_rows, *]`, which must be in this plan's order."""
+        entry = self._entry(key, rows)
+        entry.rows.copy_(rows)
+        entry.written = [step] * self.num_chunks
+        entry.is_filled = step != NEVER
+        entry.note_all()
+        if kept is not None:
+            entry.kept = torch.empty_like(entry.rows).copy_(kept)
+            entry.kept_written = [kept_step] * self.num_chunks
+
+    def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows, `[num_nodes_of_chunk, *]`.
 
         `keeps_old` keeps the overwritten rows for `pull_again`.
@@ -171,13 +254,12 @@ class HistoryStore:
         entry = self._entry(key, rows)
         self._pushed.add(key)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
-        rows_now, written = entry.rows.now, entry.rows.written
-        target = rows_now[chunk.start : chunk.end]
+        written, target = entry.written, entry.rows[chunk.start : chunk.end]
         if self.recorder is not None and all(written[c] != NEVER for c in chunks):
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
-                entry.old = torch.empty_like(rows_now)
+                entry.old = torch.empty_like(entry.rows)
             entry.old[chunk.start : chunk.end] = target
         target.copy_(rows)
         if chunk.is_whole:
@@ -193,24 +275,22 @@ class HistoryStore:
     ) -> None:
         """Write rows of other shards, `[num_positions, *]`, after `push` of their chunk."""
         entry = self._entries[key]
-        table = entry.rows.now
-        positions = positions.to(table.device)
+        positions = positions.to(entry.rows.device)
         if keeps_old and entry.old is not None:
-            entry.old[positions] = table[positions]
-        table[positions] = rows.to(table)
+            entry.old[positions] = entry.rows[positions]
+        entry.rows[positions] = rows.to(entry.rows)
 
-    def read(self, key: Hashable, chunk: ChunkView) -> Tensor:
+    def read(self, key: Hashable, chunk: Chunk) -> Tensor:
         """Return the history, `[num_rows, *]`, from which the chunk reads its halo rows."""
         entry = self._entries[key]
         if not entry.is_filled:
-            written = entry.rows.written
-            assert all(written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
+            assert all(entry.written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
         if self.recorder is not None:
-            ages = [self.step - entry.rows.written[c] for c in chunk.halo_chunks]
+            ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
             self.recorder.record_reads(key, chunk, ages)
-        return entry.rows.now
+        return entry.rows
 
-    def drift(self, key: Hashable, chunk: ChunkView) -> tuple[tuple[int, ...], Tensor] | None:
+    def drift(self, key: Hashable, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
         """Return the stale chunks among `halo_chunks`, and the drift to add to their rows, `[*]`.
 
         None if no chunk is stale, or without drift correction.
@@ -218,31 +298,29 @@ class HistoryStore:
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
             return None
-        stale = tuple(c for c in chunk.halo_chunks if entry.rows.written[c] < self.step)
+        stale = tuple(c for c in chunk.halo_chunks if entry.written[c] < self.step)
         return (stale, entry.drift.seen_by(chunk.index)) if stale else None
 
-    def pull(self, key: Hashable, chunk: ChunkView, out: Tensor) -> set[int]:
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
         """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         _select(self.read(key, chunk), self._halo(chunk), out)
-        written = self._entries[key].rows.written
+        written = self._entries[key].written
         stale = {c for c in chunk.halo_chunks if written[c] < self.step}
         self._move(key, chunk, out, stale)
         return stale
 
-    def pull_again(
-        self, key: Hashable, chunk: ChunkView, out: Tensor, stale: Collection[int]
-    ) -> None:
+    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
         """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
         entry = self._entries[key]
         counts = list(chunk.halo_counts)
         parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
-            rows = entry.old if source in stale else entry.rows.now
+            rows = entry.old if source in stale else entry.rows
             assert rows is not None
             _select(rows, positions, target)
         self._move(key, chunk, out, stale)
 
-    def _move(self, key: Hashable, chunk: ChunkView, halo: Tensor, stale: Collection[int]) -> None:
+    def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: Collection[int]) -> None:
         """Add the drift to the halo rows, `[num_halo, *]`, of the chunks in `stale`."""
         drift = self._entries[key].drift
         if drift is None or not stale:
@@ -253,44 +331,44 @@ class HistoryStore:
             if source in stale:
                 part += moved
 
-    def push_grad(self, key: Hashable, chunk: ChunkView, grad: Tensor) -> None:
+    def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         entry = self._entries[key]
-        entry.grads.add(self._halo(chunk), grad, entry.rows.now)
+        entry.grads.add(self._halo(chunk), grad, entry.rows)
 
     def ghost_grad(
-        self, key: Hashable, chunk: ChunkView, positions: Tensor, *, is_linear: bool
+        self, key: Hashable, chunk: Chunk, positions: Tensor, *, is_linear: bool
     ) -> Tensor | None:
         """Return the scaled gradient of ghosts in the chunk; None if none was added."""
-        return None if chunk.is_whole else self._taken(key, positions, is_linear)
+        if chunk.is_whole:
+            return None
+        return self._entries[key].grads.take(positions, is_linear=is_linear)
 
-    def pull_grad(self, key: Hashable, chunk: ChunkView, *, is_linear: bool) -> Tensor | None:
+    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient of the chunk's rows; None if none was added."""
         if chunk.is_whole:
             return None
-        taken = self._taken(key, slice(chunk.start, chunk.end), is_linear)
+        own = slice(chunk.start, chunk.end)
+        taken = self._entries[key].grads.take(own, is_linear=is_linear)
         return None if taken is None else taken.to(chunk.halo.device)
 
-    def keep_output(self, key: Hashable, chunk: ChunkView, rows: Tensor) -> None:
+    def keep_output(self, key: Hashable, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
         entry = self._entries[key]
-        entry.grads.keep_output(chunk, rows, self.options.linear_dtype(rows), entry.rows.now)
+        entry.grads.keep_output(chunk, rows, self._linear_dtype or rows.dtype, entry.rows)
 
-    def kept_output(self, key: Hashable, chunk: ChunkView) -> Tensor:
+    def kept_output(self, key: Hashable, chunk: Chunk) -> Tensor:
         return self._entries[key].grads.kept_output(chunk)
 
     def add_output_grad(
-        self, key: Hashable, chunk: ChunkView, grad: Tensor
+        self, key: Hashable, chunk: Chunk, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs; see `GradientBuffer.add_output`."""
         entry = self._entries[key]
-        dtype = self.options.linear_dtype(grad)
-        return entry.grads.add_output(chunk, grad, dtype, entry.rows.now)
+        dtype = self._linear_dtype or grad.dtype
+        return entry.grads.add_output(chunk, grad, dtype, entry.rows)
 
-    def _taken(self, key: Hashable, rows: slice | Tensor, is_linear: bool) -> Tensor | None:
-        return self._entries[key].grads.take(rows, is_linear=is_linear)
-
-    def _halo(self, chunk: ChunkView) -> Tensor:
+    def _halo(self, chunk: Chunk) -> Tensor:
         """Return the chunk's halo positions on the histories' device."""
         if self.options.device is None:
             return chunk.halo
@@ -298,16 +376,16 @@ class HistoryStore:
             self._halos[id(chunk.halo)] = chunk.halo, chunk.halo.to(self.options.device)
         return self._halos[id(chunk.halo)][1]
 
-    def _entry(self, key: Hashable, rows: Tensor) -> _Entry:
+    def _entry(self, key: Hashable, rows: Tensor) -> _History:
         entry = self._entries.get(key)
         dtype = (self.options.dtype if rows.is_floating_point() else None) or rows.dtype
-        if entry is not None and entry.rows.now.dtype != dtype:  # under autocast passes may differ
-            entry.rows.now = entry.rows.now.to(torch.promote_types(entry.rows.now.dtype, dtype))
+        if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
+            entry.rows = entry.rows.to(torch.promote_types(entry.rows.dtype, dtype))
         if entry is None:
             shape = (self.num_rows, *rows.shape[1:])
             table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
             grads = GradientBuffer(self.linear_scale, self.options.method.message_scale)
-            entry = self._entries[key] = _Entry(Rows(table, [NEVER] * self.num_chunks), grads)
+            entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)
         return entry

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.steps.engine_options import EngineOptions
 from lightning_gnnpipe.steps.gradient_sums import average_replicated, group_tied
 from lightning_gnnpipe.steps.model import Measure, PipelinedModel
-from lightning_gnnpipe.steps.modes import Balance, Mode, stages_of_norms
+from lightning_gnnpipe.steps.modes import Mode, stages_of_norms
 from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
-from lightning_gnnpipe.steps.partitioner import ChunkOptions, Partitioner
+from lightning_gnnpipe.steps.partitioner import ChunkOptions, EngineOptions, Partitioner
 from lightning_gnnpipe.steps.step_context import (
     Agreed,
+    Controls,
     PassSeeds,
+    SignalBits,
     StepContext,
     agree,
     batch_number,
@@ -18,12 +19,13 @@ from lightning_gnnpipe.steps.step_context import (
     num_nodes,
 )
 from lightning_gnnpipe.steps.training import PassRecord, PassState, TrainingPass, join
+from lightning_gnnpipe.steps.weight_reads import refuse_evaluations
 from lightning_gnnpipe.steps.weights import StageWeights
 
 __all__ = [
     "Agreed",
-    "Balance",
     "ChunkOptions",
+    "Controls",
     "EngineOptions",
     "Measure",
     "Mode",
@@ -32,6 +34,7 @@ __all__ = [
     "PassSeeds",
     "PassState",
     "PipelinedModel",
+    "SignalBits",
     "StageWeights",
     "StepContext",
     "TrainingPass",
@@ -44,5 +47,6 @@ __all__ = [
     "merge_optimizer_states",
     "num_nodes",
     "own_optimizer_state",
+    "refuse_evaluations",
     "stages_of_norms",
 ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Members, Transport, sum_along_pipe
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.types import TrafficKind
 
 _BUCKET_BYTES = 2**20  # large enough that bandwidth dominates latency
@@ -46,7 +46,7 @@ class BucketSums:
         self._parameters = parameters
         self._waiting = list(_buckets(reversed(list(parameters.items()))))
         self._ready: set[str] = set()
-        self._finish: list[Callable[[], None]] = []
+        self._running: list[tuple[Callable[[], None], Tensor, Named]] = []
 
     def watch(self) -> list[Callable[[], None]]:
         """Start sums as soon as gradients are ready; return functions to remove the hooks."""
@@ -67,23 +67,16 @@ class BucketSums:
         """Start the remaining sums, wait for all, and write them to the gradients."""
         self._ready.update(self._parameters)
         self._start_full()
-        for finish in self._finish:
-            finish()
-
-    def _start_full(self) -> None:
-        while self._waiting and all(name in self._ready for name, _ in self._waiting[0]):
-            self._start(self._waiting.pop(0))
-
-    def _start(self, bucket: Named) -> None:
-        total = flatten(bucket, self._scale)
-        over, num_flags = self._over, len(bucket)
-        wait = self._transport.start_sum(total, self._kind, over, num_flags=num_flags)
-
-        def finish() -> None:
+        for wait, total, bucket in self._running:
             wait()
             put_back(total, bucket, self._earlier)
 
-        self._finish.append(finish)
+    def _start_full(self) -> None:
+        while self._waiting and all(name in self._ready for name, _ in self._waiting[0]):
+            bucket = self._waiting.pop(0)
+            total = flatten(bucket, self._scale)
+            wait = self._transport.start_sum(total, self._kind, self._over, num_flags=len(bucket))
+            self._running.append((wait, total, bucket))
 
 
 def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
@@ -91,12 +84,9 @@ def flatten(parameters: Named, scale: float = 1.0) -> Tensor:
     for name, p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             raise UnsupportedError(
-                explain(
-                    expected="dense gradients where several ranks sum them",
-                    found=f"a sparse one of '{name}'",
-                    remedy="Use nn.Embedding(sparse=False), or let one rank alone have the layer: "
-                    "graph_parallel=1, data_parallel=1, repeat_encoder=False.",
-                )
+                expected="dense gradients where several ranks sum them",
+                found=f"a sparse gradient of '{name}'",
+                remedy="Use nn.Embedding(sparse=False).",
             )
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
     flags = grads[0].new_tensor([0.0 if p.grad is None else 1.0 for _, p in parameters])
@@ -132,8 +122,7 @@ class GradientSums:
     """The gradient sums of one backward pass.
 
     Sums over stages and shards exclude accumulated gradients, which are added at the end. Averages
-    over
-    replicas include them. `users`: stages of each tensor.
+    over replicas include them. `users`: stages of each tensor.
     """
 
     def __init__(
@@ -159,7 +148,7 @@ class GradientSums:
         self._earlier: dict[str, Tensor | None] = {}
         for name, parameter in self._tied.items():
             if self._averages and mesh.stage == min(users[name]):
-                continue  # adds accumulated gradients for all its stages
+                continue  # the first stage adds accumulated gradients
             self._earlier[name] = None if self._averages else parameter.grad
             parameter.grad = None
         self._own: BucketSums | None = None

@@ -19,7 +19,7 @@ from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
@@ -29,7 +29,7 @@ from lightning_gnnpipe.stages import (
     Reads,
     Stage,
     check_counts,
-    check_num_virtual,
+    check_num_stages,
     choose_held,
     choose_repeated,
     cut_module,
@@ -38,7 +38,8 @@ from lightning_gnnpipe.stages import (
     split_layers,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
-from lightning_gnnpipe.steps.modes import Mode, Splitting, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.modes import Mode, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.partitioner import EngineOptions
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
 
@@ -56,23 +57,22 @@ OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
 class PipelinedModel:
     """The user's module, cut into stages.
 
-    `check` runs on each new trace while all parameters are here, and refuses it if chunks change
-    the
-    results. `is_cut` returns whether training may cut a graph into chunks or shards.
+    `check` refuses a new trace, while all parameters are here, if chunks change the results.
+    `is_cut` returns whether training may cut a graph into chunks or shards.
     """
 
     def __init__(
         self,
         module: nn.Module,
         transport: Transport,
-        splitting: Splitting,
+        options: EngineOptions,
         check: Check,
         is_cut: Callable[[Inputs], bool],
     ) -> None:
         self.module = module
         self.intercepted = find_layers(module)
         self._transport = transport
-        self._splitting = splitting
+        self._options = options
         self._check, self._is_cut = check, is_cut
         self._modes: dict[Key, Mode] = {}  # least recently used first
         self._num_changes = 0  # of options that forward reads
@@ -103,7 +103,7 @@ class PipelinedModel:
     @property
     def num_virtual(self) -> int:
         """Stages of each rank; 1 on a single rank."""
-        return self._splitting.num_virtual if self._transport.mesh.num_stages > 1 else 1
+        return self._options.num_virtual if self._transport.mesh.num_stages > 1 else 1
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -114,24 +114,22 @@ class PipelinedModel:
         """Prefer this assignment over a measured one, if it fits."""
         self._preferred = stage_layers
 
-    @property
-    def owned(self) -> set[str]:
-        """Names of parameters that count on this rank; the first stage owns tied ones."""
-        place = self._transport.mesh.stage
-        return {name for name, users in self._users.items() if min(users) == place}
+    def tensor_ids(self) -> tuple[set[int], set[int]]:
+        """Return ids of the parameters and buffers that this stage owns, and that other stages own.
 
-    @property
-    def pipelined(self) -> set[str]:
-        """Names of all parameters and buffers that belong to a stage."""
-        return set(self._users)
+        The first stage that uses a tensor owns it.
+        """
+        own, foreign = set[int](), set[int]()
+        for name, tensor in self._weights.named(self._users).items():
+            is_own = min(self._users[name]) == self._transport.mesh.stage
+            (own if is_own else foreign).add(id(tensor))
+        return own, foreign
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
         """Return the mode of these arguments; trace the module and assign layers if it is new.
 
-        `measure` returns the costs of layers; it runs once, on rank 0, for `balance="measured"`.
-        With
-        `also_train` the first call traces training mode too: some parameters may be used only
-        there.
+        `measure` returns layer costs, once, on rank 0. With `also_train` the first call traces
+        training mode too, which may use more parameters.
         """
         key = self._find(call, inputs)
         if key is None and self.is_split:
@@ -179,20 +177,15 @@ class PipelinedModel:
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
         if len(lengths) > 1:
             raise UnsupportedError(
-                explain(
-                    expected="the forward to run the same number of layers in all steps, in "
-                    "training and in evaluation",
-                    found=f"{sorted(lengths)} layers",
-                    remedy="Call the same message-passing layers in both modes and in all epochs.",
-                )
+                expected="the forward to run the same number of layers in all steps, in "
+                "training and in evaluation",
+                found=f"{sorted(lengths)} layers",
+                remedy="Call the same message-passing layers in both modes and in all epochs.",
             )
         return key
 
     def _options_number(self) -> int:
-        """Return a fingerprint of the options that any mode reads, and of the weights' shapes.
-
-        It is the same for all modes, since validation may not read some options of training.
-        """
+        """Return one fingerprint for all modes: options that any mode reads, and weight shapes."""
         reads = Reads.merged([mode.layers.outside for mode in self._modes.values()])
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
         own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
@@ -272,9 +265,9 @@ class PipelinedModel:
             self._fallbacks.tell(
                 f"Forward reads {', '.join(changed)}, which changes often",
                 origin="one trace of the module",
-                to="a new one, with its checks, for each change",
-                remedy="Keep numbers in a buffer that is changed in place "
-                "(self.scale.fill_(0.5)) to trace once.",
+                to="a new trace after each change",
+                remedy="To trace once, keep numbers in a buffer and change it in place: "
+                "self.scale.fill_(0.5).",
             )
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
@@ -290,7 +283,7 @@ class PipelinedModel:
             torch.inference_mode(False),
             raising_own_errors(self.module, call, inputs),
         ):
-            served, repeats = self.intercepted.all, bool(self._splitting.repeat_encoder)
+            served, repeats = self.intercepted.all, bool(self._options.repeat_encoder)
             layers = cut_module(
                 self.module,
                 call,
@@ -339,7 +332,7 @@ class PipelinedModel:
 
     def _repeated(self, layers: Layers, inputs: Inputs) -> Sequence[str]:
         num_shards = self._transport.mesh.num_shards
-        return choose_repeated(layers, self._splitting.repeat_encoder, inputs.num_rows, num_shards)
+        return choose_repeated(layers, self._options.repeat_encoder, inputs.num_rows, num_shards)
 
     def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
         stages = modes[0].stages
@@ -347,29 +340,29 @@ class PipelinedModel:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
-        repeats = self._splitting.repeat_encoder is True
+        repeats = self._options.repeat_encoder is True
         is_in_vain = repeats and not any(stage.repeated for stage in stages)
         if is_in_vain and len(stages) > 1:
-            takes_more = "it takes more than the batch's own rows"
-            why = takes_more if inputs.graphs is None else "only those of a single graph do"
+            is_one = inputs.graphs is None
+            why = "mixes rows" if is_one else "is of a batch of graphs"
             self._fallbacks.tell(
-                "repeat_encoder=True repeats nothing",
-                origin="stages that compute again what crosses the cuts",
-                to=f"stages that receive it, since {why}",
+                f"repeat_encoder=True has no effect, since what stages receive {why}",
+                origin="computing it again",
+                to="receiving it",
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers = next(iter(self._modes.values())).layers
         num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
         num_stages = num_ranks * self.num_virtual
-        check_num_virtual(num_layers, num_ranks, self.num_virtual)
-        if not isinstance(self._splitting.balance, str):
-            return check_counts(self._splitting.balance, num_layers, num_stages)
+        check_num_stages(num_layers, num_ranks, self.num_virtual)
+        if not isinstance(self._options.balance, str):
+            return check_counts(self._options.balance, num_layers, num_stages)
         counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
         fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
-        if self._splitting.balance == "measured" and fits:
+        if self._options.balance == "measured" and fits:
             return preferred
-        if self._splitting.balance == "measured" and 1 < num_stages < num_layers:
+        if self._options.balance == "measured" and 1 < num_stages < num_layers:
 
             def assign_layers() -> tuple[int, ...]:
                 self.costs = self.costs or measure(layers)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
-from lightning_gnnpipe.types import RepeatOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +21,8 @@ class Mode:
     Attributes:
         stages: Empty until the layers are assigned.
         reads: Modes with equal `reads` share histories.
-        options: Fingerprint of the module's plain attributes that forward reads, and of weight
-            shapes.
+        options: Fingerprint of plain module attributes that forward reads, and of weight shapes.
         frozen: Per weight: whether it needs no gradient.
-        unreached: Cache of `without_gradient`.
     """
 
     layers: Layers
@@ -99,21 +95,7 @@ def check_norms(norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]) -
     """Refuse running statistics that several stages would update independently."""
     for name, stages in stages_of_norms(norms, users).items():
         raise UnsupportedError(
-            explain(
-                expected="a norm with running statistics to be called by one stage",
-                found=f"'{name}', a {type(norms[name]).__name__}, in stages {sorted(stages)}",
-                remedy="Give each layer a norm of its own.",
-            )
+            expected="a norm with running statistics to be called by one stage",
+            found=f"'{name}', a {type(norms[name]).__name__}, in stages {sorted(stages)}",
+            remedy="Give each layer a norm of its own.",
         )
-
-
-Balance = Literal["measured", "uniform"] | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """How layers are assigned to stages; a sequence as `balance` has each stage's layers."""
-
-    balance: Balance
-    repeat_encoder: RepeatOption
-    num_virtual: int

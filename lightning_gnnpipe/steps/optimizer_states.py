@@ -49,9 +49,7 @@ class OptimizerStates:
     def gather(self, *, keeps: bool, on_cpu: bool = False) -> None:
         """Exchange the states of all stages; collective. Call `forget` first, on all ranks.
 
-        With `keeps` this rank keeps received states until `forget`: on the CPU, or on their
-        parameter's
-        device.
+        With `keeps` received states stay here, on the CPU or their parameter's device.
         """
         states = self._find()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -150,9 +148,8 @@ def merge_optimizer_states(transport: Transport, state: State) -> State:
     merged: dict[Any, Any] = {}
     for one in transport.all_gather_objects(own):
         merged |= one
-    keys = sorted(
-        merged, key=lambda key: (isinstance(key, str), key)
-    )  # string keys, an optimizer's own, come last
+    # String keys, an optimizer's own, come last.
+    keys = sorted(merged, key=lambda key: (isinstance(key, str), key))
     return {**state, "state": {key: merged[key] for key in keys}}
 
 

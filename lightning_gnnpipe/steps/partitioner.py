@@ -1,4 +1,4 @@
-"""Assigns nodes to chunks and shards; one rank computes, the rest receive."""
+"""Options of the engine, and the assignment of nodes to chunks and shards that they ask for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.codecs import MessageOptions
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import check_num_chunks, edges_within, partition_nodes, split_chunks
-from lightning_gnnpipe.types import CHUNKS_PER_STAGE, CrossChunkEdges, Partition
+from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.types import (
+    CHUNKS_PER_STAGE,
+    Balance,
+    CrossChunkEdges,
+    OrderName,
+    Partition,
+    RepeatOption,
+    ScheduleName,
+)
+
+_EXACT = MessageOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,33 @@ class ChunkOptions:
         if isinstance(self.partition, Tensor):
             return int(self.partition.max()) + 1 if self.partition.numel() else 1
         return self.auto_chunks if self.num_chunks == "auto" else self.num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of the engine, fixed for a run.
+
+    Attributes:
+        seed: Of chunk orders and of random numbers in layers; equal on all ranks.
+        repeat_encoder: Whether stages recompute cheap values instead of receiving them.
+        num_virtual: Stages of each rank, if there are several ranks.
+        guards_loss: Whether a jump of the training loss makes the next step exact.
+        allows_changes: Whether steps may read histories of other inputs.
+    """
+
+    chunks: ChunkOptions
+    histories: HistoryOptions
+    chunk_order: OrderName
+    balance: Balance
+    seed: int
+    is_fitting: bool
+    self_check: bool = True
+    messages: MessageOptions = _EXACT
+    repeat_encoder: RepeatOption = "auto"
+    schedule: ScheduleName = "fill_drain"
+    num_virtual: int = 1
+    guards_loss: bool = True
+    allows_changes: bool = False
 
 
 class Partitioner:
@@ -74,11 +113,8 @@ class Partitioner:
         check_num_chunks(options.num_chunks, inputs.num_nodes)
         if found is not None and found != options.num_chunks:
             raise ConfigError(
-                explain(
-                    expected=f"'partition' to name {options.num_chunks} chunks, as 'num_chunks' "
-                    "says",
-                    found=f"{found}",
-                    remedy="Leave num_chunks at 'auto' when you give a partition.",
-                )
+                expected=f"'partition' to have {options.num_chunks} chunks, like 'num_chunks'",
+                found=f"{found}",
+                remedy="Leave num_chunks at 'auto' when you give a partition.",
             )
         return options.num_chunks

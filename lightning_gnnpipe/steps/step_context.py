@@ -1,10 +1,10 @@
-"""Facts of a step, seeds of its passes, and their comparison over ranks."""
+"""Requests for a step, facts of it, their comparison over ranks, and the seeds of its passes."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,56 @@ from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe.chunks import SeedOf, make_seeds
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import GraphError, UnsupportedError, explain
+from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 
+OnChunk = Callable[[int, int], None]
+
 _LOSS_TOLERANCE = 1e-4
-_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Controls:
+    """Requests for the next training step; each step switches them off again.
+
+    Callbacks only switch requests on, in `on_train_batch_start` or before, so the order of
+    callbacks does not matter.
+
+    Attributes:
+        is_exact: Run the whole graph as one chunk, without stale reads; writes all histories.
+        refreshes: Recompute all histories before the step, by an exact pass without dropout, unless
+            validation has just written them.
+        takes_validation: Let a validation before the step write the histories.
+        reads_snapshot: Read stale rows from the last snapshot, if there is one.
+        takes_snapshot: Take a snapshot of all rows after the forward pass.
+        records_staleness: Record which chunks are read stale, and how far rows drift.
+        is_synchronous: Let shards wait for each other's rows, even with `async_halo`.
+        on_chunk: Called on this rank after each chunk, forward and backward, with the number of
+            chunks done and the total: twice the number of chunks, for each stage of the rank.
+    """
+
+    is_exact: bool = False
+    refreshes: bool = False
+    takes_validation: bool = False
+    reads_snapshot: bool = False
+    takes_snapshot: bool = False
+    records_staleness: bool = False
+    is_synchronous: bool = False
+    on_chunk: OnChunk | None = None
+
+    def reset(self) -> None:
+        """Switch all requests off."""
+        for field in fields(self):
+            setattr(self, field.name, field.default)
+
+
+@dataclass(slots=True)
+class SignalBits:
+    """Bits of signals: received by this rank, and by any rank before the last forward."""
+
+    received: int = 0
+    agreed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +71,13 @@ class StepContext:
 
     Attributes:
         step_index: Index of the training step, from 0; seeds chunk order and dropout.
-        loss_scale: Factor on the loss in the present backward.
-        signals: Bits of the signals that this rank has received.
         averages_weights: Whether validation may run with averages of weights.
-        is_uneven: Whether replicas may run different numbers of passes, as in prediction; then no
-            rank waits for another replica.
+        is_uneven: Whether replicas may run different numbers of passes, so that none may wait.
     """
 
     step_index: int = 0
     batch: Any = None
     loss_scale: float = 1.0
-    signals: int = 0
     is_validating: bool = False
     averages_weights: bool = False
     is_uneven: bool = False
@@ -70,17 +110,8 @@ def _graphs(batch: Any) -> Iterator[Any]:
 
 
 class Agreed(NamedTuple):
-    """Facts of all ranks.
+    """Facts of a step, merged over all ranks; any rank's flags count."""
 
-    Attributes:
-        signals: Bits received by any rank.
-        is_lost: Whether any rank has lost its histories in the last step.
-        has_jumped: Whether the last loss has jumped on any rank.
-        input: Fingerprint of the inputs of all ranks.
-        num_bytes: Bytes of the largest histories on any rank.
-    """
-
-    signals: int
     is_lost: bool
     has_jumped: bool
     input: int
@@ -90,7 +121,7 @@ class Agreed(NamedTuple):
 def agree(
     transport: Transport,
     reads: WeightReads,
-    step: StepContext,
+    signals: SignalBits,
     batch: Callable[[], int],
     loss: float,
     graph: int,
@@ -101,10 +132,7 @@ def agree(
     input_number: int = 0,
     num_bytes: int = 0,
 ) -> Agreed:
-    """Exchange the facts of a step, and refuse to go on if ranks differ; collective.
-
-    Batch and loss must agree within a replica. `batch` returns the batch's fingerprint; `graph` and
-    `input_number` are fingerprints too.
+    """Exchange facts of a step, and refuse to go on if ranks of a replica differ; collective.
 
     Raises:
         GraphError: If ranks have different batches.
@@ -112,22 +140,20 @@ def agree(
     """
     loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
     number = batch() if transport.world.is_distributed else 0
-    numbers = [number, loss_bits, graph, step.signals]
+    numbers = [number, loss_bits, graph, signals.received]
     numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     ranks = reads.meet(what, numbers)
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
-    signals = 0
     for rank in ranks:
-        signals |= rank[3]
+        signals.agreed |= rank[3]
     inputs = {rank[6] for rank in ranks}
     return Agreed(
-        signals,
         any(rank[4] for rank in ranks),
         any(rank[5] for rank in ranks),
-        # Tensors that ranks have computed may differ in their last bits.
+        # Tensors computed on each rank may differ in their last bits.
         inputs.pop() if len(inputs) == 1 else fold(rank[6] for rank in ranks),
         max(rank[7] for rank in ranks),
     )
@@ -137,23 +163,19 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
     """Refuse to go on if the ranks of a replica differ; see `agree`."""
     if len({(rank[0], rank[2]) for rank in ranks}) > 1:
         raise GraphError(
-            explain(
-                expected="the same batch on every rank",
-                found="batches that differ",
-                remedy="Call lightning.seed_everything(...) before random splits and transforms, "
-                "and use the same data set everywhere; the strategy cuts the graph itself. A "
-                "sampler of your own takes strategy.distributed_sampler_kwargs.",
-            )
+            expected="the same batch on every rank",
+            found="different batches",
+            remedy="Call lightning.seed_everything(...) before random splits and transforms, "
+            "and load the same data on every rank. Pass strategy.distributed_sampler_kwargs "
+            "to a sampler of your own.",
         )
     losses = [struct.unpack("<d", struct.pack("<q", rank[1]))[0] for rank in ranks]
     if max(losses) - min(losses) > _LOSS_TOLERANCE * max(abs(loss) for loss in losses):
         raise UnsupportedError(
-            explain(
-                expected="the same loss on every rank",
-                found=", ".join(f"{loss:.6g}" for loss in losses),
-                remedy="Seed random numbers in training_step, and compute the loss from what all "
-                "ranks have alike.",
-            )
+            expected="the same loss on every rank",
+            found=", ".join(f"{loss:.6g}" for loss in losses),
+            remedy="Seed the random numbers of training_step, and let the loss not depend on "
+            "the rank.",
         )
 
 

@@ -1,8 +1,7 @@
 """One training pass: forward now, backward when autograd reaches the outputs.
 
 For autograd the pipeline is one function. When backward reaches its outputs, the pipeline's
-backward
-phase runs and returns the gradients of the batch's tensors. `PassState` tracks the pass:
+backward phase runs and returns the gradients of the batch's tensors. `PassState` tracks the pass:
 
     forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
                                  ->  abandon, if no backward comes, or a phase has failed
@@ -27,13 +26,13 @@ from lightning_gnnpipe.chunks import (
     own_random_stream,
     peak_memory_bytes,
 )
-from lightning_gnnpipe.controls import Controls, OnChunk
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.schedule import Schedule
 from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.steps.model import PipelinedModel
+from lightning_gnnpipe.steps.step_context import Controls, OnChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,7 @@ class PassRecord:
 
 
 class TrainingPass:
-    """Forward and backward of one step on this rank.
-
-    `store` is None for batches of graphs, which have no histories. An exact pass reads nothing
-    stale
-    and rounds nothing.
-    """
+    """Forward and backward of one step; an exact pass reads nothing stale and rounds nothing."""
 
     def __init__(
         self,
@@ -77,10 +71,7 @@ class TrainingPass:
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
-        """Run the forward phase; return the outputs, detached.
-
-        `number` counts training passes of the run, the unit of row ages.
-        """
+        """Run the forward phase; return the outputs. Row ages count in passes (`number`)."""
         self._watch(controls.on_chunk)
         self._parts.transport.meter.reset()
         self._begin(controls, number)
@@ -95,7 +86,6 @@ class TrainingPass:
         return outputs
 
     def _begin(self, controls: Controls, number: int) -> None:
-        """Prepare the histories for a forward phase."""
         store = self._store
         if store is None:
             return
@@ -148,11 +138,9 @@ class TrainingPass:
     def _begin_backward(self) -> None:
         if self._is_done:
             raise UnsupportedError(
-                explain(
-                    expected="one backward for each pipelined forward",
-                    found="a second one",
-                    remedy="Sum the losses first, and call backward once.",
-                )
+                expected="one backward for each pipelined forward",
+                found="a second backward",
+                remedy="Sum the losses, then call backward once.",
             )
         self._is_done = True
 
@@ -188,7 +176,6 @@ class TrainingPass:
 
 
 def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:
-    """Return the staleness of each layer, summed over its histories."""
     total: dict[int, Staleness] = {}
     for key, one in recorder.by_key.items():
         assert isinstance(key, CallKey)
@@ -225,11 +212,9 @@ def join(
     has_gradient: Sequence[bool],
     leaves: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return `outputs`, detached before, with `backward` as their autograd backward.
+    """Return `outputs` with `backward` as their autograd backward.
 
-    `backward` maps gradients of outputs, None where unused, to gradients of `leaves`.
-    `has_gradient`:
-    per output, whether gradients flow through it.
+    `backward` maps gradients of outputs, None if unused, to gradients of `leaves`.
     """
     anchor = torch.zeros((), requires_grad=True)
     constant = [one for one, flows in zip(outputs, has_gradient, strict=True) if not flows]
@@ -241,17 +226,16 @@ def _check_backward(ctx: Any) -> None:
     (anchor, _), *_ = ctx.next_functions
     if not torch.is_grad_enabled() and fills_grad_of(anchor):
         return
-    found = "create_graph=True" if torch.is_grad_enabled() else "torch.autograd.grad, or inputs="
-    raise UnsupportedError(
-        explain(
-            expected="one loss.backward() through the pipelined module, which gives all weights "
-            "their gradients",
-            found=found,
-            remedy="Gradients of gradients do not go through the pipeline: compute such a penalty "
-            "from the module's outputs alone, or train without the strategy. To read the gradient "
-            "of an input, call x.requires_grad_(), then loss.backward(), and read x.grad.",
+    found = "torch.autograd.grad, or backward(inputs=...)"
+    remedy = "Call loss.backward(), then read .grad of weights and of inputs that require it."
+    if torch.is_grad_enabled():
+        found = "create_graph=True"
+        remedy = (
+            "Compute a penalty on gradients from the module's outputs alone, or train without the "
+            "strategy."
         )
-    )
+    expected = "a plain loss.backward() through the pipelined module"
+    raise UnsupportedError(expected=expected, found=found, remedy=remedy)
 
 
 class PassState:

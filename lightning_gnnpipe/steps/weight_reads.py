@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from lightning_gnnpipe._compat_torch import (
     is_dropping_gradients,
 )
 from lightning_gnnpipe.comm import Collectives, Transport
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps.optimizer_states import OptimizerStates
 from lightning_gnnpipe.steps.weights import StageWeights
 
@@ -68,10 +68,7 @@ class WeightReads:
         self._seen_parameter, self._seen_buffer = _make_classes(self)
 
     def watch(self, *, is_full: bool = False) -> None:
-        """Detect reads from now on, except in `inside`.
-
-        `is_full`: this rank holds tensors of other stages, which `settle` will empty.
-        """
+        """Detect reads outside of `inside`; `is_full`: tensors of other stages are here."""
         self._is_full = is_full
         if self._transport.mesh.num_stages == 1:
             return
@@ -158,13 +155,7 @@ class WeightReads:
 
             def run() -> Any:
                 if next(num_calls) > 1:
-                    raise UnsupportedError(
-                        explain(
-                            expected="an optimizer that evaluates the loss once a step",
-                            found=f"{type(optimizer).__name__}, which does so several times",
-                            remedy="Use one that does so once, such as Adam, AdamW or SGD.",
-                        )
-                    )
+                    refuse_evaluations(optimizer)
                 loss = closure()
                 begin()
                 return loss
@@ -182,10 +173,7 @@ class WeightReads:
         return served.close
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Wait for all ranks, and answer reads; return each rank's `numbers`. Collective.
-
-        Raises UnsupportedError if a rank is at another `place`; see `Collectives.meet`.
-        """
+        """Wait for all ranks, answer their reads, and return each rank's `numbers`; collective."""
         with self._transport.meter.paused():
             return self._over.meet(place, numbers)
 
@@ -227,18 +215,16 @@ class WeightReads:
                 self._share(places, asks)
 
     def _refuse(self, what: str, func: Any = None) -> UnsupportedError:
-        found, remedy = "other ranks, which hold some of them, out of reach", self._refusal
+        found, remedy = "a read that other ranks cannot answer", self._refusal
         if func in _GRADIENTS_OF:
-            found = "a call that asks for the gradients of some weights"
-            remedy = "Call loss.backward(), and read their grad afterwards."
+            found = "a call for the gradients of some weights"
+            remedy = "Call loss.backward(), then read p.grad of each weight."
         elif not remedy:
             remedy = "An error has ended the run: load the last checkpoint."
         return UnsupportedError(
-            explain(
-                expected=f"{what} to be read where all ranks can give theirs",
-                found=found,
-                remedy=remedy,
-            )
+            expected=f"{what} to be read in code that all ranks run",
+            found=found,
+            remedy=remedy,
         )
 
     @property
@@ -246,11 +232,7 @@ class WeightReads:
         return self._transport if self.is_uneven() else self._transport.everyone
 
     def _share(self, places: Sequence[str], asks: str = "") -> None:
-        """Send the ranks of this replica the tensors they ask for.
-
-        `places`: what each rank asks for, or its place. `asks`: what this rank asks for; empty for
-        nothing.
-        """
+        """Send tensors to ranks that ask in `places`; keep received ones if this rank `asks`."""
         own = self._transport.members.ranks
         places = places if self.is_uneven() else [places[rank] for rank in own]
         with self.inside(), torch.inference_mode(False), torch.no_grad():
@@ -283,6 +265,15 @@ class WeightReads:
             tensor.__class__ = kind
         for states in self._states if self._watched else ():
             states.watch()
+
+
+def refuse_evaluations(optimizer: Optimizer) -> NoReturn:
+    """Refuse `optimizer`, which evaluates the loss several times a step."""
+    raise UnsupportedError(
+        expected="an optimizer that evaluates the loss once a step",
+        found=f"{type(optimizer).__name__}, which evaluates it several times",
+        remedy="Use Adam, AdamW or SGD.",
+    )
 
 
 def _make_classes(reads: WeightReads) -> tuple[type, type]:

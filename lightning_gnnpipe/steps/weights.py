@@ -9,58 +9,30 @@ Copies of the module, like averages of weights, are emptied and filled along wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gnnpipe.comm import Transport, share_tensors
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import UnsupportedError
 
-Shape = tuple[torch.Size, torch.dtype]
-
-
-def empty_parameters(
-    module: nn.Module, users: Mapping[str, set[int]], stage: int
-) -> dict[str, Shape]:
-    """Empty the parameters that only other stages use; return their shapes by name."""
-    shapes: dict[str, Shape] = {}
-    for name, parameter in module.named_parameters():
-        if stage in users.get(name, {stage}):
-            continue
-        parameter.grad = None
-        if parameter.dim():  # scalars cannot be emptied
-            shapes[name] = (parameter.shape, parameter.dtype)
-            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
-    return shapes
+Users = Mapping[str, set[int]]  # stages of each tensor, by name
 
 
-def fill_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the placeholders of `module` their data back."""
-    parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
-        parameters[name].data = tensor.to(parameters[name].device)
-
-
-Users = Mapping[str, set[int]]
-Gradients = Mapping[str, Tensor | None]
-
-_NONE: Gradients = {}
+def _refuse(expected: str, found: str, remedy: str) -> NoReturn:
+    raise UnsupportedError(expected=expected, found=found, remedy=remedy)
 
 
 def check_same(before: Users, users: Users) -> None:
     """Refuse a batch that makes a stage use new weights: other replicas would not know."""
     changed = sorted(name for name in users if users[name] != before.get(name))
     if changed:
-        raise UnsupportedError(
-            explain(
-                expected="every batch to use the same weights in the same stages, for "
-                "data_parallel",
-                found=f"'{changed[0]}' used in stages {sorted(users[changed[0]])} by a batch of "
-                "another form",
-                remedy="Give all batches the same attributes, or use data_parallel=1.",
-            )
+        _refuse(
+            "every batch to use the same weights in the same stages, with data_parallel",
+            f"a batch that uses '{changed[0]}' in stages {sorted(users[changed[0]])}",
+            "Give all batches the same attributes, or use data_parallel=1.",
         )
 
 
@@ -69,30 +41,21 @@ def check_leaves(module: nn.Module) -> None:
     computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
     name = next(computed, None) if torch.is_grad_enabled() else None
     if name is not None:
-        raise UnsupportedError(
-            explain(
-                expected="the weights of the pipelined module to be parameters",
-                found=f"a computed tensor as '{name}', such as functional_call puts there",
-                remedy="Call it in torch.no_grad(), or a copy of the module that was made before "
-                "training begins (copy.deepcopy in __init__).",
-            )
+        _refuse(
+            "the weights of the pipelined module to be parameters",
+            f"a computed tensor as '{name}', for example from functional_call",
+            "Call the module in torch.no_grad(), or call a copy of it that you make in __init__.",
         )
 
 
 def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Users) -> None:
-    """Refuse weights of stages that a module outside of the pipeline uses too.
-
-    `shared_outside`: outside name by id of the parameter.
-    """
+    """Refuse weights of stages that outside modules use; `shared_outside`: names by id."""
     for name, parameter in module.named_parameters():
         if name in users and id(parameter) in shared_outside:
-            raise UnsupportedError(
-                explain(
-                    expected="weights of pipelined layers to be theirs alone",
-                    found=f"'{name}', which is '{shared_outside[id(parameter)]}' as well",
-                    remedy="On each rank those of other stages are empty: put both layers into the "
-                    "pipelined module, or use one stage.",
-                )
+            _refuse(
+                "no weights of the pipelined module in layers outside of it",
+                f"'{name}', which is also '{shared_outside[id(parameter)]}'",
+                "Put both layers into the pipelined module, or use one stage.",
             )
 
 
@@ -102,25 +65,22 @@ class StageWeights:
     def __init__(self, module: nn.Module, transport: Transport) -> None:
         self.module = module
         self._transport = transport
-        self._shapes: dict[str, Shape] = {}
+        self._shapes: dict[str, torch.Size] = {}  # of emptied parameters
         self._assigned: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
 
     def check_kept(self) -> None:
         """Refuse, on several stages, parameters replaced since the split."""
+        if self._transport.mesh.num_stages == 1:
+            return
         for name, parameter in self.module.named_parameters():
-            if (
-                self._transport.mesh.num_stages > 1
-                and self._assigned.get(name, parameter) is not parameter
-            ):
-                raise UnsupportedError(
-                    explain(
-                        expected="the parameters that the run has begun with",
-                        found=f"another tensor as '{name}'",
-                        remedy="Change parameters in place (parameter.copy_(...) in "
-                        "torch.no_grad()), or use one stage: on several, layers cannot be "
-                        "replaced, nor given other weights by functional_call.",
-                    )
+            if self._assigned.get(name, parameter) is not parameter:
+                _refuse(
+                    "no parameter to be replaced during the run",
+                    f"a new tensor as '{name}'",
+                    "Change parameters in place (parameter.copy_(...) in torch.no_grad()), or use "
+                    "one stage. With several stages, layers cannot be replaced, and "
+                    "functional_call cannot give them other weights.",
                 )
 
     def placeholders(self) -> list[nn.Parameter]:
@@ -131,19 +91,25 @@ class StageWeights:
 
     def foreign(self, users: Users) -> list[nn.Parameter]:
         """Return parameters that only other stages use, scalars included."""
-        here = self._transport.mesh.stage
-        return [
-            p for name, p in self.module.named_parameters() if here not in users.get(name, {here})
-        ]
+        return list(self._foreign(users).values())
 
-    def shape_of(self, name: str, parameter: Tensor) -> Shape:
+    def _foreign(self, users: Users) -> dict[str, nn.Parameter]:
+        here = self._transport.mesh.stage
+        named = self.module.named_parameters()
+        return {name: p for name, p in named if here not in users.get(name, {here})}
+
+    def shape_of(self, name: str, parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Return the full shape and the dtype of tensor `name`."""
-        shape, _ = self._shapes.get(name, (parameter.shape, parameter.dtype))
-        return shape, parameter.dtype  # the user may change the dtype
+        return self._shapes.get(name, parameter.shape), parameter.dtype
 
     def empty(self, users: Users) -> None:
-        """Empty parameters of other stages; `users` are the stages of each tensor."""
-        self._shapes = empty_parameters(self.module, users, self._transport.mesh.stage)
+        """Empty the parameters of other stages."""
+        self._shapes = {}
+        for name, parameter in self._foreign(users).items():
+            parameter.grad = None
+            if parameter.dim():  # scalars cannot be emptied
+                self._shapes[name] = parameter.shape
+                parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
         self._assigned = dict(self.module.named_parameters())
         if self._shapes and not self._hooks:
             modules: list[Any] = list(self.module.modules())
@@ -151,19 +117,18 @@ class StageWeights:
 
     def named(self, users: Users) -> dict[str, Tensor]:
         """Return the tensors that stages use, by name, as they are on this rank."""
-        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        return {name: tensor for name, tensor in named.items() if name in users}
+        return {name: tensor for name, tensor in self._tensors().items() if name in users}
 
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return the full tensors of all stages on every rank; collective."""
-        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        named = self._tensors()
         if self._transport.mesh.num_stages > 1:
             _check_present(users, named)
         users = {name: stages for name, stages in users.items() if name in named}
         first_of = self._transport.mesh.rank_of
         owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
         shapes = {name: self.shape_of(name, named[name]) for name in owners}
-        return share_tensors(self._transport, owners, named, shapes)
+        return self._transport.share_tensors(owners, named, shapes)
 
     def assemble_gradients(self, users: Users) -> dict[str, Tensor | None]:
         """Return the gradients that only other stages have; collective."""
@@ -176,8 +141,7 @@ class StageWeights:
         numbers = {rank: forms[i] for i, rank in enumerate(self._transport.members.ranks)}
         form = {name: numbers[owner][i] for i, (name, owner) in enumerate(owners.items())}
         own = {n: p.grad for n, p in parameters.items() if p.grad is not None and owners[n] == here}
-        grads = share_tensors(
-            self._transport,
+        grads = self._transport.share_tensors(
             {name: owner for name, owner in owners.items() if form[name]},
             {name: grad.to_dense() if grad.is_sparse else grad for name, grad in own.items()},
             {name: self.shape_of(name, p) for name, p in parameters.items()},
@@ -192,10 +156,13 @@ class StageWeights:
         """Give this rank all parameters, and the owners' buffers; collective."""
         self.take(self.assemble(users))
 
-    def take(self, tensors: Mapping[str, Tensor], grads: Gradients = _NONE) -> None:
+    def take(
+        self, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor | None] | None = None
+    ) -> None:
         """Write assembled tensors, and gradients of other stages' parameters."""
         parameters = dict(self.module.named_parameters())
-        fill_parameters(self.module, {name: tensors[name] for name in self._shapes})
+        for name in self._shapes:
+            parameters[name].data = tensors[name].to(parameters[name].device)
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
@@ -203,7 +170,7 @@ class StageWeights:
             for name, parameter in parameters.items():
                 if name in tensors and parameter.dim() == 0:  # never emptied
                     _renew(parameter, tensors[name])
-        for name, grad in grads.items():
+        for name, grad in (grads or {}).items():
             parameters[name].grad = grad
         self.forget()
 
@@ -212,16 +179,17 @@ class StageWeights:
     ) -> None:
         """Put the full tensors of all stages into this rank's state dict; collective.
 
-        `state` has the tensors of `root`, which holds the module, each name behind `prefix`. It may
-        list a
-        tensor under several names.
+        `state` is of `root`, which holds the module, with `prefix` before each name.
         """
-        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        named = self._tensors()
         by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
         for tensors in (root.named_parameters, root.named_buffers):
             for name, tensor in tensors(remove_duplicate=False):
                 if prefix + name in state and id(tensor) in by_id:
                     state[prefix + name] = by_id[id(tensor)]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def forget(self) -> None:
         """Forget which parameters were emptied."""
@@ -242,12 +210,10 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
     """Refuse to continue if a callback has replaced or removed a tensor."""
     missing = next((name for name in names if name not in found), None)
     if missing is not None:
-        raise UnsupportedError(
-            explain(
-                expected="the parameters and buffers that the run has begun with",
-                found=f"no '{missing}' any more",
-                remedy="Callbacks that replace them, such as ModelPruning, need one stage.",
-            )
+        _refuse(
+            "no parameter or buffer to be removed during the run",
+            f"no '{missing}'",
+            "Callbacks that replace them, such as ModelPruning, need one stage.",
         )
 
 

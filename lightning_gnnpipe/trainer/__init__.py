@@ -7,8 +7,7 @@ from lightning_gnnpipe.trainer._compat import (
     PathLike,
     optimizers_to_device,
 )
-from lightning_gnnpipe.trainer.checkpoint_io import AtomicCheckpointIO
-from lightning_gnnpipe.trainer.checkpoints import Checkpoints
+from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
 from lightning_gnnpipe.trainer.engine_host import EngineHost
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.replicas import Replicas

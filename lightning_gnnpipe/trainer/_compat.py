@@ -8,35 +8,32 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _load as load_file
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device as default_backend,
-)
-from lightning.fabric.utilities.distributed import (
-    _init_dist_connection as init_dist_connection,
-)
-from lightning.fabric.utilities.distributed import (
-    _sync_ddp_if_available as reduce_over,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.fabric.utilities import cloud_io, distributed
+from lightning.fabric.utilities import optimizer as fabric_optimizer
+from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-)
-from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
-)
-from lightning.pytorch.trainer.call import _interrupt as interrupt
+from lightning.pytorch.strategies import ParallelStrategy, launchers
+from lightning.pytorch.trainer import call
 from torch import nn
+
+PathLike: TypeAlias = fabric_types._PATH
+SubprocessScriptLauncher = launchers._SubprocessScriptLauncher
+default_backend = distributed._get_default_process_group_backend_for_device
+init_dist_connection = distributed._init_dist_connection
+interrupt = call._interrupt
+load_file = cloud_io._load
+optimizers_to_device = fabric_optimizer._optimizers_to_device
+reduce_over = distributed._sync_ddp_if_available
+
+# The class `WeightAveraging`; nothing before Lightning 2.6.
+WEIGHT_AVERAGING: Any = getattr(pl_callbacks, "WeightAveraging", ())
 
 
 def syncs_norms(strategy: Any) -> bool:
@@ -48,8 +45,7 @@ def average_of(callback: Callback) -> nn.Module | None:
     """Return the copy of the LightningModule in which `callback` averages weights, or None."""
     if isinstance(callback, StochasticWeightAveraging):
         return callback._average_model
-    kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
-    if kind is not None and isinstance(callback, kind):
+    if isinstance(callback, WEIGHT_AVERAGING):
         return getattr(callback._average_model, "module", None)
     return None
 
@@ -96,10 +92,7 @@ def without_wrong_advice() -> Callable[[], None]:
 
 
 def fetcher_of(trainer: Trainer) -> Any:
-    """Return the batch fetcher of the running loop.
-
-    None if the user's step takes an iterator (`dataloader_iter`) and fetches itself.
-    """
+    """Return the running loop's fetcher; None if the user's step fetches (`dataloader_iter`)."""
     fetcher = trainer._active_loop._data_fetcher  # type: ignore[union-attr]
     return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
 
@@ -157,7 +150,7 @@ class LightningStrategy(ParallelStrategy):
         self._launcher = self.make_launcher()
 
 
-class MultiProcessingLauncher(_MultiProcessingLauncher):
+class MultiProcessingLauncher(launchers._MultiProcessingLauncher):
     """Lightning's launcher of workers, with public names for its two ends."""
 
     def run_worker(
@@ -235,28 +228,3 @@ def read_checkpoint(io: CheckpointIO, path: PathLike, weights_only: bool | None)
         reader: Any = io
         return reader.load_checkpoint(path, weights_only=weights_only)
     return io.load_checkpoint(path)
-
-
-__all__ = [
-    "LightningStrategy",
-    "MultiProcessingLauncher",
-    "PathLike",
-    "SubprocessScriptLauncher",
-    "average_of",
-    "default_backend",
-    "handle_signals",
-    "init_dist_connection",
-    "interrupt",
-    "keep_samplers",
-    "last_saved_step",
-    "load_file",
-    "optimizers_to_device",
-    "read_checkpoint",
-    "reduce_over",
-    "requeue_handler",
-    "skips_backward",
-    "stop_at_the_end_of_the_batch",
-    "teardown",
-    "trainer_of",
-    "without_wrong_advice",
-]

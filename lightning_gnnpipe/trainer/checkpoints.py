@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
-from lightning_gnnpipe.errors import CheckpointError, ConfigError, explain
+from lightning_gnnpipe.errors import CheckpointError, ConfigError
 from lightning_gnnpipe.fallbacks import Fallbacks
 from lightning_gnnpipe.saving import sharded, sidecar
 from lightning_gnnpipe.steps import PipelinedModel, merge_optimizer_states, own_optimizer_state
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
-from lightning_gnnpipe.trainer.checkpoint_io import (
-    TRUST,
-    holds_plain_types,
-    local_path,
-)
 from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
 from lightning_gnnpipe.trainer.launcher import random_state
 from lightning_gnnpipe.trainer.processes import Processes
@@ -34,6 +32,8 @@ from lightning_gnnpipe.trainer.signals import keep_last
 log = logging.getLogger(__name__)
 
 _KEY = "gnnpipe"
+# torch's environment variable by which a user trusts all files.
+_TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class Checkpoints:
@@ -72,11 +72,11 @@ class Checkpoints:
         """
         # Each rank may have found another "last" checkpoint.
         checkpoint_path = self._processes.broadcast(checkpoint_path)
-        path = local_path(checkpoint_path)
+        path = _local_path(checkpoint_path)
 
         def read() -> dict[str, Any]:
             if path is not None and sharded.is_sharded(path):
-                found = sharded.read_sharded(path, holds_plain_types(weights_only))
+                found = sharded.read_sharded(path, _holds_plain_types(weights_only))
             else:
                 found = self._read_stock(checkpoint_path, weights_only)
             self._resumed = self._read_run(found, path)
@@ -99,21 +99,17 @@ class Checkpoints:
             raise
         except Exception as error:  # torch does not say what damaged files raise
             raise CheckpointError(
-                explain(
-                    expected=f"a checkpoint in {path}",
-                    found=f"{type(error).__name__}: {error}",
-                    remedy="Load an earlier one; if it holds objects of your own classes, and you "
-                    "trust it, pass weights_only=False (before Lightning 2.6: set the environment "
-                    f"variable {TRUST}=1).",
-                )
+                expected=f"a checkpoint in {path}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Load an earlier checkpoint. If this one holds objects of your own "
+                "classes and you trust it, pass weights_only=False (before Lightning 2.6, set "
+                f"the environment variable {_TRUST}=1).",
             ) from error
         if not isinstance(found, dict) or "state_dict" not in found:
             raise CheckpointError(
-                explain(
-                    expected=f"a checkpoint of Lightning in {path}",
-                    found=f"a {type(found).__name__} without 'state_dict'",
-                    remedy="Load bare weights with module.load_state_dict(...) before training.",
-                )
+                expected=f"a checkpoint of Lightning in {path}",
+                found=f"a {type(found).__name__} without 'state_dict'",
+                remedy="Load bare weights with module.load_state_dict(...) before training.",
             )
         return found
 
@@ -135,11 +131,9 @@ class Checkpoints:
             ident == sharded.HISTORIES if is_sharded else sidecar.is_id(ident)
         ):
             raise CheckpointError(
-                explain(
-                    expected=f"the id of histories in {path}",
-                    found=repr(ident),
-                    remedy="Load an earlier checkpoint: this one was changed after it was saved.",
-                )
+                expected=f"the id of histories in {path}",
+                found=repr(ident),
+                remedy="Load an earlier checkpoint: this one was changed after it was saved.",
             )
         if path is not None and ident is not None:
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
@@ -165,8 +159,10 @@ class Checkpoints:
             if self._processes.is_interrupted:
                 return module.state_dict()
             if self._is_sharded:
-                return own_state_dict(module, model, self._processes.transport.mesh)
-            return full_state_dict(module, model)
+                return _own_state_dict(module, model, self._processes.transport.mesh)
+            state = module.state_dict()
+            model.complete(state, module)
+            return state
 
     def optimizer_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state that `read` gives on this rank, with that of all stages."""
@@ -193,7 +189,7 @@ class Checkpoints:
             keep_last(_compat.trainer_of(self._strategy.lightning_module))
             return
         filepath = processes.broadcast(filepath)
-        path = local_path(filepath)
+        path = _local_path(filepath)
         if self._is_sharded:
             self._save_sharded(checkpoint, filepath, path)
             return
@@ -230,12 +226,10 @@ class Checkpoints:
     ) -> None:
         if path is None:
             raise ConfigError(
-                explain(
-                    expected="a local path for a sharded checkpoint",
-                    found=str(filepath),
-                    remedy="Save to a file system that all ranks see, or leave "
-                    "save_distributed_checkpoint off.",
-                )
+                expected="a local path for a sharded checkpoint",
+                found=str(filepath),
+                remedy="Save to a file system that all ranks see, or use "
+                "save_distributed_checkpoint=False.",
             )
         together, is_first = self._processes.together, self._strategy.is_global_zero
         weights = checkpoint.pop("state_dict")
@@ -257,7 +251,7 @@ class Checkpoints:
 
     def remove(self, filepath: PathLike) -> None:
         """Delete the histories of checkpoints that are gone from the folder of `filepath`."""
-        path = local_path(filepath)
+        path = _local_path(filepath)
         if self._strategy.local_rank == 0 and path is not None:
             sidecar.prune(path, None)
 
@@ -287,36 +281,64 @@ class Checkpoints:
         self._processes.together(write)
 
 
-State = dict[str, Any]
-
-
-def full_state_dict(root: nn.Module, model: PipelinedModel) -> dict[str, Tensor]:
-    """Return the state dict of `root` with the weights of all stages, on every rank; collective.
-
-    Args:
-        root: The LightningModule.
-        model: The pipelined model.
-    """
-    state: dict[str, Tensor] = root.state_dict()
-    model.complete(state, root)
-    return state
-
-
-def own_state_dict(root: nn.Module, model: PipelinedModel, mesh: Mesh) -> State:
+def _own_state_dict(root: nn.Module, model: PipelinedModel, mesh: Mesh) -> dict[str, Any]:
     """Return the part of the state dict of `root` that this rank writes; no two write the same.
 
-    What belongs to no stage is the first one's; a stage's first rank writes, of the first
-    replica. For the other arguments see `full_state_dict`.
+    The first rank of each stage writes, in the first replica. The first stage writes what belongs
+    to no stage.
     """
     if mesh.shard or mesh.replica:
         return {}
-    named = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
-    owned, pipelined = model.owned, model.pipelined
-    foreign = {id(named[name]) for name in pipelined - owned if name in named}
-    own = {id(named[name]) for name in owned if name in named}
-    state: State = root.state_dict(keep_vars=True)
+    own, foreign = model.tensor_ids()
+    state = root.state_dict(keep_vars=True)
     return {
         key: value.detach() if isinstance(value, Tensor) else value
         for key, value in state.items()
         if id(value) in own or (mesh.is_first and id(value) not in foreign)
     }
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a local checkpoint to a temporary file, and moves it to its name.
+
+    An interrupted save leaves the last checkpoint intact. Remote paths are written by Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        target = _local_path(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        sidecar.write_synced(part, checkpoint)
+        os.replace(part, target)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load the checkpoint; with `weights_only` refuse all but tensors and plain types.
+
+        torch before 2.6, and Lightning before 2.6, would run any code in the file.
+        """
+        if not get_filesystem(path).exists(str(path)):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        is_plain = _holds_plain_types(weights_only)
+        return _compat.load_file(path, map_location, is_plain)
+
+
+def _holds_plain_types(weights_only: bool | None) -> bool:
+    """Whether to load only tensors and plain types; None reads the environment."""
+    if weights_only is not None:
+        return weights_only
+    return os.environ.get(_TRUST, "0").lower() not in ("1", "y", "yes", "true")
+
+
+def _local_path(path: PathLike) -> Path | None:
+    """Return `path` as a local path; None if it is remote."""
+    text = str(path)
+    if "://" not in text:
+        return Path(text)
+    return Path(text.removeprefix("file://")) if text.startswith("file://") else None

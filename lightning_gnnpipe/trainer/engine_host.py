@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,17 +20,17 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, find_pipelined
+from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
 from lightning_gnnpipe.trainer.loaders import NextBatch
-from lightning_gnnpipe.trainer.precision import StagePrecision, loss_scale
+from lightning_gnnpipe.trainer.precision import work_over_stages
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.refuse import (
     check_optimizers,
@@ -38,11 +38,15 @@ from lightning_gnnpipe.trainer.refuse import (
     check_scaling,
     check_sharded,
     check_sync,
-    check_was_called,
+    refuse_uncalled,
 )
 from lightning_gnnpipe.trainer.replay import StepReplay, check_replay
 from lightning_gnnpipe.trainer.replicas import Replicas
-from lightning_gnnpipe.trainer.weight_callbacks import GuestCallbacks, HookEnds, owners_of_hooks
+from lightning_gnnpipe.trainer.weight_callbacks import (
+    at_ends_of_hooks,
+    owners_of_hooks,
+    serve_callbacks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +86,8 @@ class EngineHost:
         self.last_run: RunState | None = None
         self._engine: PipelineEngine | None = None
         self._prefix = ""
-        self._guests = GuestCallbacks()
-        self._precision = StagePrecision()
         self._next_batch = NextBatch()
-        self._hook_ends = HookEnds()
-        self._undo: list[Callable[[], None]] = []
+        self._patched = ExitStack()
 
     @property
     def engine(self) -> PipelineEngine:
@@ -97,11 +98,9 @@ class EngineHost:
         """
         if self._engine is None:
             raise ConfigError(
-                explain(
-                    expected="the engine to be asked for while the Trainer runs",
-                    found="no run in progress",
-                    remedy="Ask in a hook such as on_train_epoch_end.",
-                )
+                expected="a call while the Trainer runs",
+                found="no run in progress",
+                remedy="Call it in a hook such as on_train_epoch_end.",
             )
         return self._engine
 
@@ -120,10 +119,11 @@ class EngineHost:
         module, options = trainer.lightning_module, self._options
         check_sync(_compat.syncs_norms(self._strategy), options.data_parallel)
         if not self._replicas.are_several:
-            self._undo += [_compat.keep_samplers(trainer), _compat.without_wrong_advice()]
+            self._patched.callback(_compat.keep_samplers(trainer))
+            self._patched.callback(_compat.without_wrong_advice())
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
-            log.warning("With num_chunks=1 nothing is cut or stale: %s change nothing.", names)
+            log.warning("With num_chunks=1 these options have no effect: %s.", names)
         self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
         seed = self._processes.share_start(module)
@@ -148,7 +148,7 @@ class EngineHost:
             self._serve_callbacks(callbacks, averages)
         if self._processes.has_stages:
             self._answer_reads(trainer)
-        self._processes.signals.attach(trainer)
+        self._processes.signals.attach(trainer, engine.signals)
         if is_fitting and trainer.is_global_zero and _shows_summaries(callbacks):
             engine.model.on_split = partial(_print_stages, trainer, pipelined)
 
@@ -157,7 +157,8 @@ class EngineHost:
         if self._processes.has_peers:
             module = self._strategy.lightning_module
             assert module is not None
-            self._precision.attach(plugin, module, self.engine.model, self._processes.transport)
+            model, transport = self.engine.model, self._processes.transport
+            self._patched.callback(work_over_stages(plugin, module, model, transport))
         check_scaling(plugin, self._options.async_halo)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -165,27 +166,25 @@ class EngineHost:
         is_first = self._strategy.is_global_zero
         check_optimizers(optimizers, self._processes.transport.mesh.num_stages if is_first else 1)
         if self._processes.has_stages:
-            self._undo += [self.engine.model.reads.serve(one) for one in optimizers]
+            for one in optimizers:
+                self._patched.callback(self.engine.model.reads.serve(one))
 
     def detach(self) -> None:
         """Undo `attach`, and give the user's module all weights unless an error ended the run."""
         if self._engine is None:
-            self._undo_all()
+            self._patched.close()
             return
         engine, self._engine = self._engine, None
         is_interrupted = self._processes.is_interrupted
         if engine.options.is_fitting:
             self.last_run = engine.run_state(is_validation_next=False).without_histories()
         engine.detach()
-        self._hook_ends.detach()
         if engine.model.is_split and not is_interrupted:
             engine.model.reads.gather_states()
-        self._undo_all()
+        self._patched.close()
         if not is_interrupted:
             engine.statistics.warn()
             engine.graphs.inputs.tell_share(engine.num_training_passes)
-        self._precision.detach()
-        self._guests.detach()
         self._replicas.detach_metrics()
         self.controls.reset()
         if not is_interrupted:
@@ -200,10 +199,6 @@ class EngineHost:
             )
         engine.model.forget()
 
-    def _undo_all(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
     def take_over(self) -> None:
         """Put the engine behind the module's forward."""
         if not self.engine.is_attached:
@@ -215,10 +210,7 @@ class EngineHost:
         assert module is not None
         trainer = module.trainer
         engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
-        engine.set_step(
-            step_index=trainer.fit_loop.epoch_loop.total_batch_idx,
-            signals=self._processes.signals.received,
-        )
+        engine.set_step(step_index=trainer.fit_loop.epoch_loop.total_batch_idx)
         engine.model.reads.settle()
         self._replicas.share_buffers(engine)
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
@@ -230,11 +222,12 @@ class EngineHost:
         output = step(*args)
         engine.batches.early_loss.run = None
         self.controls.reset()  # requests are for one step
-        check_was_called(self._prefix, engine.num_training_passes > passes)
+        if engine.num_training_passes == passes:
+            refuse_uncalled(self._prefix)
         engine.model.reads.forget_foreign_states()
         loss = output.get("loss") if isinstance(output, dict) else output
-        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else 0.0)
-        self._processes.signals.agree(engine.agreed_signals)
+        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
+        self._processes.signals.obey()
         if self._processes.has_stages:
             engine.model.reads.meet("end training_step")
         return output
@@ -243,7 +236,8 @@ class EngineHost:
         """Run the user's backward; its pipelined part averages its own gradients over replicas."""
         module, engine = self._strategy.lightning_module, self.engine
         assert module is not None
-        engine.set_step(loss_scale=loss_scale(self._strategy.precision_plugin))
+        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
         run()
         pipelined = {id(p) for p in engine.model.module.parameters()}
         engine.average(p for p in module.parameters() if id(p) not in pipelined)
@@ -264,14 +258,13 @@ class EngineHost:
     def step_of_stream(self, batch: Any) -> Iterator[None]:
         """Run a step without gradients on `batch` within the block."""
         engine, device = self.engine, self._strategy.root_device
-        engine.set_step(signals=self._processes.signals.received)
         engine.model.reads.settle()
         engine.stream.enter_step(batch, lambda: self._next_batch.peek(device))
         try:
             yield
         finally:
             engine.stream.leave_step()
-        self._processes.signals.agree(engine.agreed_signals)
+        self._processes.signals.obey()
 
     def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Let the engine run the training step again, for the loss of one micro-batch."""
@@ -296,8 +289,9 @@ class EngineHost:
             check_pruning(callbacks)
         for average in averages:
             self._processes.share_weights(average)
-        self._guests.attach(
-            callbacks, self.engine.model, self._prefix, lambda: self._processes.is_interrupted
+        model, processes = self.engine.model, self._processes
+        self._patched.callback(
+            serve_callbacks(callbacks, model, self._prefix, lambda: processes.is_interrupted)
         )
 
     def _answer_reads(self, trainer: pl.Trainer) -> None:
@@ -312,7 +306,7 @@ class EngineHost:
             if name.rpartition(".")[0] in everywhere and not processes.is_interrupted:
                 reads.meet(f"end {name}")
 
-        self._hook_ends.attach(trainer, meet)
+        self._patched.callback(at_ends_of_hooks(trainer, meet))
 
 
 def _parameters_outside(module: nn.Module, pipelined: nn.Module) -> dict[int, str]:

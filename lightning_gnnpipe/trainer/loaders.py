@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_gnnpipe.errors import ConfigError, explain
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.trainer import _compat
 
 Gather = Callable[[Sequence[int]], list[list[int]]]
@@ -24,10 +24,7 @@ _END = object()
 
 
 class SameLengthLoader:
-    """Wraps `loader`; raises ConfigError on all ranks if their numbers of batches differ.
-
-    `gather` returns the numbers of all ranks; collective.
-    """
+    """Wraps a loader; raises ConfigError if ranks have different numbers of batches."""
 
     def __init__(self, loader: Any, gather: Gather) -> None:
         self.loader, self._gather = loader, gather
@@ -62,12 +59,10 @@ class SameLengthLoader:
 
 def _refuse(found: str) -> None:
     raise ConfigError(
-        explain(
-            expected="as many batches on all ranks",
-            found=f"{found}, by rank",
-            remedy="Give each replica as many, as Lightning's DistributedSampler does; a sampler "
-            "or data set of your own takes strategy.distributed_sampler_kwargs.",
-        )
+        expected="the same number of batches on all ranks",
+        found=f"{found}, by rank",
+        remedy="Use Lightning's DistributedSampler, or pass "
+        "strategy.distributed_sampler_kwargs to a sampler or data set of your own.",
     )
 
 
@@ -84,8 +79,7 @@ class NextBatch:
     def attach(self, trainer: pl.Trainer) -> None:
         """Look ahead in the loop that `trainer` has begun.
 
-        Not if the user changes batches on their way to the device, or if ranks must agree on each
-        batch.
+        Not if the user changes batches on their way to the device, or ranks must agree on each.
         """
         self.detach()
         owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
@@ -130,7 +124,6 @@ class _Source(Iterator[Any]):
         return item
 
     def peek(self) -> Any:
-        """Return the next item; None if there is none."""
         if not self._next:
             try:
                 self._next = [(next(self._source), None)]

@@ -7,8 +7,7 @@ scales and weights would drift apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,45 +20,33 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.steps import PipelinedModel
 
 
-def loss_scale(plugin: Precision) -> float:
-    """Return the plugin's factor on the next loss."""
+def work_over_stages(
+    plugin: Precision, module: LightningModule, model: PipelinedModel, pipe: Transport
+) -> Callable[[], None]:
+    """Let `plugin` clip by the norm over all stages, and skip a step if any stage overflows.
+
+    `plugin` is set up already; `module` holds all parameters. Returns an undo function.
+    """
+    clip_by_value = plugin.clip_grad_by_value
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        parameters = plugin.main_params(optimizer)
+        with model.reads.inside():
+            clip_by_total_norm(model, pipe, module, parameters, clip_val)
+
+    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
+        with model.reads.inside():
+            clip_by_value(optimizer, clip_val)
+
+    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign]
+    patched = ExitStack()
+    patched.callback(plugin.__dict__.pop, "clip_grad_by_norm", None)
+    patched.callback(plugin.__dict__.pop, "clip_grad_by_value", None)
     scaler = getattr(plugin, "scaler", None)
-    return 1.0 if scaler is None else float(scaler.get_scale())
-
-
-class StagePrecision:
-    """Clips by the norm over all stages, and skips a step if any stage overflows."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def attach(
-        self, plugin: Precision, module: LightningModule, model: PipelinedModel, pipe: Transport
-    ) -> None:
-        """Patch `plugin`, which is set up already; `module` holds all parameters."""
-        clip_by_value = plugin.clip_grad_by_value
-
-        def clip(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = plugin.main_params(optimizer)
-            with model.reads.inside():
-                clip_by_total_norm(model, pipe, module, parameters, clip_val)
-
-        def clip_values(optimizer: Optimizer, clip_val: float) -> None:
-            with model.reads.inside():
-                clip_by_value(optimizer, clip_val)
-
-        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign]
-        self._undo.append(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
-        self._undo.append(lambda: plugin.__dict__.pop("clip_grad_by_value", None))
-        scaler = getattr(plugin, "scaler", None)
-        if scaler is not None:
-            self._undo.append(share_overflows(scaler, pipe, model.reads.inside))
-
-    def detach(self) -> None:
-        """Restore the plugin."""
-        while self._undo:
-            self._undo.pop()()
+    if scaler is not None:
+        patched.callback(share_overflows(scaler, pipe, model.reads.inside))
+    return patched.close
 
 
 def clip_by_total_norm(
@@ -69,11 +56,10 @@ def clip_by_total_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
 ) -> Tensor:
-    """Scale gradients of `parameters` to a norm over all stages of at most `max_norm`; collective.
+    """Scale gradients to a norm over all stages of at most `max_norm`; collective.
 
-    Parameters of a stage count on its rank, tied ones once, replicated ones on the first rank, in
-    each
-    replica. `root` holds all parameters. Returns the norm before clipping, equal on all ranks.
+    Stages' parameters count on their rank, tied ones once, replicated ones on the first rank, in
+    each replica. `root` holds them all. Returns the norm before clipping, equal on all ranks.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     counted = _counted(model, transport, root)
@@ -94,11 +80,9 @@ def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> se
     """Return ids of the parameters of `root` that count on this rank; each counts once."""
     if transport.mesh.shard:  # the stage's first rank counts them
         return set()
-    named = dict(model.module.named_parameters())
-    pipelined = {id(named[name]) for name in model.pipelined if name in named}
-    owned = {id(named[name]) for name in model.owned if name in named}
-    replicated = {id(p) for p in root.parameters()} - pipelined
-    return owned | replicated if transport.mesh.is_first else owned
+    own, foreign = model.tensor_ids()
+    replicated = {id(p) for p in root.parameters()} - own - foreign
+    return own | replicated if transport.mesh.is_first else own
 
 
 def share_overflows(
@@ -106,10 +90,7 @@ def share_overflows(
     transport: Transport,
     inside: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
-    """Make `scaler` see the overflows of all stages; return an undo function.
-
-    It reads gradients within the context `inside`.
-    """
+    """Make `scaler`, within `inside`, see overflows of all stages; return an undo function."""
 
     def over_stages(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         found = torch.zeros((), device=transport.world.device)

@@ -35,7 +35,7 @@ from lightning_gnnpipe.comm import (
     is_lost,
     restart_store,
 )
-from lightning_gnnpipe.errors import ConfigError, PeerError, explain
+from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.launcher import WorkerLauncher, random_state, set_random_state
@@ -137,14 +137,12 @@ class Processes:
         strategy = self._strategy
         if strategy.local_rank >= strategy.num_processes:
             raise ConfigError(
-                explain(
-                    expected="as many devices as the Trainer that has started this process has",
-                    found=f"devices={strategy.num_processes} in the process of local rank "
-                    f"{strategy.local_rank}",
-                    remedy="Each rank runs the script from its beginning. Use one Trainer a "
-                    "script, the same number of devices in all of them, or "
-                    "GNNPipeStrategy(start_method='spawn').",
-                )
+                expected="the same number of devices as in the Trainer that started this process",
+                found=f"devices={strategy.num_processes} in the process of local rank "
+                f"{strategy.local_rank}",
+                remedy="Each rank runs the script from the start. Use one Trainer, the same "
+                "number of devices in all Trainers, or "
+                "GNNPipeStrategy(start_method='spawn').",
             )
         launcher = strategy.launcher
         if isinstance(launcher, WorkerLauncher) and launcher.random_state is not None:
@@ -152,7 +150,7 @@ class Processes:
             launcher.random_state = None
 
     def connect(self) -> None:
-        """Make the process groups, or use those of an earlier run of the same ranks."""
+        """Make the process groups, or use the groups of an earlier run of the same ranks."""
         self.set_ranks()
         strategy, options = self._strategy, self._options
         layout, wire = options.resolve_layout(strategy.world_size), None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps import refuse_evaluations
+from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
 
@@ -23,17 +26,11 @@ def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
     """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                explain(
-                    expected="an optimizer that evaluates the loss once a step",
-                    found="LBFGS, whose line search would differ between stages",
-                    remedy="Use Adam, AdamW or SGD.",
-                )
-            )
+            refuse_evaluations(optimizer)
         if num_stages > 1 and not type(optimizer).__module__.startswith("torch.optim"):
             log.warning(
-                "%s is not one of torch.optim's. In its step each rank has the weights of its own "
-                "stage only, so it has to treat every weight by itself, without norms over all.",
+                "%s is not an optimizer of torch.optim. Each rank runs it on the weights of its "
+                "own stage, so it must not use a norm or other statistics of all weights.",
                 type(optimizer).__name__,
             )
 
@@ -41,65 +38,55 @@ def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
 def check_scaling(plugin: Precision, is_async: bool) -> None:
     """Refuse loss scaling with async shards: the last step's gradients had another scale."""
     if is_async and getattr(plugin, "scaler", None) is not None:
-        raise UnsupportedError(
-            explain(
-                expected="async_halo=True without loss scaling",
-                found='precision="16-mixed", under which gradients of the last step are scaled '
-                "otherwise",
-                remedy='Use "bf16-mixed", or async_halo=False.',
-            )
+        _refuse(
+            "async_halo=True without loss scaling",
+            'precision="16-mixed", which changes the scale of gradients between steps',
+            'Use "bf16-mixed", or async_halo=False.',
         )
 
 
 def check_sync(is_asked: bool, num_replicas: int) -> None:
     """Refuse `sync_batchnorm` over replicas, each of which keeps its own statistics."""
     if is_asked and num_replicas > 1:
-        raise UnsupportedError(
-            explain(
-                expected="sync_batchnorm=False with data_parallel",
-                found="sync_batchnorm=True, which would change nothing: BatchNorm has the "
-                "statistics of each micro-batch",
-                remedy="Leave it out, or use LayerNorm or GraphNorm.",
-            )
+        _refuse(
+            "sync_batchnorm=False with data_parallel",
+            "sync_batchnorm=True, which has no effect: BatchNorm uses the statistics of each "
+            "micro-batch",
+            "Leave it out, or use LayerNorm or GraphNorm.",
         )
 
 
 def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
     """Refuse callbacks that save two sets of weights into a sharded checkpoint."""
-    kind = getattr(pl_callbacks, "WeightAveraging", None)  # from Lightning 2.6
     for callback in callbacks:
-        if saves_sharded and kind is not None and isinstance(callback, kind):
-            raise UnsupportedError(
-                explain(
-                    expected="one set of weights in a sharded checkpoint",
-                    found=f"{type(callback).__name__}, which saves two",
-                    remedy="Leave save_distributed_checkpoint off.",
-                )
+        if saves_sharded and isinstance(callback, _compat.WEIGHT_AVERAGING):
+            _refuse(
+                "one set of weights in a sharded checkpoint",
+                f"{type(callback).__name__}, which saves two",
+                "Use save_distributed_checkpoint=False.",
             )
 
 
 def check_pruning(callbacks: Iterable[Callback]) -> None:
     """Refuse callbacks that replace parameters, since stages would not know."""
     for callback in callbacks:
-        if isinstance(callback, pl_callbacks.ModelPruning):
-            raise UnsupportedError(
-                explain(
-                    expected="callbacks that keep the parameters, with several stages",
-                    found=f"{type(callback).__name__}, which puts masked ones in their place",
-                    remedy="Prune after training, or with num_stages=1.",
-                )
+        if isinstance(callback, ModelPruning):
+            _refuse(
+                "callbacks that keep the parameters, with several stages",
+                f"{type(callback).__name__}, which replaces them",
+                "Prune after training, or with num_stages=1.",
             )
 
 
-def check_was_called(name: str, was_called: bool) -> None:
+def refuse_uncalled(name: str) -> NoReturn:
     """Refuse a training step that did not call the pipelined module `name`."""
-    if was_called:
-        return
-    raise UnsupportedError(
-        explain(
-            expected=f"training_step to call the pipelined module '{name or 'self'}'",
-            found="no call of it",
-            remedy="Call its forward, or name the module you call by "
-            "GNNPipeStrategy(pipelined_module=...).",
-        )
+    _refuse(
+        f"training_step to call the pipelined module '{name or 'self'}'",
+        "no call",
+        "Call its forward, or name the module that you call: "
+        "GNNPipeStrategy(pipelined_module='...').",
     )
+
+
+def _refuse(expected: str, found: str, remedy: str) -> NoReturn:
+    raise UnsupportedError(expected=expected, found=found, remedy=remedy)

@@ -1,7 +1,7 @@
 """Runs the user's training_step again within itself, from the same state.
 
 Each run starts with the batch, random state and LightningModule state of the first one. Afterwards
-all of them are restored. Its log calls have no effect.
+the present state is restored. Log calls of repeated runs have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.errors import UnsupportedError, explain
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
 
@@ -52,11 +52,7 @@ class StepReplay:
         self._begin = self._capture()
 
     def __call__(self) -> Tensor:
-        """Return the loss as its backward starts: divided for accumulation, and scaled.
-
-        Raises:
-            UnsupportedError: If the step returns no loss, or writes to the batch.
-        """
+        """Return the loss as its backward starts: divided for accumulation, and scaled."""
         resume = self._capture()
         versions = [version_of(one) for one in self._tensors]
         self._begin()
@@ -69,7 +65,7 @@ class StepReplay:
         if not isinstance(loss, Tensor):
             raise _refuse("training_step to return a loss", f"{type(loss).__name__}")
         if versions != [version_of(one) for one in self._tensors]:
-            raise _refuse("training_step to leave the batch's tensors as they are", "one changed")
+            raise _refuse("training_step not to change the batch in place", "a changed tensor")
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -96,7 +92,7 @@ def check_replay(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise _refuse("automatic optimization", "automatic_optimization=False")
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise _refuse("training_step to be given a batch", "an iterator")
+        raise _refuse("training_step to take a batch", "dataloader_iter")
 
 
 def _keep(value: Any) -> Restore | None:
@@ -169,9 +165,7 @@ def _mute(module: pl.LightningModule, modules: Iterable[nn.Module]) -> None:
 
 def _refuse(expected: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            expected=f"{expected}, where it runs again for each micro-batch",
-            found=found,
-            remedy="Use schedule='fill_drain', under which it runs once.",
-        )
+        expected=f"{expected}, since training_step runs again for each micro-batch",
+        found=found,
+        remedy="Use schedule='fill_drain', which runs it once.",
     )

@@ -123,9 +123,8 @@ class Replicas:
 
     def _share_buffers(self, engine: PipelineEngine) -> None:
         assert self._strategy.lightning_module is not None
-        model, over = engine.model, self._processes.transport.replicas
-        named = model.module.named_buffers()
-        foreign = {id(b) for name, b in named if name in model.pipelined - model.owned}
+        over = self._processes.transport.replicas
+        _, foreign = engine.model.tensor_ids()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._strategy.lightning_module.buffers():
             if id(buffer) not in foreign:

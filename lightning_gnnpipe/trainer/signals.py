@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_gnnpipe.steps import SignalBits
 from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
@@ -26,37 +27,41 @@ _NAME = "last-sigterm.ckpt"  # found by Trainer.fit(ckpt_path="last")
 
 
 class StopSignals:
-    """Signals as bits: `received` by this rank, and `agreed`, known to all ranks."""
+    """The signals of a run."""
 
     def __init__(self) -> None:
-        self.received = self.agreed = 0
+        self._bits = SignalBits()
         self._trainer: pl.Trainer | None = None
         self._requeue: Any = None
 
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Record signals from now on; Lightning registers its handlers after this."""
-        self.received = self.agreed = 0
+    def attach(self, trainer: pl.Trainer, bits: SignalBits) -> None:
+        """Record signals in `bits` from now on; Lightning registers its handlers after this."""
+        self._bits = bits
         if self._trainer is None:
             self._requeue = _compat.requeue_handler(trainer)
         self._trainer = trainer
         _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
 
     @property
+    def received(self) -> int:
+        """Bits of the signals that this rank has received."""
+        return self._bits.received
+
+    @property
     def stops_together(self) -> bool:
         """Whether all ranks are about to stop at the same place."""
-        return bool(self.agreed & STOP)
+        return bool(self._bits.agreed & STOP)
 
-    def agree(self, signals: int) -> None:
-        """Record the signals of all ranks; on SIGTERM Lightning stops after the batch."""
-        self.agreed |= signals
-        if self._trainer is not None and self.agreed & STOP:
+    def obey(self) -> None:
+        """Let Lightning stop after the batch if any rank has received SIGTERM."""
+        if self._trainer is not None and self.stops_together:
             _compat.stop_at_the_end_of_the_batch(self._trainer)
 
     def requeue(self) -> None:
         """Save and requeue the SLURM job if it was requested; on all ranks."""
-        if self.agreed & REQUEUE:
-            self.agreed &= ~REQUEUE
-            self.received &= ~REQUEUE
+        if self._bits.agreed & REQUEUE:
+            self._bits.agreed &= ~REQUEUE
+            self._bits.received &= ~REQUEUE
             self._requeue(0, None)
 
     def save(self) -> None:
@@ -74,14 +79,14 @@ class StopSignals:
         log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
 
     def _on_stop(self, signum: int, frame: Any) -> None:
-        is_first = not self.received & STOP
-        self.received |= STOP
+        is_first = not self._bits.received & STOP
+        self._bits.received |= STOP
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if is_first and launcher is not None:
             launcher.kill(signum)  # the workers of this process
 
     def _on_requeue(self, signum: int, frame: Any) -> None:
-        self.received |= REQUEUE
+        self._bits.received |= REQUEUE
 
 
 def keep_last(trainer: pl.Trainer | None) -> None:

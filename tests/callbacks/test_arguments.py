@@ -16,9 +16,9 @@ from lightning_gnnpipe import (
     StalenessWarmup,
     TimelineCallback,
 )
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.steps import Controls
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])

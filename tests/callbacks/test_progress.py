@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_gnnpipe import ChunkProgress
 from lightning_gnnpipe.callbacks import progress
-from lightning_gnnpipe.controls import Controls
+from lightning_gnnpipe.steps import Controls
 from tests.helpers.observed import make_data, make_module, make_trainer
 
 

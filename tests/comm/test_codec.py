@@ -200,5 +200,5 @@ def test_messages_are_exact_if_both_are(option: CodecOption, is_exact: bool) -> 
     "option", ["int3", ("int1",), ("int1", "int3"), ("int1",) * 3, None, (1, 2)]
 )
 def test_what_names_no_codecs_is_refused(option: object) -> None:
-    with pytest.raises(ConfigError, match=r"codecs to be one of fp32, .*, or two of them"):
+    with pytest.raises(ConfigError, match=r"codecs to be one of fp32, .*, or a pair of them"):
         get_codecs(option)  # type: ignore[arg-type]

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.codecs import get_codec
-from lightning_gnnpipe.codecs import low_bit as dither_module
-from lightning_gnnpipe.codecs import low_bit as rows_module
+from lightning_gnnpipe.codecs import get_codec, low_bit
 from lightning_gnnpipe.codecs.low_bit import Dither
 from tests.helpers.codecs import FLOATS, LOW_BITS, check_not_hidden, random, steps_of, through
 
@@ -18,7 +16,7 @@ BLOCK = 2**16  # values that a codec takes at a time
 
 
 def test_blocks_are_those_that_the_tests_are_about() -> None:
-    assert rows_module.BLOCK_CPU == BLOCK
+    assert low_bit.BLOCK_CPU == BLOCK
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -117,7 +115,7 @@ def test_the_largest_value_is_never_rounded_up(
     def draw(count: int, generator: torch.Generator) -> Tensor:
         return torch.full((count,), next(draws), dtype=torch.int32)
 
-    monkeypatch.setattr(dither_module, "_draw", draw)
+    monkeypatch.setattr(low_bit, "_draw", draw)
     high = 1 + torch.arange(100.0) * 2.0**-3  # 16 bits hold all of them below 16
     rows = torch.zeros(100, 24)
     rows[:, 1::2] = high[:, None]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
-from lightning_gnnpipe.comm import Label, Meter, Transport, World, share_tensors
+from lightning_gnnpipe.comm import Label, Meter, Transport, World
 from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]
@@ -87,7 +87,7 @@ def share(transport: Transport, folder: Path) -> None:
     stage = transport.mesh.stage
     local = {"a": torch.zeros(2)} if stage == 0 else {"b": torch.ones(3, 1)}
     shapes = {"a": (torch.Size([2]), torch.float32), "b": (torch.Size([3, 1]), torch.float32)}
-    found = share_tensors(transport, {"a": 0, "b": 1}, local, shapes)
+    found = transport.share_tensors({"a": 0, "b": 1}, local, shapes)
     assert found["a"].tolist() == [0, 0] and found["b"].sum() == 3
     total = torch.tensor([1.0 + stage])
     transport.all_reduce(total, "tied_grad")

@@ -14,10 +14,10 @@ from tests.differential.workers import Workers
 LIMIT_S = 120.0
 
 
-def failures(seeds: range) -> list[str]:
+def failures(seeds: range, start_method: str) -> list[str]:
     """Return what fails, each with its program."""
     tasks = [(draw_of(seed), None) for seed in seeds]
-    findings = [one for found in Workers(2, LIMIT_S).run(tasks) for one in found]
+    findings = [one for found in Workers(2, LIMIT_S, start_method).run(tasks) for one in found]
     assert {finding.kind for finding in findings} & {"equal"}
     return [
         f"{one.kind}: {one.text[:2000]}\n{script_of(one.draw, one.setting)}"
@@ -28,12 +28,12 @@ def failures(seeds: range) -> list[str]:
 
 def test_a_few_draws() -> None:
     """One of them on two stages."""
-    assert failures(range(144, 150)) == []
+    assert failures(range(144, 150), "fork") == []
 
 
 @pytest.mark.slow
 def test_many_draws() -> None:
-    assert failures(range(500)) == []
+    assert failures(range(500), "spawn") == []
 
 
 def test_every_program_can_be_read() -> None:
@@ -65,5 +65,5 @@ def test_faults_are_found() -> None:
         slots = {"loss": f"if 'Pipe' in type(self.trainer.strategy).__name__:\n    {lines}"}
         draw = replace(draw_of(seed), habits=(Habit(kind, slots),))
         tasks.append((draw, SETTINGS["one chunk"]))
-    found = [one for [one] in Workers(2, limit_s=12).run(tasks)]
+    found = [one for [one] in Workers(2, 8, "fork").run(tasks)]
     assert {one.draw.habits[0].name: one.kind for one in found} == {kind: kind for kind in FAULTS}

@@ -28,15 +28,17 @@ class Workers:
     Args:
         num_processes: At a time.
         limit_s: Longest time for one setting of a draw.
+        start_method: Forked processes start at once, with what this process has imported.
     """
 
-    def __init__(self, num_processes: int, limit_s: float) -> None:
+    def __init__(self, num_processes: int, limit_s: float, start_method: str = "spawn") -> None:
         self.num_processes, self.limit_s = num_processes, limit_s
+        self.start_method = start_method
 
     def run(self, tasks: Iterable[Task]) -> Iterator[list[Finding]]:
         """Yield the findings of each task, in the order in which they come."""
         waiting, busy = deque(tasks), list[_Worker]()
-        idle = [_Worker() for _ in range(min(self.num_processes, len(waiting)))]
+        idle = [_Worker(self.start_method) for _ in range(min(self.num_processes, len(waiting)))]
         try:
             while waiting or busy:
                 while waiting and idle:
@@ -47,7 +49,8 @@ class Workers:
                     findings = worker.look(self.limit_s)
                     if findings is not None:
                         busy.remove(worker)
-                        idle += [worker] if worker.is_alive else [_Worker()] if waiting else []
+                        if worker.is_alive or waiting:
+                            idle.append(worker if worker.is_alive else _Worker(self.start_method))
                         yield findings
         finally:
             for worker in (*busy, *idle):
@@ -57,8 +60,8 @@ class Workers:
 class _Worker:
     """One process, leader of a group of its own."""
 
-    def __init__(self) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, start_method: str) -> None:
+        context: Any = mp.get_context(start_method)
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other,))
         self.process.start()

@@ -25,10 +25,12 @@ def package_messages() -> dict[str, str]:
 def refusal_reasons() -> set[str]:
     """Return the reasons for which a layer is refused, where they are written out."""
     tree = ast.parse((PACKAGE / "layers" / "support.py").read_text())
-    place = _parameters(tree, "reason")["_refuse"]
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    reasons = [one.args[place] for one in calls if ast.unparse(one.func) == "_refuse"]
-    return {text for reason in reasons for text in texts(reason) if text != GAP}
+    yields = [node.value for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    reasons = [one.elts[0] for one in yields if isinstance(one, ast.Tuple)]
+    named = [
+        text for one in reasons if isinstance(one, ast.Name) for text in _all_assigned(tree, one.id)
+    ]
+    return {text for reason in reasons for text in texts(reason) if text != GAP} | set(named)
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[str, int]]:

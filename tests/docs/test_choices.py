@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import lightning_gnnpipe
-from lightning_gnnpipe.callbacks.refresh import RefreshHow
+from lightning_gnnpipe.callbacks.staleness import RefreshHow
 from lightning_gnnpipe.types import (
     ChangingInputs,
     CodecName,

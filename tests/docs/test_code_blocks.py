@@ -6,10 +6,8 @@ Python block before them prints. Commands are run, or are on a list of those tha
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,8 @@ import pytest
 from lightning_gnnpipe.cli import commands as cli
 from tests.docs import small
 from tests.docs.pages import PAGES, ROOT, Block, as_script, commands, read_blocks
+from tests.helpers.cases import slow
+from tests.helpers.scripts import start_script
 
 SCRIPTS = ("docs/quickstart.md",)
 """Pages that are run as a user runs them: a file, which Lightning runs again for stage 1."""
@@ -33,7 +33,6 @@ NOT_RUN = (
     r"srun python train\.py$",
 )
 EXAMPLE = re.compile(r"(?:\.venv/bin/)?python (examples/\S+\.py)")
-LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
 
 
 def pages_with(language: str) -> list[str]:
@@ -62,23 +61,19 @@ def test_python_runs(page: str, folder: Path, capfd: pytest.CaptureFixture[str])
             assert printed.strip() == block.text.strip(), f"{page}:{block.line}"
 
 
+@pytest.mark.slow  # examples/test_quickstart.py does as much each time
 @pytest.mark.parametrize("page", SCRIPTS)
-def test_python_runs_as_a_script(page: str, tmp_path: Path) -> None:
+def test_python_runs_as_a_script(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first_line = "import pytest; from tests.docs import small; small.install(pytest.MonkeyPatch())"
     script = tmp_path / "train.py"
     script.write_text(as_script(read_blocks(page), first_line))
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"{page} (lines are the page's)\n{done.stdout}{done.stderr}"
-    assert "Starting with 2 processes" in done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = start_script(script, is_new=False)
+    done.end(120)
+    assert done.returncode == 0, f"{page} (lines are the page's)\n{done.text}"
+    assert "Starting with 2 processes" in done.text
 
 
 def save_configs(blocks: list[Block]) -> list[str]:
@@ -112,7 +107,11 @@ def test_configs_are_read(
         assert run_command(monkeypatch, "fit", *files, "--print_config") == 0, capfd.readouterr()
 
 
-@pytest.mark.parametrize("page", pages_with("bash"))
+@pytest.mark.parametrize(
+    "page",
+    # The commands of this one are those of test_cli.py, all of them.
+    [slow(one) if one == "docs/command-line.md" else one for one in pages_with("bash")],
+)
 def test_commands_run(
     page: str,
     folder: Path,

@@ -9,7 +9,18 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
-INSTEAD = {"deal": "assign", "deals": "assigns", "dealt": "assigned", "husk": "placeholder"}
+INSTEAD = {
+    "deal": "assign",
+    "deals": "assigns",
+    "dealt": "assigned",
+    "husk": "placeholder",
+    "those of": "the noun again",
+    "others": "the noun: other ranks, layers, chunks",
+    "told": "given, set, logged",
+    "is another": "differs, changed",
+    "what waits": "the noun: buffer, queue",
+    "in vain": "what happened",
+}
 FILES = [*PAGES.values(), *sorted((ROOT / "lightning_gnnpipe").rglob("*.py"))]
 
 

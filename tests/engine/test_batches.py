@@ -14,13 +14,12 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Batch
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.layers import check_graph_batches
 from lightning_gnnpipe.stages import cut
 from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
+from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
 from tests.helpers.batches import (
     GINE,
     NUM_FEATURES,
@@ -135,7 +134,9 @@ def test_batch_norm_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     make_engine(net)
     for _ in range(2):
         net(data.x, data.edge_index, data.batch).sum().backward()
-    told = [one for one in caplog.records if "those of each micro-batch" in one.getMessage()]
+    told = [
+        one for one in caplog.records if "the statistics of each micro-batch" in one.getMessage()
+    ]
     assert len(told) == 1 and "BatchNorm ('norm.module')" in told[0].getMessage()
 
 
@@ -183,7 +184,7 @@ def test_one_row_for_a_deferred_batch_norm_is_refused() -> None:
     data = draw_batch((5, 5, 5, 5))
     net(data.x, data.edge_index, data.batch).sum().backward()
     data = draw_batch((5, 1))
-    with pytest.raises(UnsupportedError, match="two rows at least"):
+    with pytest.raises(UnsupportedError, match="at least two rows"):
         net(data.x, data.edge_index, data.batch)
 
 
@@ -206,7 +207,7 @@ class Total(Centered):
 def test_what_looks_at_several_graphs_is_refused() -> None:
     net, data = Centered(), draw_batch(SIZES)
     make_engine(net)
-    with pytest.raises(UnsupportedError, match="the same in micro-batches of a few graphs"):
+    with pytest.raises(UnsupportedError, match="the same on micro-batches as on the whole batch"):
         net(data.x, data.edge_index, data.batch)
     alone = Centered()
     make_engine(alone, num_chunks=1)
@@ -226,7 +227,7 @@ def test_options_for_one_graph_are_refused() -> None:
     make_engine(net, num_chunks="auto", partition=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ConfigError, match="'partition' to be left out for batches of graphs"):
         net(data)
-    with pytest.raises(UnsupportedError, match="one large graph where graph_parallel"):
+    with pytest.raises(UnsupportedError, match="a single large graph for graph_parallel"):
         check_graph_batches(2)
 
 
@@ -236,9 +237,9 @@ def test_options_for_one_graph_are_refused() -> None:
         (lambda a: {**a, "batch": a["batch"].flip(0)}, "ascending"),
         (lambda a: {**a, "batch": a["batch"].int()}, "torch.int64"),
         (lambda a: {**a, "batch": a["batch"][:-1]}, "one entry for each"),
-        (lambda a: {**a, "size": 2}, "the number of graphs to be the same everywhere"),
-        (lambda a: {**a, "edge_index": a["edge_index"] + 1000}, "to name nodes 0 to"),
-        (lambda a: {**a, "edge_index": joined(a["x"].size(0))}, "to join nodes of the same graph"),
+        (lambda a: {**a, "size": 2}, "to agree on the number of graphs"),
+        (lambda a: {**a, "edge_index": a["edge_index"] + 1000}, "to name nodes from 0 to"),
+        (lambda a: {**a, "edge_index": joined(a["x"].size(0))}, "to join two nodes of one graph"),
     ],
 )
 def test_malformed_batches_are_refused(change: Any, message: str) -> None:
@@ -277,7 +278,7 @@ def test_rows_that_could_be_of_two_kinds_are_refused_unless_known() -> None:
     ambiguous_extra = torch.randn(3, 3, dtype=torch.float64)
     net = Conditioned()
     make_engine(net)
-    with pytest.raises(GraphError, match="rows of 'extra' to tell what they are"):
+    with pytest.raises(GraphError, match="rows of 'extra' to show what the rows are"):
         net(ambiguous.x, ambiguous.edge_index, ambiguous.batch, ambiguous_extra)
 
     clear = draw_batch(SIZES)

@@ -15,7 +15,6 @@ from torch_geometric.utils import add_self_loops
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
-from lightning_gnnpipe.graph import graph_fingerprint
 from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
 
@@ -276,12 +275,6 @@ def test_p4_hetero_conv_is_refused_where_it_is_not_exact(aggr: str, target: str,
     conv = gnn.HeteroConv({("a", "to", target): gnn.SAGEConv(D, D)}, aggr=aggr)
     with pytest.raises(UnsupportedError, match=f"HeteroConv: .*{text}"):
         check_support(nn.ModuleList([conv]), num_chunks=2)
-
-
-def test_graphs_whose_edges_are_split_differently_differ() -> None:
-    both = edges(60, 11)
-    numbers = {graph_fingerprint(both, N, sizes) for sizes in ((), (20, 40), (40, 20))}
-    assert len(numbers) == 3
 
 
 def test_a_change_of_one_edge_set_is_a_change_of_the_graph() -> None:

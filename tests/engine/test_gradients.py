@@ -206,5 +206,5 @@ def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
 def test_sparse_gradients_of_several_ranks_are_refused() -> None:
     weight = nn.Parameter(torch.randn(3, D))
     weight.grad = torch.ones(3, D).to_sparse(1)
-    with pytest.raises(UnsupportedError, match=r"a sparse one of 'w'.*sparse=False"):
+    with pytest.raises(UnsupportedError, match=r"a sparse gradient of 'w'.*sparse=False"):
         flatten([("w", weight)])

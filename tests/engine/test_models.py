@@ -331,7 +331,7 @@ def test_a_malformed_list_is_refused(entry: Any) -> None:
             return [*super().pipeline_layers(), entry]
 
     batch = make_batch()
-    with pytest.raises(UnsupportedError, match="list pairs of a submodule"):
+    with pytest.raises(UnsupportedError, match="return pairs of a submodule"):
         one_process_engine(Malformed(), partition=PARTITION).forward(
             (batch["x"].float(), batch["edge_index"]), {}
         )

@@ -279,12 +279,12 @@ def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], traini
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (MixesRows, "same values .* a difference of .* begins at or beside layer 'convs.1'"),
+        (MixesRows, "same values .* a difference of .* begins in or next to layer 'convs.1'"),
         (CountsSources, "run on a chunk|a difference of"),
         (GathersByHand, "run on a chunk of the graph .*IndexError"),
-        (Counts, "leave the buffers .* changed"),
+        (Counts, "changes no buffer .* a change of"),
         (StopsGradients, "one mode of autograd .* torch.no_grad"),
-        (MixesRowsOfGradients, "same gradients .* begins at or beside layer 'convs.1'"),
+        (MixesRowsOfGradients, "same gradients .* begins in or next to layer 'convs.1'"),
     ],
 )
 def test_p4_what_is_wrong_on_chunks_is_refused(kind: type[Base], text: str) -> None:

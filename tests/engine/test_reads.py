@@ -362,7 +362,7 @@ def put(**values: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
 
 
 STORES = "values kept on the module: "
-CHANCE = "to do the same each time"
+CHANCE = "to compute the same in every call"
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "private": (put(_h=lambda net: 0), STORES + "_h"),
     "slot": (put(_slot=lambda net: 0), STORES + "_slot"),

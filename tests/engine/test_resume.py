@@ -62,7 +62,7 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     load_ranks(second, [save_rank(first)], {0})
     assert by_node(second, H).flatten().tolist() == [0, 10, 20, 30, 40, 50]
     saved = second.store.save(H)
-    assert (saved.step, saved.kept_step) == (5, 3)
+    assert (saved["step"], saved["kept_step"]) == (5, 3)
     moments = second.store.moments[STATISTIC]
     assert moments.total is not None and (moments.total[0], moments.center) == (4, 1.5)
     second.store.before_forward(is_exact=False, reads_snapshot=True)

@@ -83,8 +83,8 @@ def fit(module: L.LightningModule, schedule: str = "1f1b", **options: Any) -> No
         ("norm over graphs", JOINS),
         ("hardest", JOINS),
         ("another each time", JOINS),
-        ("none", "training_step to return a loss, where it runs again"),
-        ("writes", "to leave the batch's tensors as they are"),
+        ("none", "training_step to return a loss, since training_step runs again"),
+        ("writes", "training_step not to change the batch in place"),
         ("gathers", "no collective call in training_step"),
         ("calls twice", "call the pipelined module once.*a second call"),
         ("calls twice, without gradients", r"a call in torch.no_grad\(\)"),
@@ -121,9 +121,11 @@ class Iterates(Staged):
 
 
 def test_what_cannot_run_again_is_refused_at_setup() -> None:
-    with pytest.raises(UnsupportedError, match="automatic optimization, where it runs again"):
+    with pytest.raises(
+        UnsupportedError, match="automatic optimization, since training_step runs again"
+    ):
         fit(Manual())
-    with pytest.raises(UnsupportedError, match="to be given a batch, where it runs again"):
+    with pytest.raises(UnsupportedError, match="to take a batch, since training_step runs again"):
         fit(Iterates())
 
 
@@ -132,7 +134,7 @@ def test_options_are_checked() -> None:
         GNNPipeStrategy(schedule="gpipe")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'num_virtual' to be at least 1"):
         GNNPipeStrategy(schedule="interleaved", num_virtual=0)
-    with pytest.raises(ConfigError, match="'graph_parallel' to be 1 where schedule='1f1b'"):
+    with pytest.raises(ConfigError, match="'graph_parallel' to be 1 with schedule='1f1b'"):
         GNNPipeStrategy(schedule="1f1b", graph_parallel=2)
 
 
@@ -156,7 +158,7 @@ def test_more_stages_than_layers_are_refused() -> None:
         schedule="interleaved", num_virtual=4, num_chunks=3, start_method="fork"
     )
     trainer = L.Trainer(devices=2, strategy=strategy, **OPTIONS)
-    with pytest.raises(Exception, match=r"2 ranks of 4 stages, and 7 layers.*num_virtual=3"):
+    with pytest.raises(Exception, match=r"2 ranks with 4 stages each and 7 layers.*num_virtual=3"):
         trainer.fit(Staged(), FreshBatches(BATCHES))
 
 

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from molecule_sets import draw_molecule, load_molecules
 from PIL import Image
 from torch_geometric.data import Data
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.scripts import ROOT, start_script
 
 
 @pytest.fixture(autouse=True)
@@ -192,12 +191,10 @@ def test_stages_and_micro_batches_train_as_one_process_does(tmp_path, monkeypatc
     options = ["--layers=3", "--hidden=8", "--epochs=1", "--lr=0.01", "--dropout=0"]
     alone = run("molecules", monkeypatch, capsys, *options, f"--output={tmp_path / 'alone'}")
 
-    hidden = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden}
-    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     options += ["--stages=2", "--micro-batches=3", f"--output={tmp_path / 'stages'}"]
-    command = [sys.executable, str(ROOT / "examples" / "molecules.py"), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = ROOT / "examples" / "molecules.py"
+    done = start_script(path, *options, is_new=False, output=tmp_path / "output.txt")
+    done.end(240)
+    assert done.returncode == 0, done.text
     for label in ("parameters", "test accuracy"):
-        assert figure(done.stdout, label) == figure(alone, label)
+        assert figure(done.text, label) == figure(alone, label)

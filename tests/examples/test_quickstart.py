@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-LAUNCH_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT")
-
-
-def run_quickstart(*options: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
-    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+from tests.helpers.scripts import ROOT, start_script
 
 
 def row(table: str, label: str) -> list[str]:
@@ -29,21 +18,25 @@ def row(table: str, label: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")[2:-1]]
 
 
-def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_path):
-    done = run_quickstart("--layers=6", "--hidden=16", "--epochs=30", f"--output={tmp_path}")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    options = ("--layers=6", "--hidden=16", "--epochs=30", f"--output={tmp_path}")
+    path = ROOT / "examples" / "quickstart.py"
+    done = start_script(path, *options, is_new=False, output=tmp_path / "output.txt")
+    done.end(240)
+    assert done.returncode == 0, done.text
 
-    for accuracy in row(done.stdout, "test accuracy"):
+    for accuracy in row(done.text, "test accuracy"):
         assert float(accuracy.rstrip("%")) > 80
-    assert all(float(seconds) > 0 for seconds in row(done.stdout, "seconds an epoch"))
+    assert all(float(seconds) > 0 for seconds in row(done.text, "seconds an epoch"))
     measured, formula = (
-        row(done.stdout, f"bytes an epoch, {how}") for how in ("measured", "formula")
+        row(done.text, f"bytes an epoch, {how}") for how in ("measured", "formula")
     )
     encoder = 64 * 16 + 16  # weights of what both stages compute from the features
     expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + 2 * encoder * 4
     assert measured == formula == ["0", f"{expected:,}"]
-    assert row(done.stdout, "graph parallel, 2 METIS parts")[1] != "0"
-    assert row(done.stdout, "(S - 1) / (K + S - 1)")[1] == "11.1%"
+    assert row(done.text, "graph parallel, 2 METIS parts")[1] != "0"
+    assert row(done.text, "(S - 1) / (K + S - 1)")[1] == "11.1%"
     assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")
 
 

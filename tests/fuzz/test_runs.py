@@ -22,7 +22,7 @@ from tests.helpers.record import assert_steps_equal
 from tests.helpers.training import Refresh, train_with_oracle
 from tests.promises.test_p2_stale_gradient import Scale, callbacks_of, method, scale_of
 
-NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "30"))
+NUM_RUNS = int(os.environ.get("GNNPIPE_FUZZ", "15"))
 NUM_EPOCHS = 4
 
 

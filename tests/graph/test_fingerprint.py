@@ -7,33 +7,32 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_gnnpipe.graph import graph_fingerprint, tensor_fingerprint
+from lightning_gnnpipe.graph import tensor_fingerprint
 from tests.graph.strategies import multigraphs, power_law
 
 
 @given(multigraphs())
 @settings(max_examples=100)
-def test_any_changed_edge_changes_the_graphs_fingerprint(graph: tuple[Tensor, int]) -> None:
-    edge_index, num_nodes = graph
-    before = graph_fingerprint(edge_index, num_nodes)
-    assert graph_fingerprint(edge_index.clone(), num_nodes) == before
-    assert graph_fingerprint(edge_index, num_nodes + 1) != before
+def test_any_changed_edge_changes_the_fingerprint(graph: tuple[Tensor, int]) -> None:
+    edge_index, _ = graph
+    before = tensor_fingerprint(edge_index)
+    assert tensor_fingerprint(edge_index.clone()) == before
     for row, column in itertools.product(range(2), range(edge_index.size(1))):
         changed = edge_index.clone()
         changed[row, column] += 1
-        assert graph_fingerprint(changed, num_nodes) != before
+        assert tensor_fingerprint(changed) != before
 
 
 @given(multigraphs())
 @settings(max_examples=50)
 def test_any_swap_of_unequal_edges_changes_it(graph: tuple[Tensor, int]) -> None:
-    edge_index, num_nodes = graph
-    before = graph_fingerprint(edge_index, num_nodes)
+    edge_index, _ = graph
+    before = tensor_fingerprint(edge_index)
     for i, j in itertools.combinations(range(edge_index.size(1)), 2):
         order = torch.arange(edge_index.size(1))
         order[i], order[j] = j, i
         swapped = edge_index[:, order]
-        assert (graph_fingerprint(swapped, num_nodes) == before) == swapped.equal(edge_index)
+        assert (tensor_fingerprint(swapped) == before) == swapped.equal(edge_index)
 
 
 def test_large_graphs_differ_by_direction_end_and_length() -> None:
@@ -41,19 +40,12 @@ def test_large_graphs_differ_by_direction_end_and_length() -> None:
     last = edges.clone()
     last[0, -1] ^= 1
     others = [edges.flip(0), edges.flip(1), edges[:, :-1], edges.roll(65536, 1), last]
-    numbers = {graph_fingerprint(other, 1000) for other in [edges, *others]}
+    numbers = {tensor_fingerprint(other) for other in [edges, *others]}
     assert len(numbers) == 6
 
 
-def test_layout_and_width_of_the_same_edges_do_not_matter() -> None:
-    edges = power_law(100, 500)
-    number = graph_fingerprint(edges, 100)
-    assert graph_fingerprint(edges.int(), 100) == number
-    assert graph_fingerprint(edges.t().contiguous().t(), 100) == number
-
-
 def test_fingerprints_fit_a_tensor_of_int64() -> None:
-    numbers = [graph_fingerprint(power_law(50, 90, seed), 50) for seed in range(40)]
+    numbers = [tensor_fingerprint(power_law(50, 90, seed)) for seed in range(40)]
     numbers += [tensor_fingerprint(torch.full((3,), float(seed))) for seed in range(40)]
     assert torch.tensor(numbers).tolist() == numbers
     assert len(set(numbers)) == 80

@@ -27,8 +27,8 @@ def test_the_drawn_graph_is_cut_as_drawn() -> None:
     assert first.edge_index.tolist() == [[4, 3, 0, 0], [0, 1, 1, 1]]
     assert second.halo.tolist() == [0, 1]
     assert second.edge_index.tolist() == [[2, 3, 1], [0, 1, 1]]
-    assert plan.sources == {0: (1,), 1: (0,)}
-    assert plan.halo_counts == {0: {1: 2}, 1: {0: 2}}
+    assert (first.halo_chunks, first.halo_counts) == ((1,), (2,))
+    assert (second.halo_chunks, second.halo_counts) == ((0,), (2,))
     assert plan.chunk_of_position().tolist() == [0, 0, 0, 1, 1]
     assert (first.num_nodes, first.num_halo, first.num_edges) == (3, 2, 4)
     assert (plan.num_nodes, plan.num_edges, plan.num_chunks) == (5, 7, 2)
@@ -153,7 +153,7 @@ def test_edge_sets_share_chunks_and_halos() -> None:
 def test_between_chunks_each_reads_all_others() -> None:
     plan = plan_from_assignment(DRAWN_EDGES, 5, torch.tensor([0, 2, 1, 2, 1])).between_chunks
     assert plan.num_nodes == plan.num_chunks == 3
-    assert plan.sources == {0: (1, 2), 1: (0, 2), 2: (0, 1)}
+    assert [chunk.halo_chunks for chunk in plan.chunks] == [(1, 2), (0, 2), (0, 1)]
     assert [chunk.halo.tolist() for chunk in plan.chunks] == [[1, 2], [0, 2], [0, 1]]
     assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 1), (1, 2), (2, 3)]
     assert plan.whole.chunks[0].num_halo == 0

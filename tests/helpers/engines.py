@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.controls import Controls
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
-from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
+from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
 from lightning_gnnpipe.types import CrossChunkEdges, OrderName
 
 

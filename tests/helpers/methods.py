@@ -24,5 +24,5 @@ def with_method(strategy: GNNPipeStrategy, method: StalenessMethod) -> GNNPipeSt
     """Have `strategy` meet staleness by `method`; return it."""
     options = strategy.options
     known = {field.name: getattr(options, field.name) for field in fields(options)}
-    strategy.options = _Options(**known, given=method)
+    strategy.options = strategy._host._options = _Options(**known, given=method)
     return strategy

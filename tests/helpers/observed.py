@@ -35,6 +35,7 @@ def make_trainer(
     num_chunks: int,
     *callbacks: L.Callback,
     start_method: StartMethod = "fork",
+    strategy: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> L.Trainer:
     options = {
@@ -49,7 +50,10 @@ def make_trainer(
         accelerator="cpu",
         devices=num_stages,
         strategy=GNNPipeStrategy(
-            num_chunks=num_chunks, balance="uniform", start_method=start_method
+            num_chunks=num_chunks,
+            balance="uniform",
+            start_method=start_method,
+            **(strategy or {}),
         ),
         callbacks=list(callbacks),
         **options,

@@ -17,7 +17,7 @@ _HEAD = """# Which layers run on chunks
 Every layer that `torch_geometric.nn.conv` exports, with more than one chunk. With `num_chunks=1`
 every layer of one homogeneous graph is exact. This page is written by
 `python -m tests.helpers.support_table` from the cases in `tests/helpers/convs.py`; each of them is
-trained in chunks in `tests/passing/test_convs.py`, and its outputs and gradients equal those of an
+trained in chunks in `tests/passing/test_convs.py`, and its outputs and gradients equal an
 independent oracle to 1e-10 in float64. `SplineConv` needs pyg-lib, which pip does not bring; it was
 shown with a stand-in for the two functions that it takes from there (`tests/helpers/splines.py`).
 

@@ -87,7 +87,7 @@ def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> N
     store.before_forward(is_exact=False, reads_snapshot=True)
     assert store.rows("h").mean() == 4
     store.before_forward(is_exact=False, reads_snapshot=False)
-    assert store.save("h").kept is None
+    assert store.save("h")["kept"] is None
 
 
 def test_a_history_may_have_one_row_a_chunk(plan: ChunkPlan) -> None:

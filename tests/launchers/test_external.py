@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.scripts import ROOT, start_script
+
 SCRIPT = """
 import os, signal, sys
 from datetime import timedelta
@@ -87,32 +88,40 @@ def ends(text: str) -> set[str]:
     return set(re.findall(r"ends with (-?\d+\.\d{12})", text))
 
 
+AGENT = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def rank(*argv):
+    sys.argv = list(argv)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, run_id="test",
+    rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
+)
+elastic_launch(config, rank)(*sys.argv[1:])
+"""
+"""What torchrun does, but that its agent forks the ranks: they need not import anything."""
+
+
 def torchrun(script: Path, folder: Path, how: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", "--max-restarts=2"]
     folder.mkdir()
-    process = subprocess.Popen(
-        [*command, str(script), str(folder), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks as well
-        process.communicate()
-        raise
-    assert process.returncode == 0, errors[-3000:]
-    return out
+    path = folder / "agent.py"
+    path.write_text(AGENT)
+    agent = start_script(path, script, folder, how, is_new=False)
+    agent.end(150)
+    assert agent.returncode == 0, agent.text[-3000:]
+    return agent.text
 
 
 def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_path: Path) -> None:
     """One rank is killed in epoch 5; the weights are those of a run that nobody disturbed."""
-    whole = torchrun(script, tmp_path / "whole", "none")
-    again = torchrun(script, tmp_path / "again", "kill")
+    undisturbed = start_script(script, tmp_path / "whole", "none", is_new=False)
+    undisturbed.end(100)
+    whole, again = undisturbed.text, torchrun(script, tmp_path / "again", "kill")
     assert "begins at epoch 5" in again and "begins at epoch 5" not in whole
     assert len(ends(whole)) == 1
     assert ends(again) == ends(whole)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.cases import slow
+from tests.helpers.scripts import Script, start_script
+
 SCRIPT = """
 import atexit, os, signal, sys
 from pathlib import Path
@@ -71,24 +71,13 @@ if __name__ == "__main__":
 """
 
 
-def start(tmp_path: Path, text: str, how: str) -> tuple[int, str, str]:
-    """Return the exit status of the script and what it has written."""
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, str(script), how],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PATH": os.environ.get("PATH", ""), **environment},
-        check=False,
-    )
-    return process.returncode, process.stdout, process.stderr
-
-
-def run(tmp_path: Path, how: str) -> tuple[int, str, str]:
-    return start(tmp_path, SCRIPT, how)
+def run(tmp_path: Path, how: str, is_new: bool = False) -> Script:
+    """Return the script that has ended; in a fork, only the ranks it starts end as Python does."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    script = start_script(path, how, is_new=is_new)
+    script.end(120)
+    return script
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
@@ -96,33 +85,33 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked u
 
 @linux
 @pytest.mark.parametrize(
-    ("how", "num_ranks"), [("pipe", 2), ("hybrid", 4), ("async", 2), ("spawn", 2)]
+    ("how", "num_ranks"), [("pipe", 2), slow("hybrid", 4), slow("async", 2), slow("spawn", 2)]
 )
 def test_threads_of_gloo_end_before_the_interpreter(
     tmp_path: Path, how: str, num_ranks: int
 ) -> None:
-    code, out, errors = run(tmp_path, how)
-    assert code == 0, errors[-3000:]
+    script = run(tmp_path, how, is_new=how != "spawn")
+    assert script.returncode == 0, script.text[-3000:]
     for rank in range(num_ranks):
-        assert f"rank {rank} ends with gloo: False" in out
+        assert f"rank {rank} ends with gloo: False" in script.text
 
 
 @linux
-@pytest.mark.parametrize("how", ["fails", "spawn fails"])
+@pytest.mark.parametrize("how", ["fails", slow("spawn fails")])
 def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
     """Its groups are left as they are."""
-    code, out, errors = run(tmp_path, how)
-    assert code != 0
-    assert "stopped on purpose" in errors
-    assert "ends with gloo: True" in out
+    script = run(tmp_path, how)
+    assert script.returncode != 0
+    assert "stopped on purpose" in script.text
+    assert "ends with gloo: True" in script.text
 
 
 @linux
 def test_a_signal_that_all_obey_is_an_orderly_end(tmp_path: Path) -> None:
-    _, out, errors = run(tmp_path, "stops")
-    assert "terminate called" not in errors
+    text = run(tmp_path, "stops").text
+    assert "terminate called" not in text
     for rank in range(2):
-        assert f"rank {rank} ends with gloo: False" in out
+        assert f"rank {rank} ends with gloo: False" in text
 
 
 GROUP = """
@@ -159,6 +148,10 @@ exec(sys.argv[1])
     ],
 )
 def test_only_groups_of_ours_are_destroyed(tmp_path: Path, steps: str, is_destroyed: bool) -> None:
-    code, out, errors = start(tmp_path, GROUP, steps)
-    assert code == 0, errors[-3000:]
-    assert out.split() == ["destroyed"] * is_destroyed
+    """In a fork, whose functions for the end are its own."""
+    path = tmp_path / "train.py"
+    path.write_text(GROUP)
+    script = start_script(path, steps, is_new=False)
+    script.end(60)
+    assert script.returncode == 0, script.text[-3000:]
+    assert script.text.split() == ["destroyed"] * is_destroyed

@@ -98,6 +98,6 @@ def test_trainers_of_other_numbers_of_devices_in_one_script(tmp_path: Path) -> N
     """A rank that runs the script from its beginning says so; the remedy works."""
     failed = start(tmp_path, 2, "popen", "twice")
     assert failed.returncode != 0
-    assert "as many devices as the Trainer that has started this process" in failed.stderr
+    assert "the same number of devices as in the Trainer that started this process" in failed.stderr
     assert "IndexError" not in failed.stderr
     run(tmp_path, 2, "spawn", "twice")

@@ -176,9 +176,9 @@ def test_every_parameter_gets_a_gradient(options, norm, molecules):
 def test_edge_features_are_wanted_where_they_are_encoded_and_only_there(molecules):
     batch = join(molecules)
     args = batch.x, batch.edge_index, batch.batch
-    with pytest.raises(ValueError, match=r"Expected 'edge_attr' where.*\(got none\)"):
+    with pytest.raises(ValueError, match=r"Expected 'edge_attr' if.*\(got none\)"):
         build(edge_channels=BOND_VALUES)(*args)
-    with pytest.raises(ValueError, match=r"Expected 'edge_attr' where.*\(got features\)"):
+    with pytest.raises(ValueError, match=r"Expected 'edge_attr' if.*\(got features\)"):
         build()(*args, batch.edge_attr)
 
 

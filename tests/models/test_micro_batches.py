@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from vig import PixelViG, ViG
 
-from lightning_gnnpipe.models import GIN, PixelViG, ViG
+from lightning_gnnpipe.models import GIN
 from tests.helpers.batches import (
     NUM_EDGE_FEATURES,
     NUM_FEATURES,

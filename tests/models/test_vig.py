@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import grid as join_grid
 from torch_geometric.utils import remove_self_loops
+from vig import MaxRelativeConv, NearestNeighbours, PixelViG, ViG
 
-from lightning_gnnpipe.models import PixelViG, ViG
-from lightning_gnnpipe.models.vig import MaxRelativeConv, NearestNeighbours
 from tests.models.batches import EXACT, draw_graphs, draw_images, join, trace_net
 
 CONVS = ["max_relative", "edge", "gin", "sage"]

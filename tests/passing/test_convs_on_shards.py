@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import spline_conv
 
 from lightning_gnnpipe.errors import UnsupportedError
+from tests.helpers.cases import some
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
@@ -31,7 +32,7 @@ from tests.passing.test_convs import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
 
-NUM_SHARDS = 2
+NUM_SHARDS, NUM_TURNS = 2, 5
 REFUSED = {"HANConv"}  # takes a mean over all nodes
 UPSTREAM = [  # not linear, and read values of edges that start in the chunk
     ConvCase(
@@ -86,7 +87,7 @@ def take(expected: Tensor, weight: Tensor, net: ConvNet) -> dict[str, Tensor]:
     return gradients(net)
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str, turn: int) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     spline_conv.spline_basis, spline_conv.spline_weighting = spline_basis, spline_weighting
@@ -94,7 +95,7 @@ def run_rank(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_SHARDS
     )
     failed = []
-    for case in (*CASES, *OWN, *UPSTREAM):
+    for case in (*CASES, *OWN, *UPSTREAM)[turn::NUM_TURNS]:
         try:
             check(case, rank)
         except Exception:
@@ -104,5 +105,7 @@ def run_rank(rank: int, folder: str) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_p4_convs_are_exact_on_shards(tmp_path: Path) -> None:
-    mp.start_processes(run_rank, (str(tmp_path),), nprocs=NUM_SHARDS, start_method="fork")
+@pytest.mark.parametrize("turn", some(range(NUM_TURNS), every=NUM_TURNS))
+def test_p4_convs_are_exact_on_shards(turn: int, tmp_path: Path) -> None:
+    """Each turn has other layers: there are several of each kind."""
+    mp.start_processes(run_rank, (str(tmp_path), turn), nprocs=NUM_SHARDS, start_method="fork")

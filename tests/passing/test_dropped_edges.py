@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import find_convs
 from lightning_gnnpipe.staleness import METHODS
+from tests.helpers.cases import name_of, some
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
@@ -66,8 +68,9 @@ def move(net: nn.Module, by: float) -> None:
             parameter += by * torch.sin(size).view_as(parameter)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "recompute"), some(product(ALONE, [False, True]), every=5), ids=name_of
+)
 def test_p4_conv_equals_pyg_on_the_cut_graph(case: ConvCase, recompute: bool) -> None:
     """From the first step on, with weights that move; and on the whole graph in between."""
     batch = make_batch(case=case)

@@ -13,7 +13,7 @@ from torch_geometric.nn.conv import gcn_conv, han_conv
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.stages.traceable import traceable
+from lightning_gnnpipe.stages.trace import traceable
 from lightning_gnnpipe.staleness import HistoryStore
 
 RING = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])

@@ -19,6 +19,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.types import StalenessName
+from tests.helpers.cases import covering, name_of, slow
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
@@ -65,8 +66,7 @@ def fit_by_hand(name: str, case: GraphCase, tmp_path: Path) -> FitResult:
     )
 
 
-@pytest.mark.parametrize("name", ["gcn", "edge"])
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_the_cut_graph(case: GraphCase, name: str, tmp_path: Path) -> None:
     found = fit_dropped(name, case, tmp_path)
     assert_steps_equal(found.steps, fit_by_hand(name, case, tmp_path).steps)
@@ -75,12 +75,12 @@ def test_one_stage_equals_the_cut_graph(case: GraphCase, name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "num_stages", "options"),
     [
-        ("sage", 2, {}),
+        slow("sage", 2, {}),
         ("gat_jk", 2, {}),
         ("edge", 2, {"strategy_kwargs": {"recompute": True}}),
         ("gcnii", 2, {"callbacks": [StalenessWarmup(num_epochs=2), StalenessMonitor()]}),
-        ("gcn", 1, {"num_shards": 2}),
-        ("edge", 1, {"num_shards": 2}),
+        slow("gcn", 1, {"num_shards": 2}),
+        slow("edge", 1, {"num_shards": 2}),
         ("gat_jk", 2, {"num_shards": 2}),
         ("gcn", 1, {"num_shards": 2, "strategy_kwargs": {"recompute": True}}),
     ],

@@ -22,6 +22,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine import known_graphs as known_inputs
+from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import double_precision
@@ -255,7 +256,7 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
         with torch.no_grad():
             net.eval()(features(0), EDGES)
         (own,) = engine.graphs.inputs
-        assert own.is_renewed
+        assert own.state is RowState.RENEWED
 
 
 def test_where_changes_are_allowed_steps_stay_pipelined() -> None:

@@ -24,6 +24,7 @@ from tests.helpers.batches import (
     GraphModule,
     draw_batch,
 )
+from tests.helpers.cases import covering, slow
 from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import assert_steps_equal
 from tests.promises.test_p5_bytes import BytesRecorder
@@ -55,8 +56,7 @@ def batches_of(sizes: tuple[int, ...]) -> list[Any]:
     return [draw_batch(sizes, seed) for seed in range(NUM_STEPS)]
 
 
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("num_chunks", [1, 2, 5, 10])
+@pytest.mark.parametrize(("num_chunks", "name"), covering([1, 2, 5, 10], NETS))
 def test_one_stage_equals_plain_lightning(name: str, num_chunks: int, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, batches_of(SIZES), 1, num_chunks, tmp_path))
 
@@ -64,14 +64,14 @@ def test_one_stage_equals_plain_lightning(name: str, num_chunks: int, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_chunks"),
     [
-        ("gine", 2, 1),
+        slow("gine", 2, 1),
         ("gine", 3, 5),
         ("weighted", 2, 10),
-        ("weighted", 3, 2),
+        slow("weighted", 3, 2),
         ("jumping", 2, 5),
-        ("jumping", 3, 10),
+        slow("jumping", 3, 10),
         ("transformer", 2, 2),
-        ("transformer", 3, 5),
+        slow("transformer", 3, 5),
         ("edges inside", 2, 5),
     ],
 )
@@ -87,8 +87,7 @@ def test_stages_equal_plain_lightning(
         assert held < names
 
 
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("sizes", ODD_SIZES.values(), ids=ODD_SIZES)
+@pytest.mark.parametrize(("sizes", "name"), covering(ODD_SIZES.values(), NETS))
 def test_odd_batches_equal_plain_lightning(
     sizes: tuple[int, ...], name: str, tmp_path: Path
 ) -> None:
@@ -96,7 +95,7 @@ def test_odd_batches_equal_plain_lightning(
     assert_transparent(*fit_both(name, batches, 1, 4, tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gine", "jumping"])
+@pytest.mark.parametrize("name", [slow("gine"), "jumping"])
 def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
     """All odd batches in one run, between ordinary ones: shapes change from step to step."""
     batches = [draw_batch(sizes) for sizes in (SIZES, *ODD_SIZES.values(), SIZES)]

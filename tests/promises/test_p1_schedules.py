@@ -17,6 +17,7 @@ from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.batches import NUM_FEATURES, WIDTH, draw_batch
+from tests.helpers.cases import slow
 from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.staged import Deep, LogRecorder, Staged, batches_of_all_sizes
@@ -25,7 +26,7 @@ from tests.helpers.staged_fits import NUM_VIRTUAL, assert_same, fit, widened
 NUM_EPOCHS = 3
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
 def test_all_schedules_equal_plain_lightning(num_stages: int, tmp_path: Path) -> None:
     """Of 1, 2, 5 and 10 micro-batches, with six losses, and layers before and behind the net."""
     plain = fit(None, 0, tmp_path, max_epochs=NUM_EPOCHS)
@@ -36,7 +37,7 @@ def test_all_schedules_equal_plain_lightning(num_stages: int, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "options"),
     [
-        (
+        slow(
             "1f1b",
             2,
             {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4}},
@@ -47,7 +48,7 @@ def test_all_schedules_equal_plain_lightning(num_stages: int, tmp_path: Path) ->
             {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4}},
         ),
         ("1f1b", 2, {"strategy_kwargs": {"recompute": True}}),
-        ("interleaved", 2, {"strategy_kwargs": {"num_virtual": 3, "recompute": True}}),
+        slow("interleaved", 2, {"strategy_kwargs": {"num_virtual": 3, "recompute": True}}),
         ("interleaved", 3, {"strategy_kwargs": {"balance": [1, 1, 2, 1, 1, 1]}}),
     ],
 )
@@ -225,7 +226,7 @@ class Logging(Staged):
         return result
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
 def test_replicas_are_those_of_fill_drain(schedule: str, tmp_path: Path) -> None:
     """Two pipelines of two stages, of which each has other batches, some with fewer graphs."""
     runs = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import StalenessWarmup
+from tests.helpers.cases import covering, name_of, slow
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import NETS, ReferenceModule
@@ -68,14 +69,12 @@ def assert_transparent(piped: FitResult, plain: FitResult) -> None:
         assert (name in metrics[0]) == (name in metrics[1])
 
 
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("name", "setting"), covering(NETS, SETTINGS))
 def test_one_stage_equals_plain_lightning(name: str, setting: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, setting, communities(5), 1, tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gcn", "edge"])
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, "momentum", case, 1, tmp_path))
 
@@ -83,19 +82,19 @@ def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_pat
 @pytest.mark.parametrize(
     ("name", "setting", "num_stages"),
     [
-        # every model and every setting on two stages and on three
+        # every model and every setting on two stages and on three; in the fast ones, on either
         ("gcn", "clip", 2),
-        ("sage", "all", 2),
-        ("gcnii", "adam", 2),
-        ("gat_jk", "decay", 2),
+        slow("sage", "all", 2),
+        slow("gcnii", "adam", 2),
+        slow("gat_jk", "momentum", 2),
         ("edge", "accumulate", 2),
-        ("gcnii", "momentum", 2),
-        ("gcn", "accumulate", 3),
+        ("gcnii", "decay", 2),
+        slow("gcn", "accumulate", 3),
         ("sage", "momentum", 3),
-        ("gcnii", "clip", 3),
+        slow("gcnii", "clip", 3),
         ("gat_jk", "all", 3),
         ("edge", "adam", 3),
-        ("gcn", "decay", 3),
+        slow("gcn", "decay", 3),
     ],
 )
 def test_stages_equal_plain_lightning(
@@ -191,11 +190,11 @@ def test_evaluation_has_no_stale_rows(name: str, num_stages: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "setting", "num_stages", "num_shards"),
     [
-        ("gcnii", "all", 1, 2),
+        slow("gcnii", "all", 1, 2),
         ("gat_jk", "clip", 1, 3),
-        ("edge", "accumulate", 2, 2),
+        slow("edge", "accumulate", 2, 2),
         ("sage", "all", 2, 2),
-        ("gcn", "adam", 1, 2),
+        slow("gcn", "adam", 1, 2),
     ],
 )
 def test_p1_shards_equal_plain_lightning(

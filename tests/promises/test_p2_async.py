@@ -22,6 +22,7 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_support
+from tests.helpers.cases import slow
 
 # Two communities, nodes 0-19 and 20-39, each a ring with chords; four edges join them.
 HALF, D, NUM_LAYERS, LR, EPOCHS = 20, 5, 3, 0.2, 7
@@ -195,7 +196,7 @@ def test_p5_bytes_of_the_halo_are_those_of_the_formula(tmp_path: Path) -> None:
     assert found["halo_grad"] == 2 * NUM_LAYERS * sizes["bf16"]
 
 
-@pytest.mark.parametrize("aggr", ["sum", "max"])
+@pytest.mark.parametrize("aggr", [slow("sum"), "max"])
 def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     aggr: str, tmp_path: Path
 ) -> None:
@@ -214,9 +215,9 @@ def test_validation_between_asynchronous_steps_changes_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     "options",
     [
-        {"async_halo": True},
+        slow({"async_halo": True}),
         {"async_halo": True, "recompute": True},
-        {"history_dtype": torch.bfloat16},
+        slow({"history_dtype": torch.bfloat16}),
         {"async_halo": True, "history_dtype": torch.bfloat16},
     ],
     ids=str,

@@ -9,6 +9,7 @@ import pytest
 from lightning_gnnpipe import EmbeddingRefresh
 from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.staleness import StalenessMethod
+from tests.helpers.cases import slow
 from tests.helpers.graphs import communities
 from tests.helpers.launch import run_fit
 from tests.helpers.modules import ReferenceModule
@@ -44,7 +45,7 @@ def train(
     ).steps
 
 
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), slow(1, 2)])
 def test_rows_of_validation_are_taken_where_there_are_some(
     num_stages: int, num_shards: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.models import NodeClassifier
+from tests.helpers.cases import slow
 
 N, D = 60, 6
 
@@ -84,7 +85,7 @@ def fit(
 
 @pytest.mark.parametrize(
     ("shards", "stages", "num_chunks", "recompute"),
-    [(2, 1, 1, False), (2, 1, 4, True), (3, 1, 4, False), (2, 2, 4, False)],
+    [slow(2, 1, 1, False), (2, 1, 4, True), slow(3, 1, 4, False), (2, 2, 4, False)],
 )
 def test_p3_norms_see_all_shards(
     shards: int, stages: int, num_chunks: int, recompute: bool, tmp_path: Path
@@ -95,7 +96,9 @@ def test_p3_norms_see_all_shards(
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9, msg=key)
 
 
-@pytest.mark.parametrize(("shards", "stages", "num_chunks"), [(2, 1, 1), (2, 1, 4), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("shards", "stages", "num_chunks"), [slow(2, 1, 1), (2, 1, 4), slow(1, 2, 4)]
+)
 def test_p3_validation_replaces_running_statistics_on_all_ranks(
     shards: int, stages: int, num_chunks: int, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.saving.sidecar import histories_folder
+from tests.helpers.cases import slow
 from tests.helpers.realistic import realistic_graph
 
 SAVED_AT = 4
@@ -139,13 +141,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "shards": {"graph_parallel": 2},
-    "inputs": {"num_inputs": 3, "callbacks": [EmbeddingRefresh(3)]},
-    "inputs_shards": {"num_inputs": 3, "graph_parallel": 2},
+    "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(3)]},
+    "inputs_shards": {"num_inputs": 2, "graph_parallel": 2},
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+FAST = {
+    *((1, name) for name in ("bfloat16", "recompute", "constant_recompute", "dropped")),
+    *((1, name) for name in ("refresh", "shards")),
+    (2, "snapshot"),
+    (2, "inputs"),
+    (3, "defaults"),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "variant"),
+    [one if one in FAST else slow(*one) for one in product([1, 2, 3], VARIANTS)],
+)
 def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     num_stages: int, variant: str, tmp_path: Path
 ) -> None:
@@ -157,7 +170,7 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         assert_same(second[name], whole[name], name)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, slow(2)])
 def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
     """Norms give the dtypes of the run before, in the refresh before the fifth epoch too."""
     torch.set_default_dtype(torch.float32)
@@ -173,8 +186,18 @@ def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
     assert_same(second["state_dict"], whole["state_dict"], "state_dict")
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("variant", ["defaults", "snapshot", "refresh", "inputs"])
+@pytest.mark.parametrize(
+    ("variant", "first", "second"),
+    [
+        ("inputs", 2, 1),
+        ("refresh", 1, 3),
+        ("defaults", 2, 1),
+        ("snapshot", 3, 2),
+        *(slow(one, 2, 1) for one in ("refresh", "snapshot")),
+        *(slow(one, 1, 3) for one in ("defaults", "snapshot", "inputs")),
+        *(slow(one, 3, 2) for one in ("defaults", "refresh", "inputs")),
+    ],
+)
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:

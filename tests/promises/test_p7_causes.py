@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.promises.test_p7_no_hang import ROOT, is_alive
+from tests.helpers.cases import slow
+from tests.helpers.scripts import Script, is_alive, start_script
 
 SCRIPT = """
 import errno, os, signal, sys, time
@@ -98,11 +95,16 @@ if __name__ == "__main__":
     trainer.fit(Module(GNN(4, 8, 3, num_layers=4), 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """
-DIFFER = "Expected all ranks to do the same"
+DIFFER = "Expected all ranks to make the same calls"
 MEMORY = "out of memory on purpose"
 CASES = [
     ("forward", 0, "fork", rf"{DIFFER} \(got rank 0 .* evaluate the pipelined module"),
-    ("barrier", 0, "popen", rf"{DIFFER} \(got rank 0 .*torch.distributed.barrier \(train.py:\d+\)"),
+    slow(
+        "barrier",
+        0,
+        "popen",
+        rf"{DIFFER} \(got rank 0 .*torch.distributed.barrier \(train.py:\d+\)",
+    ),
     ("return", 1, "fork", rf"{DIFFER} \(got rank 0 wants to wait for backward data of chunk"),
     ("exit", 1, "popen", "Rank 1 failed: SystemExit: enough of it"),
     ("memory", 1, "fork", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
@@ -112,71 +114,58 @@ CASES = [
 ]
 
 
-def start(tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments), str(tmp_path / "checkpoints")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+def start(tmp_path: Path, *arguments: object) -> Script:
+    """Start the script, as a fork: with popen only the other rank is a new process.
+
+    A barrier that a forked rank enters alone ends otherwise: no rank says who made which call.
+    """
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    is_new = arguments[0] == "barrier"
+    return start_script(path, *arguments, tmp_path / "checkpoints", is_new=is_new)
 
 
-def finish(process: subprocess.Popen[str], before: str = "") -> tuple[str, float]:
-    """Return what the script has printed, and how many seconds it took to end."""
-    started = time.monotonic()
-    timer = threading.Timer(60, lambda: [kill(int(pid)) for pid in processes(before)])
-    timer.start()
-    text = before + process.communicate()[0]
-    timer.cancel()
-    seconds = time.monotonic() - started
-    assert not any(map(is_alive, processes(text)))
-    return text, seconds
-
-
-def processes(text: str) -> list[int]:
-    return [int(pid) for pid in re.findall(r"is process (\d+)", text)]
-
-
-def kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def end(script: Script) -> float:
+    """Wait for its end, with no process left; return how many seconds that took."""
+    seconds = script.end(60)
+    for pid in re.findall(r"is process (\d+)", script.text):
+        assert not is_alive(int(pid)), f"process {pid} is left over"
+    return seconds
 
 
 @pytest.mark.parametrize(("how", "rank", "start_method", "cause"), CASES)
 def test_p7_what_one_rank_does_ends_all_with_that_cause(
     how: str, rank: int, start_method: str, cause: str, tmp_path: Path
 ) -> None:
-    process = start(tmp_path, how, rank, start_method)
-    assert process.stdout is not None
-    text = ""
-    while "now" not in text and (line := process.stdout.readline()):
-        text += line
-    text, seconds = finish(process, text)
-    assert process.returncode != 0
-    assert "ended by itself" not in text
-    assert re.search(cause, text), text[-3000:]
-    assert seconds < 30
+    script = start(tmp_path, how, rank, start_method)
+    script.wait_for("now")
+    assert end(script) < 30
+    assert script.returncode != 0
+    assert "ended by itself" not in script.text
+    assert re.search(cause, script.text), script.text[-3000:]
 
 
 def test_p7_what_needs_no_other_rank_may_be_done_by_one(tmp_path: Path) -> None:
-    process = start(tmp_path, "gather", 1, "fork")
-    text, _ = finish(process)
-    assert process.returncode == 0, text[-3000:]
+    script = start(tmp_path, "gather", 1, "fork")
+    end(script)
+    assert script.returncode == 0, script.text[-3000:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_p7_a_rank_that_waits_obeys_signals(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "start_method"),
+    [
+        slow(signal.SIGTERM, "popen"),
+        (signal.SIGINT, "fork"),
+        slow(signal.SIGINT, "popen"),
+    ],
+)
+def test_p7_a_rank_that_waits_obeys_signals(
+    number: signal.Signals, start_method: str, tmp_path: Path
+) -> None:
     """Rank 1 sleeps, and rank 0 waits for it."""
-    process = start(tmp_path, "stall", 1, "popen")
-    assert process.stdout is not None
-    text = ""
-    while "now" not in text and (line := process.stdout.readline()):
-        text += line
-    time.sleep(2)
-    os.kill(process.pid, number)
-    text, seconds = finish(process, text)
-    assert process.returncode != 0
-    assert seconds < 30
+    script = start(tmp_path, "stall", 1, start_method)
+    script.wait_for("now")
+    time.sleep(1)  # until rank 0 waits
+    os.kill(script.pid, number)
+    assert end(script) < 30
+    assert script.returncode != 0

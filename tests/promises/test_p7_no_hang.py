@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.cases import slow
+from tests.helpers.scripts import Script, is_alive, start_script
+
 SCRIPT = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -27,14 +27,18 @@ from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GIN, GNN, GraphClassifier, NodeClassifier
 from lightning_gnnpipe.trainer.replay import StepReplay
+from torch.multiprocessing import ProcessContext
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 torch.set_num_threads(1)
+join = getattr(ProcessContext, "_join_procs_with_timeout", None)
+if join is not None:  # it kills what ignores SIGTERM, after 30 s
+    ProcessContext._join_procs_with_timeout = lambda self, seconds: join(self, min(seconds, 1))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
 options = eval(sys.argv[6])
-devices, num_layers = options.pop("devices", 2), options.pop("num_layers", 4)
+devices, seconds = options.pop("devices", 2), options.pop("timeout", 8)
 current = None
 
 
@@ -116,194 +120,138 @@ if __name__ == "__main__":
         accelerator="cpu", devices=devices, max_epochs=50, logger=False,
         callbacks=[Watches(), saver], enable_progress_bar=False, enable_model_summary=False,
         strategy=GNNPipeStrategy(
-            start_method=start_method, timeout=timedelta(seconds=8), **options
+            start_method=start_method, timeout=timedelta(seconds=seconds), **options
         ),
     )
     current = trainer
     if "data_parallel" in options or "schedule" in options:
         data.y = data.y[:1]
         graphs = DataLoader([data] * 12, batch_size=3)
-        net = GIN(4, 8, 3, num_layers=num_layers)
+        net = GIN(4, 8, 3, num_layers=4)
         trainer.fit(OfGraphs(net, 3), graphs, graphs)
     else:
-        net = GNN(4, 8, 3, num_layers=num_layers)
+        net = GNN(4, 8, 3, num_layers=4)
         trainer.fit(OfNodes(net, 3), datamodule=FullGraphDataModule(data))
     print("ended by itself", flush=True)
 """
 
 MISTAKE = "the user's mistake"
-LOST = "another rank has failed|SIGKILL|exit code|terminated with code -9"
+LOST = "another rank failed|SIGKILL|exit code|terminated with code -9"
+SHARDS: dict[str, Any] = {"graph_parallel": 2, "halo_codec": "int1"}
+HYBRID: dict[str, Any] = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
+"""Two replicas of two stages, on batches of graphs."""
 RANK_OF = {"F": 0, "B": 1, "SEND_F": 0, "RECV_F": 1, "SEND_B": 1, "RECV_B": 0}
-CASES = [
-    ("training_step", "raise", 0, "popen", MISTAKE),
-    ("training_step", "raise", 1, "popen", MISTAKE),
-    ("training_step", "kill", 1, "popen", LOST),
-    ("training_step", "kill", 0, "fork", "SIGKILL"),
-    ("training_step", "stall", 1, "popen", "did not answer within 8 s"),
-    ("validation_step", "raise", 1, "fork", MISTAKE),
-    ("validation_step", "kill", 1, "fork", "SIGKILL"),
-    ("callback", "raise", 0, "fork", MISTAKE),
-    ("callback", "kill", 1, "fork", "SIGKILL"),
-    ("save", "raise", 1, "fork", MISTAKE),
-    ("save", "kill", 0, "fork", "SIGKILL"),
-    ("save", "stall", 1, "fork", "did not answer within 8 s"),
-    *((op, "raise", rank, "fork", MISTAKE) for op, rank in RANK_OF.items()),
-    *((op, "kill", rank, "fork", "SIGKILL") for op, rank in RANK_OF.items()),
+
+
+def covering_ways() -> list[Any]:
+    """Return each operation of a schedule with each failure, of which every other one is slow."""
+    ways = [(op, how, rank) for op, rank in RANK_OF.items() for how in ("raise", "kill")]
+    return [
+        (slow if turn % 4 in (1, 2) else pytest.param)(*way, "fork", {})
+        for turn, way in enumerate(ways)
+    ]
+
+
+CASES: list[Any] = [
+    slow("training_step", "raise", 0, "popen", {}),
+    ("training_step", "kill", 1, "popen", {}),
+    ("training_step", "raise", 1, "fork", {}),
+    ("training_step", "kill", 0, "fork", {}),
+    ("training_step", "stall", 1, "fork", {}),
+    slow("validation_step", "raise", 1, "fork", {}),
+    ("validation_step", "kill", 1, "fork", {}),
+    slow("callback", "raise", 0, "fork", {}),
+    ("callback", "kill", 1, "fork", {}),
+    ("save", "raise", 1, "fork", {}),
+    slow("save", "kill", 0, "fork", {}),
+    slow("save", "stall", 1, "fork", {}),
+    *covering_ways(),
+    ("exchange", "raise", 0, "fork", SHARDS),
+    ("exchange", "kill", 1, "fork", SHARDS),
+    ("exchange", "kill", 0, "fork", {**SHARDS, "async_halo": True}),
+    ("exchange", "stall", 1, "fork", {**SHARDS, "async_halo": True}),
+    # Between the forward and the backward pass of a batch.
+    ("F", "kill", 0, "fork", {"schedule": "1f1b", "num_chunks": 3}),
+    ("B", "raise", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
+    ("loss", "kill", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
+    ("loss", "stall", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
+    ("SEND_B", "kill", 1, "fork", {"schedule": "interleaved", "num_chunks": 3}),
+    ("RECV_F", "raise", 0, "fork", {"schedule": "interleaved", "num_chunks": 3}),
+    slow("training_step", "raise", 2, "fork", HYBRID),
+    ("validation_step", "kill", 3, "fork", HYBRID),
+    slow("B", "kill", 3, "fork", HYBRID),
+    slow("F", "stall", 1, "fork", HYBRID),
+    ("average", "kill", 2, "fork", HYBRID),
+    # Other ranks wait for it in the making of a group.
+    ("mesh", "kill", 3, "fork", {"graph_parallel": 2, "devices": 4}),
 ]
 
 
-def run(tmp_path: Path, *arguments: object, **options: object) -> tuple[int, str, float]:
-    """Run the script; return its exit status, what it printed and how long it took in seconds.
+def run(
+    tmp_path: Path, where: str, how: str, rank: int, start_method: str, **options: Any
+) -> Script:
+    """Run the script to its end, of which no process may be left.
 
-    `options` are the strategy's.
+    Args:
+        tmp_path: Holds the script and its checkpoints.
+        where: What fails in the third epoch, on `rank`.
+        how: The kind of failure.
+        rank: Of the process that fails.
+        start_method: With popen a signal comes to a script that a new Python runs, to its end.
+        options: Of the strategy.
     """
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    started = time.monotonic()
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            *map(str, arguments),
-            str(tmp_path / "checkpoints"),
-            repr(options),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    text = done.stdout + done.stderr
-    for pid in re.findall(r"is process (\d+)", text):
+    path, folder = tmp_path / "train.py", tmp_path / "checkpoints"
+    path.write_text(SCRIPT)
+    words = where, how, rank, start_method, folder, options
+    script = start_script(path, *words, is_new=start_method == "popen" and how.startswith("SIG"))
+    script.end(60)
+    for pid in re.findall(r"is process (\d+)", script.text):
         assert not is_alive(int(pid)), f"process {pid} is left over"
-    return done.returncode, text, time.monotonic() - started
+    assert "ended by itself" not in script.text
+    return script
 
 
-@pytest.mark.parametrize(("where", "how", "rank", "start_method", "cause"), CASES)
+@pytest.mark.parametrize(("where", "how", "rank", "start_method", "options"), CASES)
 def test_p7_all_ranks_end_with_the_cause(
-    where: str, how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+    where: str, how: str, rank: int, start_method: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    status, text, seconds = run(tmp_path, where, how, rank, start_method)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert re.search(cause, text), text[-3000:]
-    assert seconds < 80
+    if how == "stall":
+        options = {**options, "timeout": 2}
+    script = run(tmp_path, where, how, rank, start_method, **options)
+    killed = LOST if start_method == "popen" or where == "mesh" else "SIGKILL"
+    cause = {"raise": MISTAKE, "kill": killed, "stall": "did not answer within 2 s"}[how]
+    assert script.returncode != 0
+    assert re.search(cause, script.text), script.text[-3000:]
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "is_async", "cause"),
+    ("where", "how", "rank", "start_method", "options"),
     [
-        ("raise", 0, False, MISTAKE),
-        ("kill", 1, False, "SIGKILL"),
-        ("kill", 0, True, "SIGKILL"),
-        ("stall", 1, True, "did not answer within 8 s"),
+        ("training_step", "SIGTERM", 0, "popen", {}),
+        slow("validation_step", "SIGTERM", 1, "popen", {}),
+        ("training_step", "SIGTERM", 0, "fork", {}),
+        ("F", "SIGTERM", 1, "fork", {}),
+        ("training_step", "SIGTERM-parent", 1, "fork", {}),
+        ("validation_step", "SIGTERM-parent", 1, "fork", {}),
+        ("F", "SIGTERM-parent", 1, "fork", {}),
+        ("training_step", "SIGTERM", 3, "fork", HYBRID),
     ],
-)
-def test_p7_a_lost_shard_ends_all_ranks(
-    how: str, rank: int, is_async: bool, cause: str, tmp_path: Path
-) -> None:
-    options = {"graph_parallel": 2, "async_halo": is_async, "halo_codec": "int1"}
-    status, text, seconds = run(tmp_path, "exchange", how, rank, "fork", **options)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert re.search(cause, text), text[-3000:]
-    assert seconds < 60
-
-
-@pytest.mark.parametrize(
-    ("where", "how", "rank", "schedule", "cause"),
-    [
-        ("F", "kill", 0, "1f1b", "SIGKILL"),
-        ("B", "raise", 1, "1f1b", MISTAKE),
-        ("loss", "kill", 1, "1f1b", "SIGKILL"),
-        ("loss", "stall", 1, "1f1b", "did not answer within 8 s"),
-        ("SEND_B", "kill", 1, "interleaved", "SIGKILL"),
-        ("RECV_F", "raise", 0, "interleaved", MISTAKE),
-    ],
-)
-def test_p7_a_rank_lost_between_forward_and_back_ends_all(
-    where: str, how: str, rank: int, schedule: str, cause: str, tmp_path: Path
-) -> None:
-    options = {"schedule": schedule, "num_chunks": 3}
-    status, text, seconds = run(tmp_path, where, how, rank, "fork", **options)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert re.search(cause, text), text[-3000:]
-    assert seconds < 80
-
-
-@pytest.mark.parametrize(
-    ("where", "how", "rank", "start_method", "cause"),
-    [
-        ("training_step", "raise", 2, "fork", MISTAKE),
-        ("validation_step", "kill", 3, "fork", "SIGKILL"),
-        ("B", "kill", 3, "fork", "SIGKILL"),
-        ("F", "stall", 1, "fork", "did not answer within 8 s"),
-        ("average", "kill", 2, "fork", "SIGKILL"),
-    ],
-)
-def test_p7_a_rank_lost_in_any_replica_ends_all(
-    where: str, how: str, rank: int, start_method: str, cause: str, tmp_path: Path
-) -> None:
-    """Two replicas of two stages, on batches of graphs."""
-    options = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
-    status, text, seconds = run(tmp_path, where, how, rank, start_method, **options)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert re.search(cause, text), text[-3000:]
-    assert seconds < 80
-
-
-def test_p7_sigterm_to_one_replica_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
-    options = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
-    _, text, _ = run(tmp_path, "training_step", "SIGTERM", 3, "fork", **options)
-    assert "ended by itself" not in text
-    saved = torch.load(tmp_path / "checkpoints" / "last-sigterm.ckpt", weights_only=True)
-    assert saved["epoch"] in (2, 3)
-    assert all(tensor.numel() for tensor in saved["state_dict"].values())
-
-
-def test_p7_a_rank_lost_while_groups_are_made_ends_all(tmp_path: Path) -> None:
-    """With two stages of two shards; other ranks wait for it in the making of a group."""
-    options = {"graph_parallel": 2, "devices": 4}
-    status, text, seconds = run(tmp_path, "mesh", "kill", 3, "popen", **options)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert re.search(LOST, text), text[-3000:]
-    assert seconds < 80
-
-
-@pytest.mark.parametrize("where", ["training_step", "validation_step", "F"])
-@pytest.mark.parametrize(
-    ("how", "rank", "start_method"),
-    [("SIGTERM", 0, "popen"), ("SIGTERM", 1, "popen"), ("SIGTERM-parent", 1, "fork")],
 )
 def test_p7_sigterm_ends_all_ranks_at_the_end_of_the_batch_with_a_checkpoint(
-    where: str, how: str, rank: int, start_method: str, tmp_path: Path
+    where: str, how: str, rank: int, start_method: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    _, text, _ = run(tmp_path, where, how, rank, start_method)
-    assert "ended by itself" not in text
+    run(tmp_path, where, how, rank, start_method, **options)
     saved = torch.load(tmp_path / "checkpoints" / "last-sigterm.ckpt", weights_only=True)
     assert saved["epoch"] in (2, 3)  # before or after the epoch is counted
     assert all(tensor.numel() for tensor in saved["state_dict"].values())
-    histories = tmp_path / "checkpoints" / ".gnnpipe" / saved["gnnpipe"]["histories"]
-    assert sorted(path.name for path in histories.glob("*.pt")) == ["stage_0.pt", "stage_1.pt"]
+    if not options:
+        histories = tmp_path / "checkpoints" / ".gnnpipe" / saved["gnnpipe"]["histories"]
+        assert sorted(path.name for path in histories.glob("*.pt")) == ["stage_0.pt", "stage_1.pt"]
 
 
-@pytest.mark.parametrize(("rank", "start_method"), [(0, "popen"), (1, "popen"), (1, "fork")])
+@pytest.mark.parametrize(
+    ("rank", "start_method"),
+    [slow(0, "popen"), slow(1, "popen"), (0, "fork"), (1, "fork")],
+)
 def test_p7_sigint_ends_all_ranks(rank: int, start_method: str, tmp_path: Path) -> None:
-    status, text, seconds = run(tmp_path, "training_step", "SIGINT", rank, start_method)
-    assert status != 0
-    assert "ended by itself" not in text
-    assert seconds < 60
-
-
-def is_alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/cmdline")
-    deadline = time.monotonic() + 15
-    while path.exists() and b"train.py" in path.read_bytes():
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(0.2)
-    return False
+    assert run(tmp_path, "training_step", "SIGINT", rank, start_method).returncode != 0

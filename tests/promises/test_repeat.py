@@ -16,6 +16,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.types import RepeatOption
+from tests.helpers.cases import slow
 from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded
 from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
@@ -74,7 +75,7 @@ def encoder_of(name: str) -> str:
         ("encoded", 2, False),
         ("two", 3, False),
         ("pyg", 2, "auto"),
-        ("edge_encoded", 3, "auto"),
+        slow("edge_encoded", 3, "auto"),
     ],
 )
 def test_p1_stages_equal_plain_lightning(
@@ -106,12 +107,12 @@ def test_p1_stages_equal_plain_lightning(
     [
         ("encoded", 2, 1, "live", False),
         ("in_place", 3, 1, "snapshot", True),
-        ("overwritten", 2, 1, "live", False),
+        slow("overwritten", 2, 1, "live", False),
         ("behind", 2, 1, "warmup", True),
-        ("frozen", 3, 1, "live", False),
+        slow("frozen", 3, 1, "live", False),
         ("two", 3, 1, "exact", True),
-        ("pyg", 2, 1, "live", False),
-        ("edge_encoded", 3, 1, "live", False),
+        slow("pyg", 2, 1, "live", False),
+        slow("edge_encoded", 3, 1, "live", False),
         ("encoded", 2, 2, "live", True),
         ("edge_encoded", 2, 2, "warmup_exact", False),
     ],
@@ -140,7 +141,9 @@ P3_OPTIONS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ENCODED_NETS)
+@pytest.mark.parametrize(
+    "name", [one if one in ("encoded", "two", "pyg") else slow(one) for one in ENCODED_NETS]
+)
 def test_p3_dropout_is_the_same_on_any_number_of_stages(name: str, tmp_path: Path) -> None:
     one = fit(name, 1, tmp_path, dropout=0.5)
     for num_stages, options in P3_OPTIONS if name == "encoded" else P3_OPTIONS[:2]:
@@ -154,7 +157,7 @@ def test_p3_dropout_is_the_same_on_any_number_of_stages(name: str, tmp_path: Pat
             torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["encoded", "two"])
+@pytest.mark.parametrize("name", ["encoded", slow("two")])
 def test_p3_dropout_is_the_same_with_shards(name: str, tmp_path: Path) -> None:
     """Shards draw other masks than one device does, but any number of stages the same."""
     one = fit(name, 1, tmp_path, dropout=0.5, num_shards=2)
@@ -211,7 +214,7 @@ def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> No
     assert ranks_with(found, "lin_in") == ([0, 1] if width == 5 else [0])
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("first", "second"), [slow(1, 3), (3, 2), (2, 1)])
 def test_p6_another_number_of_stages_goes_on_alike(first: int, second: int, tmp_path: Path) -> None:
     """Weights that stages share, and what the optimizer knows of them, are saved once."""
 
@@ -279,7 +282,7 @@ def test_a_wish_that_cannot_be_met_is_told(name: str, is_warned: bool, tmp_path:
         log.removeHandler(handler)
         handler.close()
     text = (tmp_path / "log").read_text()
-    assert text.count("repeat_encoder=True repeats nothing") == is_warned
+    assert text.count("repeat_encoder=True has no effect") == is_warned
 
 
 def test_a_weight_of_several_stages_without_use_has_no_gradient(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import lightning_gnnpipe.chunks.step as steps
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.schedule import Schedule, interleaved, simulate
 from tests.helpers.batches import WIDTH, draw_batch
+from tests.helpers.cases import slow
 from tests.helpers.staged import FreshBatches, Staged, batches_of_all_sizes
 from tests.helpers.staged_fits import NUM_VIRTUAL, fit, widened
 from tests.promises.test_p5_bytes import BytesRecorder
@@ -54,7 +55,7 @@ class LiveRecorder(L.Callback):
 
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
-    [("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("interleaved", 2), ("interleaved", 3)],
+    [("1f1b", 1), slow("1f1b", 2), ("1f1b", 3), ("interleaved", 2), slow("interleaved", 3)],
 )
 def test_what_is_kept_is_what_the_simulator_says(
     schedule: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
+from tests.helpers.cases import covering
 from tests.helpers.graphs import communities
 from tests.helpers.methods import with_method
 
@@ -77,8 +78,10 @@ def train(
     return [one.detach() for one in module.parameters()]
 
 
-@pytest.mark.parametrize("when", ["every_n_epochs", "every_n_train_steps"])
-@pytest.mark.parametrize("method", [WHERE_THERE, METHODS["drift"]], ids=["rows", "drift"])
+@pytest.mark.parametrize(
+    ("method", "when"),
+    covering([WHERE_THERE, METHODS["drift"]], ["every_n_epochs", "every_n_train_steps"]),
+)
 def test_p6_a_run_that_is_resumed_goes_on_alike(
     method: StalenessMethod, when: str, tmp_path: Path
 ) -> None:
@@ -187,8 +190,7 @@ RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], Callable[[], list
 }
 
 
-@pytest.mark.parametrize("limit_val_batches", [0, 1])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "limit_val_batches"), covering(RUNS, [0, 1]))
 def test_p6_whatever_validation_would_have_done(
     name: str, limit_val_batches: int, tmp_path: Path
 ) -> None:
@@ -266,13 +268,13 @@ IN_ONE = [{}, {"staleness": "constant"}, {"staleness": "gnnpipe"}]
 IN_TWO = [{"num_stages": 2}, {"graph_parallel": 2}, {"graph_parallel": 2, "async_halo": True}]
 
 
-@pytest.mark.parametrize("limit_val_batches", [0, 1])
 @pytest.mark.parametrize(
-    ("options", "is_manual"),  # Lightning lets one process alone return no loss
-    [*((one, way) for one in IN_ONE for way in (False, True)), *((two, True) for two in IN_TWO)],
+    ("options", "is_manual", "limit_val_batches"),
+    # Lightning lets one process alone return no loss.
+    [*covering(IN_ONE, [False, True], [0, 1]), *covering(IN_TWO, [True], [0, 1])],
 )
 def test_a_step_that_is_not_finite_costs_one_step(
-    options: dict[str, Any], limit_val_batches: int, is_manual: bool
+    options: dict[str, Any], is_manual: bool, limit_val_batches: int
 ) -> None:
     """As in plain training; the next one is exact."""
     module = Skips(GNN(4, 6, 3, num_layers=5, dropout=0.2, conv="sage"), 3, is_manual=is_manual)

@@ -72,7 +72,9 @@ def test_a_trace_without_compute_is_refused() -> None:
 
 def test_matplotlib_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_gnnpipe.report.gantt.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"Expected 'matplotlib'.*pip install matplotlib"):
+    with pytest.raises(
+        ImportError, match=r"Expected the package 'matplotlib'.*pip install matplotlib"
+    ):
         draw_timeline(make_stats("F0 B0").events, "")
 
 

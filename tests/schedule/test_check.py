@@ -22,23 +22,23 @@ from tests.schedule.text import num_stages, orders, read, write
 
 BROKEN = {
     "F missing": (["0F0 0B1 0B0"], "no 0F1"),
-    "F twice": (["0F0 0F1 0F0 0B1 0B0"], "0F0 a second time, at place 2 of stage 0"),
-    "F out of order": (["0F1 0F0 0B1 0B0"], "0F1 at place 0 of stage 0, where 0F0 is due"),
+    "F twice": (["0F0 0F1 0F0 0B1 0B0"], "a second 0F0 at place 2 of stage 0"),
+    "F out of order": (["0F1 0F0 0B1 0B0"], "0F1 at place 0 of stage 0, instead of 0F0"),
     "B missing": (["0F0 0F1 0B1"], "no 0B0"),
     "B missing on one stage": (["0F0 0F1 0B1 0B0", "1F0 1F1"], "no 1B1"),
     "B before F": (["0F0 0B0 0F1 0B1"], "0B0 at place 1 of stage 0, before 0F1"),
-    "B not reversed": (["0F0 0F1 0B0 0B1"], "0B0 at place 2 of stage 0, where 0B1 is due"),
+    "B not reversed": (["0F0 0F1 0B0 0B1"], "0B0 at place 2 of stage 0, instead of 0B1"),
     "other stage": (["0F0 1F1 0B1 0B0"], "1F1 at place 1 of stage 0"),
     "no such chunk": (["0F0 0F1 0F2"], "0F2 at place 2 of stage 0"),
     "send missing": (["0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1RECV_F1 1F1"], "no 0SEND_F1"),
     "receive missing": (["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1F1"], "no 1RECV_F1"),
     "receive out of order": (
         ["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1"],
-        "1RECV_F1 at place 0 of stage 1, where 1RECV_F0 is due",
+        "1RECV_F1 at place 0 of stage 1, instead of 1RECV_F0",
     ),
     "send to nobody": (
         ["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1"],
-        "1SEND_F0 where there is no use for it, at place 2 of stage 1",
+        "an unneeded 1SEND_F0 at place 2 of stage 1",
     ),
     "receive in the wrong phase": (
         ["0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0RECV_B0 0B1 0B0", "1F0 1F1 1B1 1B0"],
@@ -46,12 +46,12 @@ BROKEN = {
     ),
     "receive too late": (
         ["0F0 0SEND_F0 0F1 0SEND_F1", "1F0 1RECV_F0 1RECV_F1 1F1"],
-        "a deadlock: stage 0 ends with 0SEND_F0, which waits for 1RECV_F0 and 0SEND_F1, which "
+        "stage 0 ends with 0SEND_F0, which waits for 1RECV_F0 and 0SEND_F1, which "
         "waits for 1RECV_F1; stage 1 stops at 1F0, which waits for 1RECV_F0",
     ),
     "send too early": (
         ["0SEND_F0 0F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1"],
-        "a deadlock: stage 0 stops at 0SEND_F0, which waits for 0F0; "
+        "stage 0 stops at 0SEND_F0, which waits for 0F0; "
         "stage 1 stops at 1F0, which waits for 1RECV_F0",
     ),
 }
@@ -63,13 +63,11 @@ BROKEN_IN_A_LOOP = {
     "F missing": (["0F0", "1F0 3F0"], "no 2F0"),
     "F of the next stage first": (
         ["2F0 0F0", "1F0 3F0"],
-        "a deadlock: rank 0 stops at 2F0, which waits for 1F0; "
-        "rank 1 stops at 1F0, which waits for 0F0",
+        "rank 0 stops at 2F0, which waits for 1F0; rank 1 stops at 1F0, which waits for 0F0",
     ),
     "B before the loss": (
         ["0F0 2F0 2B0 0B0", "1F0 3B0 3F0 1B0"],
-        "a deadlock: rank 0 stops at 2B0, which waits for 3B0; "
-        "rank 1 stops at 3B0, which waits for 3F0",
+        "rank 0 stops at 2B0, which waits for 3B0; rank 1 stops at 3B0, which waits for 3F0",
     ),
     "send missing": (
         ["0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0", "1RECV_F0 1F0 3RECV_F0 3F0"],
@@ -93,8 +91,8 @@ def test_the_first_bad_action_of_a_rank_with_two_stages_is_named(name: str) -> N
 
 
 def test_a_loss_on_all_outputs_refuses_1f1b() -> None:
-    asks = "all backward actions of a rank behind its forward actions, as the loss needs the "
-    found = re.escape("(got 1B0 at place 1 of stage 1, before 1F1). Only 'fill_drain' serves such")
+    asks = "every rank to finish its forward actions before its first backward action, since the "
+    found = re.escape("(got 1B0 at place 1 of stage 1, before 1F1). Use 'fill_drain' for such")
     for lower in (False, True):
         for schedule in (one_f_one_b(2, 2), interleaved(2, 2, 4)):
             schedule = add_transfers(schedule) if lower else schedule
@@ -110,7 +108,7 @@ def test_the_order_of_the_backward_phase_belongs_to_the_loss() -> None:
     for ours, other in losses:
         schedule = fill_drain(2, (0, 1), loss=ours)
         check(schedule)
-        with pytest.raises(ScheduleError, match=r"0B. at place 2 of stage 0, where 0B. is due"):
+        with pytest.raises(ScheduleError, match=r"0B. at place 2 of stage 0, instead of 0B."):
             check(replace(schedule, loss=other))
 
 

@@ -8,18 +8,19 @@ import pytest
 
 from lightning_gnnpipe.errors import ScheduleError
 from lightning_gnnpipe.schedule import add_transfers, check, interleaved, simulate
+from tests.helpers.cases import slow
 from tests.schedule.oracle import runs_in_one_queue
 from tests.schedule.shapes import SHAPES, build_all, forward_only
 from tests.schedule.text import read
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, slow(4)])
 def test_any_number_of_micro_batches_runs(num_ranks: int) -> None:
     for num_virtual, num_micro_batches in product((2, 3), range(1, 65)):
         check(interleaved(num_ranks, num_virtual, num_micro_batches))
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("lookahead", [0, 1, slow(2), slow(5)])
 def test_no_schedule_deadlocks_with_transfers(lookahead: int) -> None:
     for shape in SHAPES:
         if lookahead in (0, 2) or shape[2] < 6:

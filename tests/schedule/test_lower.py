@@ -90,5 +90,5 @@ def test_a_negative_lookahead_is_refused() -> None:
 
 
 def test_lowering_twice_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="Call 'add_transfers' once"):
+    with pytest.raises(ScheduleError, match="Call 'add_transfers' only once"):
         add_transfers(add_transfers(fill_drain(2, (0,))))

@@ -150,7 +150,8 @@ def test_counts_start_at_1(build: Callable[[], Schedule], name: str) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 3, 5])
 def test_stages_that_cannot_be_dealt_out_are_refused(num_stages: int) -> None:
-    found = rf"and 2 for each list of actions \(got {num_stages} stages, {num_stages // 2} lists\)"
+    got = rf"\(got {num_stages} stages, {num_stages // 2} lists\)"
+    found = rf"equal to num_virtual \(2\) times the number of action lists {got}"
     with pytest.raises(ScheduleError, match=found):
         fill_drain(num_stages, (0,), num_virtual=2)
     with pytest.raises(ScheduleError, match=found):

@@ -246,7 +246,7 @@ class Odd(TakesData):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("random", "do the same each time"),
+        ("random", "compute the same in every call"),
         ("constant", "create no tensors of its own"),
         ("count", "values kept on the module: count"),
         ("keep", "values kept on the module: hidden"),
@@ -298,7 +298,7 @@ def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None
     root.net = Residual()
     assert find_pipelined(root, None) == ("net", root.net)
     root.head = gnn.GCNConv(D, D)
-    with pytest.raises(UnsupportedError, match=r"got 'net' and 'head'.*Name one by"):
+    with pytest.raises(UnsupportedError, match=r"got 'net' and 'head'.*Choose one with"):
         find_pipelined(root, None)
     assert find_pipelined(root, "net") == ("net", root.net)
     whole = Branches(root.net, root.head)

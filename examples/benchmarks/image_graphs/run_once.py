@@ -20,9 +20,10 @@ from torch_geometric.data import Batch
 
 sys.path.append(str(Path(__file__).parents[2]))
 from images import ImageGraphs, load_images
+from vig import PixelViG
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.models import GraphClassifier, PixelViG
+from lightning_gnnpipe.models import GraphClassifier
 
 
 class Ready(IterableDataset[Any]):

@@ -1,7 +1,8 @@
-"""ViG: an image as a graph of its patches, each joined to the most similar ones."""
+"""Networks for images as graphs: ViG on patches, PixelViG on pixels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,8 +11,10 @@ from torch.nn import functional as F
 from torch_geometric.nn import (
     EdgeConv,
     GINConv,
+    GraphConv,
     MessagePassing,
     SAGEConv,
+    global_add_pool,
     global_mean_pool,
 )
 from torch_geometric.utils import to_dense_batch
@@ -85,7 +88,7 @@ class ViG(nn.Module):
         self.feed_forwards = nn.ModuleList(
             FeedForward(hidden_channels, norm, dropout) for _ in range(num_blocks)
         )
-        self.head = Classifier(hidden_channels, out_channels)
+        self.head = Classifier(hidden_channels, hidden_channels, out_channels, global_mean_pool)
 
     def forward(self, x: Tensor, batch: Tensor) -> Tensor:
         x = self.stem(x)
@@ -101,7 +104,7 @@ class Grapher(nn.Module):
         self, channels: int, num_neighbours: int, conv: Conv, norm: Norm, dropout: float
     ) -> None:
         super().__init__()
-        self.lin_in = nn.Sequential(nn.Linear(channels, channels), _make_norm(norm, channels))
+        self.lin_in = _make_linear(channels, channels, norm)
         self.neighbours = NearestNeighbours(num_neighbours)
         self.conv = _make_conv(conv, channels, 2 * channels)
         self.lin_out = nn.Sequential(
@@ -204,17 +207,97 @@ class GridConv(nn.Module):
         return x + self.conv(images).permute(0, 2, 3, 1).reshape(x.shape)
 
 
-class Classifier(nn.Module):
-    """gelu(mean(X) W_1) W_2, the mean over the nodes of each graph."""
+class PixelViG(nn.Module):
+    r"""ViG's blocks on the grid of an image's pixels; few channels between the blocks, many inside.
 
-    def __init__(self, channels: int, out_channels: int) -> None:
+    Each block computes, with the sum over a pixel's neighbours in the grid,
+
+        H  = norm(X W_in)
+        Y  = X + norm(gelu(H W_self + sum(H[m] for each edge m -> n) W) W_out)
+        X' = Y + norm(gelu(norm(Y W_1)) W_2)
+
+    and a classifier with one hidden layer reads the sum over the image. Its defaults give the
+    study's 1,120,410 parameters, 138,258 in each block. The study used norm="batch" on each
+    micro-batch, and the edges of ``torch_geometric.utils.grid(32, 32)`` without self-loops. Use
+    ``ViG`` for accuracy.
+
+    Source: Raffi and Dazzi, University of Pisa, https://github.com/JacopoRaffi/DistributedGNN
+
+    Args:
+        in_channels: Colours of a pixel; channels between the blocks.
+        out_channels: Classes.
+        num_blocks: Blocks, each with one graph convolution.
+        grapher_channels: Channels of the graph convolutions.
+        feed_forward_channels: Channels inside the feed-forward networks.
+        head_channels: Channels inside the classifier.
+        norm: "layer", over the channels of one node, or "batch", over all nodes of the mini-batch,
+            or of the micro-batch if there are several.
+
+    Shapes:
+        - input: x ``[num_nodes, in_channels]``, edge_index ``[2, num_edges]``, batch
+          ``[num_nodes]``, in ascending order
+        - output: ``[num_graphs, out_channels]``
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        out_channels: int = 10,
+        num_blocks: int = 8,
+        *,
+        grapher_channels: int = 256,
+        feed_forward_channels: int = 512,
+        head_channels: int = 1024,
+        norm: Norm = "layer",
+    ) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(
+            PixelBlock(in_channels, grapher_channels, feed_forward_channels, norm)
+            for _ in range(num_blocks)
+        )
+        self.head = Classifier(in_channels, head_channels, out_channels, global_add_pool)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, edge_index)
+        return self.head(x, batch)
+
+
+class PixelBlock(nn.Module):
+    """A graph convolution and a feed-forward network, each added to its input."""
+
+    def __init__(
+        self, channels: int, grapher_channels: int, feed_forward_channels: int, norm: Norm
+    ) -> None:
+        super().__init__()
+        self.lin_in = _make_linear(channels, grapher_channels, norm)
+        self.conv = GraphConv(grapher_channels, grapher_channels)
+        self.lin_out = _make_linear(grapher_channels, channels, norm)
+        self.feed_forward = nn.Sequential(
+            _make_linear(channels, feed_forward_channels, norm),
+            nn.GELU(),
+            _make_linear(feed_forward_channels, channels, norm),
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x + self.lin_out(F.gelu(self.conv(self.lin_in(x), edge_index)))
+        return x + self.feed_forward(x)
+
+
+class Classifier(nn.Module):
+    """gelu(pool(X) W_1) W_2, the mean or the sum over the nodes of each graph."""
+
+    def __init__(
+        self, channels: int, inner_channels: int, out_channels: int, pool: Callable[..., Tensor]
+    ) -> None:
+        super().__init__()
+        self.pool = pool
         self.mlp = nn.Sequential(
-            nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, out_channels)
+            nn.Linear(channels, inner_channels), nn.GELU(), nn.Linear(inner_channels, out_channels)
         )
 
     def forward(self, x: Tensor, batch: Tensor) -> Tensor:
-        return self.mlp(global_mean_pool(x, batch))
+        return self.mlp(self.pool(x, batch))
 
 
 def _make_conv(conv: Conv, in_channels: int, out_channels: int) -> MessagePassing:
@@ -229,3 +312,7 @@ def _make_conv(conv: Conv, in_channels: int, out_channels: int) -> MessagePassin
 
 def _make_norm(norm: Norm, channels: int) -> nn.Module:
     return nn.LayerNorm(channels) if norm == "layer" else nn.BatchNorm1d(channels)
+
+
+def _make_linear(channels_in: int, channels_out: int, norm: Norm) -> nn.Module:
+    return nn.Sequential(nn.Linear(channels_in, channels_out), _make_norm(norm, channels_out))
