@@ -16,4 +16,4 @@ cd "$(dirname "$0")/.."
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
 chosen=()
 if [[ "${1:-}" == "--slow" ]]; then chosen=(-m "slow or not slow"); fi
-.venv/bin/pytest -n 2 --dist worksteal "${chosen[@]}"  # most tests wait for processes of their own
+.venv/bin/pytest -n 3 --dist worksteal "${chosen[@]}"  # most tests wait for processes of their own

@@ -134,7 +134,8 @@ def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str])
     trainer = make_trainer(2, 4, enable_model_summary=True)
     trainer.fit(module, make_data())
     rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "convs." in line]
-    assert [row[2].strip() for row in rows] == ["convs.0", "lin_in (repeated), convs.1 .. convs.2 (2)"]
+    again = "lin_in (repeated), convs.1 .. convs.2 (2)"
+    assert [row[2].strip() for row in rows] == ["convs.0", again]
     assert sum(int(row[3].replace(",", "")) for row in rows) == sum(
         p.numel() for p in module.parameters()
     )

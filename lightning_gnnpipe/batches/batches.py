@@ -147,21 +147,21 @@ class BatchPasses:
 
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch."""
-        parts = self.parts(mode, call, inputs, is_training=True, codecs=codecs)
-        num_ranks, num_virtual = self._transport.mesh.num_stages, len(parts.stages)
+        spec = self.open_pass(mode, call, inputs, is_training=True, codecs=codecs)
+        num_ranks, num_virtual = self._transport.mesh.num_stages, len(spec.stages)
         schedule = make_schedule(
-            self._options.schedule, num_ranks, num_virtual, parts.plan.num_chunks
+            self._options.schedule, num_ranks, num_virtual, spec.plan.num_chunks
         )
         if not self._alternates:
-            return TrainingPass(parts, None, self._model, schedule, is_exact=codecs.is_exact)
+            return TrainingPass(spec, None, self._model, schedule, is_exact=codecs.is_exact)
 
         def differentiate(outputs: list[Tensor]) -> list[Tensor]:
             return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
 
-        early = EarlyGrads(parts, differentiate)
-        return AlternatingPass(parts, self._model, schedule, early, is_exact=codecs.is_exact)
+        early = EarlyGrads(spec, differentiate)
+        return AlternatingPass(spec, self._model, schedule, early, is_exact=codecs.is_exact)
 
-    def parts(
+    def open_pass(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs
     ) -> PassSpec:
         """Return the specification of a pass over the batch."""

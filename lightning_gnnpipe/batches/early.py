@@ -75,11 +75,11 @@ class EarlyGrads:
     """
 
     def __init__(
-        self, parts: PassSpec, differentiate: Callable[[list[Tensor]], list[Tensor]]
+        self, spec: PassSpec, differentiate: Callable[[list[Tensor]], list[Tensor]]
     ) -> None:
-        self._inputs, self._values = parts.inputs, parts.outputs
+        self._inputs, self._values = spec.inputs, spec.outputs
         self._differentiate = differentiate
-        self._known: list[list[Tensor]] = [[] for _ in parts.outputs]
+        self._known: list[list[Tensor]] = [[] for _ in spec.outputs]
         self._used: list[Tensor] = []
 
     def of(self, chunk: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -128,25 +128,25 @@ class AlternatingPass(TrainingPass):
 
     def __init__(
         self,
-        parts: PassSpec,
+        spec: PassSpec,
         model: PipelinedModel,
         schedule: Schedule,
         early: EarlyGrads,
         *,
         is_exact: bool,
     ) -> None:
-        super().__init__(parts, None, model, schedule, is_exact=is_exact)
+        super().__init__(spec, None, model, schedule, is_exact=is_exact)
         self._early = early
         self._grads: Gradients = {}
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
         """Run both phases and return the detached outputs; see `TrainingPass`."""
-        parts = self._parts
+        spec = self._spec
         self._watch(controls.on_chunk)
-        parts.transport.meter.reset()
+        spec.transport.meter.reset()
         with (
-            intercept(self._model.intercepted, parts.context),
-            own_random_stream(parts.transport.world.device),
+            intercept(self._model.intercepted, spec.context),
+            own_random_stream(spec.transport.world.device),
             torch.enable_grad(),
             _apart(self._model.module.parameters()) as self._grads,
         ):
@@ -172,7 +172,7 @@ class AlternatingPass(TrainingPass):
 
     def _agree_on_factor(self, grads: Sequence[Tensor]) -> float:
         """Broadcast the factor for all gradients from the last stage's rank; raise if it is NaN."""
-        transport, mesh = self._parts.transport, self._parts.transport.mesh
+        transport, mesh = self._spec.transport, self._spec.transport.mesh
         device = transport.world.device
         factor = self._early.factor(grads) if mesh.is_last else 1.0
         shared = torch.tensor([factor], dtype=torch.float64, device=device)

@@ -107,8 +107,10 @@ class BatchStream:
 
     def _begin(self, call: Call, inputs: Inputs) -> _Pass:
         mode = self._passes.mode(call, inputs)
-        parts = self._passes.parts(mode, call, inputs, is_training=False, codecs=get_codecs("fp32"))
-        return _Pass(mode, Step(parts), self._model)
+        spec = self._passes.open_pass(
+            mode, call, inputs, is_training=False, codecs=get_codecs("fp32")
+        )
+        return _Pass(mode, Step(spec), self._model)
 
 
 class _Pass:
@@ -116,9 +118,9 @@ class _Pass:
 
     def __init__(self, mode: Mode, step: Step, model: PipelinedModel) -> None:
         self.mode, self._step, self._model = mode, step, model
-        self._transport = step.parts.transport
-        mesh, num_chunks = self._transport.mesh, step.parts.plan.num_chunks
-        num_virtual = len(step.parts.stages)
+        self._transport = step.spec.transport
+        mesh, num_chunks = self._transport.mesh, step.spec.plan.num_chunks
+        num_virtual = len(step.spec.stages)
         built = stream(len(mode.stages), [num_chunks], num_virtual=num_virtual)
         self._actions = list(add_transfers(built).forward(mesh.stage))
         last = mesh.num_stages - 1
@@ -143,7 +145,7 @@ class _Pass:
         """Return the outputs on every rank, after the oldest `num_sends` messages have left."""
         outputs = self._step.collect()
         self._transport.flush(num_sends)
-        self._step.parts.inputs.release()
+        self._step.spec.inputs.release()
         return outputs
 
     def drop(self) -> None:
@@ -152,10 +154,10 @@ class _Pass:
         self._transport.flush()
 
     def _run(self, end: int) -> None:
-        parts = self._step.parts
+        spec = self._step.spec
         with (
-            intercept(self._model.intercepted, parts.context),
-            own_random_stream(parts.transport.world.device),
+            intercept(self._model.intercepted, spec.context),
+            own_random_stream(spec.transport.world.device),
             torch.no_grad(),
         ):
             self._step.run(self._actions[self._num_done : end])

@@ -42,20 +42,20 @@ class _ChunkState:
 class Step:
     """Runs one rank's actions of one pass."""
 
-    def __init__(self, parts: PassSpec) -> None:
-        self.parts = parts
-        parts.context.leaves = parts.inputs
-        self._mesh, self._device = parts.transport.mesh, parts.transport.world.device
+    def __init__(self, spec: PassSpec) -> None:
+        self.spec = spec
+        spec.context.leaves = spec.inputs
+        self._mesh, self._device = spec.transport.mesh, spec.transport.world.device
         self._chunks: dict[tuple[int, int], _ChunkState] = {}
         self._grads_of: GradsOf | None = None
-        self.recorder = Recorder(self._mesh.rank, lambda: parts.transport.waited_s)
+        self.recorder = Recorder(self._mesh.rank, lambda: spec.transport.waited_s)
         self._outputs = [
             torch.empty(
-                (parts.inputs.num_places(value), *value.row_shape),
+                (spec.inputs.num_places(value), *value.row_shape),
                 dtype=value.dtype,
                 device=self._device,
             )
-            for value in parts.outputs
+            for value in spec.outputs
         ]
 
     def forward(
@@ -71,7 +71,7 @@ class Step:
         """
         self._grads_of = grads_of
         self.run(actions, arrived)
-        self.parts.transport.flush()
+        self.spec.transport.flush()
         self._grads_of = None
         return self.collect()
 
@@ -90,28 +90,28 @@ class Step:
     ) -> None:
         """Run backward from `output_grads` (user's order); call `on_last` before the last chunk."""
         self._grads_of = lambda chunk, _: [
-            grad[self.parts.inputs.places(chunk, value)]
-            for grad, value in zip(output_grads, self.parts.outputs, strict=True)
+            grad[self.spec.inputs.places(chunk, value)]
+            for grad, value in zip(output_grads, self.spec.outputs, strict=True)
         ]
         last = max(i for i, action in enumerate(actions) if action.op is Op.B)
         self.run(actions[:last])
         on_last()
         self.run(actions[last:])
-        self.parts.transport.flush()
+        self.spec.transport.flush()
         self._grads_of = None
 
     def run(self, actions: Sequence[Action], arrived: Arrived = _NOTHING) -> None:
         """Run `actions`; `arrived` maps an action to the sends that can be freed after it."""
         for action in actions:
-            stage, chunk = self.parts.stages[action.stage], self.parts.plan.chunks[action.chunk]
+            stage, chunk = self.spec.stages[action.stage], self.spec.plan.chunks[action.chunk]
             _METHODS[action.op](self, stage, chunk)
             for send in arrived.get(action, ()):
-                self.parts.transport.release(_label(send))
+                self.spec.transport.release(_label(send))
 
     def _share(self, output: Tensor) -> None:
         """Broadcast the rows of `output`, `[num_rows, *]`, from the last stage's ranks."""
-        transport, last = self.parts.transport, self._mesh.num_stages - 1
-        shard = self.parts.plan.shard
+        transport, last = self.spec.transport, self._mesh.num_stages - 1
+        shard = self.spec.plan.shard
         if shard is None:
             transport.broadcast(output, self._mesh.rank_of(last), "output")
             return
@@ -126,23 +126,23 @@ class Step:
 
         Roughly: received = wait(); values = segments(leaves(chunk), received); save for backward.
         """
-        parts = self.parts
+        spec = self.spec
         received = self._wait_forward(stage, chunk)
         with self.recorder.record(f"{stage.index}F{chunk.index}"):
-            leaves = parts.inputs.slice(chunk, stage.leaves)
+            leaves = spec.inputs.slice(chunk, stage.leaves)
             values = {**leaves, **dict(zip(stage.received, received, strict=True))}
-            run = run_recomputed if parts.recompute and parts.is_training else run_segments
-            run(stage.computed, values, chunk, parts.context, parts.seed_of, stage.sent)
+            run = run_recomputed if spec.recompute and spec.is_training else run_segments
+            run(stage.computed, values, chunk, spec.context, spec.seed_of, stage.sent)
             sent = [values[name] for name in stage.sent]
-            if not parts.is_training:
+            if not spec.is_training:
                 received = []
             self._chunks[stage.index, chunk.index] = _ChunkState(received, leaves, sent)
             for value, part in zip(_sent_values(stage), sent, strict=True):
                 self._check_rows(chunk, value, part)
             if self._is_last(stage):
-                for output, value, part in zip(self._outputs, parts.outputs, sent, strict=True):
-                    output[parts.inputs.places(chunk, value)] = part.detach()
-                if not parts.is_training:
+                for output, value, part in zip(self._outputs, spec.outputs, sent, strict=True):
+                    output[spec.inputs.places(chunk, value)] = part.detach()
+                if not spec.is_training:
                     del self._chunks[stage.index, chunk.index]
 
     def _backward(self, stage: Stage, chunk: Piece) -> None:
@@ -150,7 +150,7 @@ class Step:
 
         Roughly: autograd.backward(sent, wait()); the gradients are then in received and parameters.
         """
-        parts = self.parts
+        spec = self.spec
         state = self._chunks[stage.index, chunk.index]
         grads = [] if self._is_last(stage) else self._wait_backward(stage, chunk)
         with self.recorder.record(f"{stage.index}B{chunk.index}"):
@@ -161,7 +161,7 @@ class Step:
             if roots:
                 with torch.autocast(self._device.type, enabled=False):
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-            parts.inputs.add_grads(chunk, state.leaves)
+            spec.inputs.add_grads(chunk, state.leaves)
         if stage.index == 0:
             del self._chunks[stage.index, chunk.index]
 
@@ -172,7 +172,7 @@ class Step:
     def _send_forward(self, stage: Stage, chunk: Piece) -> None:
         sent = self._chunks[stage.index, chunk.index].sent
         self._send("forward", chunk, stage, stage.index + 1, sent)
-        if not self.parts.is_training:
+        if not self.spec.is_training:
             del self._chunks[stage.index, chunk.index]
 
     def _receive_backward(self, stage: Stage, chunk: Piece) -> None:
@@ -196,42 +196,42 @@ class Step:
             torch.empty(self._shape(chunk, value), dtype=value.dtype, device=self._device)
             for value in values
         ]
-        label, codec = Label(kind, chunk.index, source), self.parts.codecs.of(kind)
-        self.parts.transport.post_receive(self._rank_of(source), label, buffers, codec)
+        label, codec = Label(kind, chunk.index, source), self.spec.codecs.of(kind)
+        self.spec.transport.post_receive(self._rank_of(source), label, buffers, codec)
 
     def _send(
         self, kind: TrafficKind, chunk: Piece, stage: Stage, target: int, tensors: Sequence[Tensor]
     ) -> None:
         """Start to send `tensors` to the stage `target`."""
-        label, codec = Label(kind, chunk.index, stage.index), self.parts.codecs.of(kind)
-        self.parts.transport.send(self._rank_of(target), label, tensors, codec)
+        label, codec = Label(kind, chunk.index, stage.index), self.spec.codecs.of(kind)
+        self.spec.transport.send(self._rank_of(target), label, tensors, codec)
 
     def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
-        parts = self.parts
+        spec = self.spec
         if stage.index == 0:
             return []
         label = Label("forward", chunk.index, stage.index - 1)
-        received = parts.transport.wait_receive(label)
+        received = spec.transport.wait_receive(label)
         for name, tensor in zip(stage.received, received, strict=True):
-            tensor.requires_grad_(parts.is_training and stage.values[name].requires_grad)
+            tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
         return received
 
     def _wait_backward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
         """Return one gradient for each sent value; an empty one where no gradient flows."""
         label = Label("backward", chunk.index, stage.index + 1)
-        received = iter(self.parts.transport.wait_receive(label))
+        received = iter(self.spec.transport.wait_receive(label))
         known = _sent_values(stage)
         return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
     def _is_last(self, stage: Stage) -> bool:
-        return stage.index == self.parts.num_stages - 1
+        return stage.index == self.spec.num_stages - 1
 
     def _rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage: stages are assigned round-robin."""
         return self._mesh.rank_of(stage % self._mesh.num_stages)
 
     def _shape(self, chunk: Piece, value: Value) -> tuple[int, ...]:
-        return self.parts.inputs.num_rows(chunk, value), *value.row_shape
+        return self.spec.inputs.num_rows(chunk, value), *value.row_shape
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
         """Raise unless `part` has the shape that the next stage, or the user, expects."""

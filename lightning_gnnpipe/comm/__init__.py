@@ -7,7 +7,7 @@ from lightning_gnnpipe.comm.collectives import (
     Collectives,
     Meter,
     cause_of,
-    is_lost,
+    is_communication_error,
 )
 from lightning_gnnpipe.comm.groups import (
     GPU_BACKEND,
@@ -36,7 +36,7 @@ __all__ = [
     "choose_wire",
     "end_groups_at_exit",
     "first_rank_tells",
-    "is_lost",
+    "is_communication_error",
     "restart_store",
     "sum_along_pipe",
 ]

@@ -221,7 +221,7 @@ class Collectives:
             try:
                 yield
             except (RuntimeError, TimeoutError) as error:
-                if not is_lost(error):
+                if not is_communication_error(error):
                     raise
                 cause = self.watch.cause()
                 if cause is not None:
@@ -235,7 +235,7 @@ class Collectives:
                 ) from error
 
 
-def is_lost(error: BaseException) -> bool:
+def is_communication_error(error: BaseException) -> bool:
     """Whether `error` comes from communication, not from this rank's own work."""
     if isinstance(error, TimeoutError | dist.DistError):
         return True

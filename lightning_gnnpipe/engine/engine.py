@@ -323,7 +323,7 @@ class PipelineEngine:
         self._saved = self._was_exact = None  # batches of graphs have no histories
         self._state.begin()
         mode = self.batches.mode(call, inputs)
-        codecs = self._passes.codecs(self.controls.is_exact)
+        codecs = self._passes.cut_codecs(self.controls.is_exact)
         return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:

@@ -61,12 +61,15 @@ class GraphPasses:
         messages = options.messages
         exact = replace(messages, halo_codec="fp32", cut_codec="fp32")
         self._messages = {False: messages, True: exact}  # by whether the pass is exact
-        self._codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
+        self._cut_codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
         self.sends_exactly = messages.is_exact
 
-    def mode(self, call: Call, inputs: Inputs, graph: int) -> Mode:
-        """Return the mode of these arguments; `graph` is the fingerprint of the edges."""
-        measure = self._measurer(call, inputs, graph)
+    def mode(self, call: Call, inputs: Inputs, fingerprint: int) -> Mode:
+        """Return the stages for these arguments, traced if they are new.
+
+        `fingerprint` is that of the edges.
+        """
+        measure = self._measurer(call, inputs, fingerprint)
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
     def needs_no_history(self, graph: PlannedGraph) -> bool:
@@ -99,9 +102,9 @@ class GraphPasses:
         elif own.graph.plan.num_chunks > 1:
             tell_of_exact_step()
 
-    def _measurer(self, call: Call, inputs: Inputs, graph: int) -> Measure:
+    def _measurer(self, call: Call, inputs: Inputs, fingerprint: int) -> Measure:
         def measure(layers: Layers) -> StepCosts:
-            plan = self._graphs.plan_to_measure(graph, inputs)
+            plan = self._graphs.plan_to_measure(fingerprint, inputs)
             planned = PlannedInputs(plan)
             planned.load(call, inputs)
             histories = self._graphs.histories
@@ -146,7 +149,7 @@ class GraphPasses:
             seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
             is_training=is_training,
             recompute=self._options.histories.recomputes,
-            codecs=self._codecs[is_exact],
+            codecs=self._cut_codecs[is_exact],
         )
 
     def validation_renews(self, own: Histories) -> bool:
@@ -181,9 +184,9 @@ class GraphPasses:
             order=self._options.chunk_order,
         )
 
-    def codecs(self, is_exact: bool) -> Codecs:
+    def cut_codecs(self, is_exact: bool) -> Codecs:
         """Return the codecs between stages; exact passes send fp32."""
-        return self._codecs[is_exact]
+        return self._cut_codecs[is_exact]
 
     def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
         """Return the checkpointed state of each input with histories, without rows."""

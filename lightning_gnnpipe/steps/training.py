@@ -56,28 +56,28 @@ class TrainingPass:
 
     def __init__(
         self,
-        parts: PassSpec,
+        spec: PassSpec,
         store: HistoryStore | None,
         model: PipelinedModel,
         schedule: Schedule,
         *,
         is_exact: bool,
     ) -> None:
-        self._parts, self._store, self._model = parts, store, model
-        self._place = parts.transport.mesh.stage
+        self._spec, self._store, self._model = spec, store, model
+        self._place = spec.transport.mesh.stage
         self._schedule = schedule
-        self._step = Step(parts)
+        self._step = Step(spec)
         self._is_done = False
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int) -> list[Tensor]:
         """Run the forward phase; return the outputs. Row ages count in passes (`number`)."""
         self._watch(controls.on_chunk)
-        self._parts.transport.meter.reset()
+        self._spec.transport.meter.reset()
         self._begin(controls, number)
         with (
-            intercept(self._model.intercepted, self._parts.context),
-            own_random_stream(self._parts.transport.world.device),
+            intercept(self._model.intercepted, self._spec.context),
+            own_random_stream(self._spec.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._place))
@@ -111,14 +111,14 @@ class TrainingPass:
         self._begin_backward()
         actions = self._schedule.backward(self._place)
         with ExitStack() as stack:
-            if self._parts.recompute:
-                self._parts.context.leaves = self._parts.inputs
-                stack.enter_context(intercept(self._model.intercepted, self._parts.context))
-                stack.enter_context(own_random_stream(self._parts.transport.world.device))
+            if self._spec.recompute:
+                self._spec.context.leaves = self._spec.inputs
+                stack.enter_context(intercept(self._model.intercepted, self._spec.context))
+                stack.enter_context(own_random_stream(self._spec.transport.world.device))
             sums = self._model.begin_backward()
 
             def on_last() -> None:
-                if not self._parts.recompute:  # recomputation reaches parameters repeatedly
+                if not self._spec.recompute:  # recomputation reaches parameters repeatedly
                     for end in sums.watch():
                         stack.callback(end)
 
@@ -148,11 +148,11 @@ class TrainingPass:
         """Return gradients of the batch's tensors `slots`, summed over ranks."""
         found: list[Tensor | None] = []
         for slot in slots:
-            grad = self._parts.inputs.take_grad(slot)
+            grad = self._spec.inputs.take_grad(slot)
             grad = grad if factor == 1 else grad * factor
-            self._parts.transport.all_reduce(grad, "input_grad")
+            self._spec.transport.all_reduce(grad, "input_grad")
             found.append(grad)
-        self._parts.inputs.release()
+        self._spec.inputs.release()
         return found
 
     def record(self) -> PassRecord:
@@ -162,16 +162,16 @@ class TrainingPass:
             recorder, self._store.recorder = self._store.recorder, None
         return PassRecord(
             self.is_exact,
-            self._parts.plan.num_chunks,
+            self._spec.plan.num_chunks,
             self._step.recorder.read(),
-            self._parts.transport.meter.read(),
+            self._spec.transport.meter.read(),
             {} if recorder is None else _by_segment(recorder),
-            len(self._parts.stages),
+            len(self._spec.stages),
         )
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
-            total = 2 * self._parts.plan.num_chunks * len(self._parts.stages)
+            total = 2 * self._spec.plan.num_chunks * len(self._spec.stages)
             self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
 
 

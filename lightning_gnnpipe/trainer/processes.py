@@ -32,7 +32,7 @@ from lightning_gnnpipe.comm import (
     choose_wire,
     end_groups_at_exit,
     first_rank_tells,
-    is_lost,
+    is_communication_error,
     restart_store,
 )
 from lightning_gnnpipe.errors import ConfigError, PeerError
@@ -273,14 +273,16 @@ class Processes:
 
     def _publish(self, exception: BaseException) -> str:
         """Publish why this rank ends; return the cause, if another rank published one before."""
-        is_cause = not isinstance(exception, PeerError) and not is_lost(exception)
+        is_cause = not isinstance(exception, PeerError) and not is_communication_error(exception)
         return self.transport.watch.fail(cause_of(exception) or "", is_cause=is_cause)
 
     def _log_end(self, exception: BaseException, peer: str) -> None:
         rank = self._strategy.global_rank
         if peer and peer != str(exception):
             log.error("Rank %d ends: %s", rank, peer)
-        elif not isinstance(exception, PeerError | KeyboardInterrupt) and not is_lost(exception):
+        elif not isinstance(
+            exception, PeerError | KeyboardInterrupt
+        ) and not is_communication_error(exception):
             log.error("Rank %d failed: %s", rank, cause_of(exception))
 
 
