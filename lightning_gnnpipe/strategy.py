@@ -61,7 +61,7 @@ class GNNPipeStrategy(LightningStrategy):
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
-        num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 a stage. With 1
+        num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 per stage. With 1
             nothing overlaps and no row is stale. Of a batch of many graphs: micro-batches, at most
             the number of graphs with nodes.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
@@ -90,7 +90,7 @@ class GNNPipeStrategy(LightningStrategy):
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
             number of layers of each stage.
         halo_codec: Encodes rows, and their gradients, that shards send each other in pipelined
-            steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits a value,
+            steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits per value,
             rounded at random without bias). A pair: rows, gradients.
         cut_codec: The same for what stages send each other.
         async_halo: Use the rows and gradients of other shards of one epoch ago, while the present
@@ -102,8 +102,8 @@ class GNNPipeStrategy(LightningStrategy):
         schedule: Order of the micro-batches of a batch of graphs. "fill_drain": all forward, then
             all backward. "1f1b": backward as soon as possible, so that a rank keeps activations of
             at most S of them; the last rank evaluates `training_step` for each. "interleaved": the
-            same with several stages a rank, which idle less and send more.
-        num_virtual: Stages of each rank if interleaved, V: of R ranks, rank `s % R` has stage `s`.
+            same with several stages per rank, which idle less and send more.
+        num_virtual: Stages of each rank if interleaved, V, assigned to the ranks in turn.
         recompute: Recompute activations in backward instead of keeping them: less memory, more
             time, the same numbers, dropout included.
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.

@@ -25,7 +25,7 @@ _KEY = "pipe/timeline"
 class TimelineCallback(PipeCallback):
     """Draws the last training step of an epoch: the chunks and the waits of each rank over time.
 
-    Writes `timeline_epoch_<e>.png`, one row a rank, and `timeline_epoch_<e>.json`, a trace for
+    Writes `timeline_epoch_<e>.png`, one row per rank, and `timeline_epoch_<e>.json`, a trace for
     https://ui.perfetto.dev or chrome://tracing. TensorBoard and Weights & Biases get the picture as
     `pipe/timeline`.
 

@@ -76,8 +76,8 @@ class PipelinePlan:
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes of other chunks that each chunk reads.
         edge_cut_frac: Share of the edges between two chunks, dropped or not.
-        step_s: Predicted seconds of a step, without the optimizer, on one device a rank. Ranks that
-            share a memory's bandwidth are slower.
+        step_s: Predicted seconds of a step, without the optimizer, on one device per rank. Ranks
+            that share a memory's bandwidth are slower.
         loss_s: Part of `step_s` for loss and metrics of all nodes, which every device computes; 0
             if it cannot be timed without a Trainer.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
@@ -86,7 +86,7 @@ class PipelinePlan:
         plain_s: Predicted seconds of a step of a plain Trainer, from the module as PyG runs it on a
             part of the graph; None if it does not run on a part.
         plain_bytes: Memory of a plain Trainer, as `LayoutForecast.memory_bytes`, but without what
-            layers use only while they run, such as one message an edge; None if unknown.
+            layers use only while they run, such as one message per edge; None if unknown.
         layouts: Forecasts of all layouts of the devices, on the same chunks. One stage means graph
             parallelism.
         link_gbit_per_s: Link speed assumed, in Gbit/s.

@@ -157,7 +157,7 @@ def fill_drain(
 
     Source: GPipe (arXiv 1811.06965) for the schedule; GNNPipe (arXiv 2308.10087) for its use on
         the chunks of one graph; Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv
-        2211.05953), for several stages a rank.
+        2211.05953), for several stages per rank.
     """
     require_positive("num_virtual", num_virtual)
     num_ranks = num_stages // num_virtual

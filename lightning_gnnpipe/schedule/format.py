@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
-    """Return one line a rank and one column a unit step, with the chunk computed in that step.
+    """Return one line per rank and one column per unit step, with the chunk computed in that step.
 
     An idle cell is `.`. A deadlocked schedule is shown as far as it runs, followed by the remaining
-    actions of each rank, marked `?`. With one stage a rank, lines are named after stages::
+    actions of each rank, marked `?`. With one stage per rank, lines are named after stages::
 
         stage 0  F0  F1  .   .   B1  B0
         stage 1  .   F0  F1  B1  B0* .
 
-    With several stages a rank, each cell starts with the stage::
+    With several stages per rank, each cell starts with the stage::
 
         rank 0  0F0 0F1 2F0 2F1 2B0 ...
 
@@ -58,10 +58,10 @@ def format_grid(schedule: Schedule, *, bad: Action | None = None) -> str:
 
 
 def format_chart(timeline: Timeline, *, width: int = 72) -> str:
-    """Return one line a rank with its actions to scale, and a line of totals.
+    """Return one line per rank with its actions to scale, and a line of totals.
 
     `F0---` is the forward of chunk 0, `B0===` its backward, `.` is idle time. With several stages
-    a rank, the stage comes first: `2F0---`::
+    per rank, the stage comes first: `2F0---`::
 
         stage 0 |F0--F1--............B1======B0======|  66.7% busy
         stage 1 |....F0--F1--B1======B0======........|  66.7% busy

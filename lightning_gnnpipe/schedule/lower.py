@@ -40,8 +40,8 @@ def add_transfers(schedule: Schedule, *, lookahead: int = 2) -> Schedule:
         lookahead: How many compute actions ahead a receive is posted. A rank has at most
             `lookahead + 1` open receives, each with its buffer; one more in 1F1B, and `num_ranks +
             max(lookahead, 3)` if interleaved, since both ranks keep to one order. In `fill_drain`
-            with several stages a rank, a receive is open for each chunk that arrives while the rank
-            computes another stage; the rank keeps these inputs until the loss anyway.
+            with several stages per rank, a receive is open for each chunk that arrives while the
+            rank computes another stage; the rank keeps these inputs until the loss anyway.
 
     Raises:
         ScheduleError: If `lookahead` is negative, the schedule already has transfers, or it

@@ -1,13 +1,13 @@
 """Schedules of independent micro-batches: 1F1B, interleaved 1F1B, and forward-only streams.
 
-Idle share with equal costs on all stages, R ranks of V stages each, M micro-batches:
+Idle share with equal costs on all stages, P ranks of V stages each, K micro-batches:
 
-    (R - 1) / (V M + R - 1)     if M >= R: fill-drain and 1F1B (V = 1), interleaved (V > 1)
-    1 - V M / (V R + M - 1)     if M <= R: one micro-batch passes V R stages, M - 1 follow
+    (P - 1) / (V K + P - 1)     if K >= P: fill-drain and 1F1B (V = 1), interleaved (V > 1)
+    1 - V K / (V P + K - 1)     if K <= P: one micro-batch passes V P stages, K - 1 follow
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (arXiv 2104.04473), section 2.2, for M >= R. It divides by the compute time
-    instead: (R - 1) / (V M).
+    Megatron-LM" (arXiv 2104.04473), section 2.2, for K >= P. It divides by the compute time
+    instead: (P - 1) / (V K).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gnnpipe.schedule.build import Schedule, require_positive
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return the schedule 1F1B, in which forward and backward alternate.
 
-    Of S stages and M micro-batches, stage s first runs `min(S - s - 1, M)` forwards, then one
+    Of S stages and K micro-batches, stage s first runs `min(S - s - 1, K)` forwards, then one
     forward and one backward in turn, then the remaining backwards. Three stages, four
     micro-batches::
 
@@ -29,8 +29,8 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
         stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-    Its idle time equals that of fill-drain, but stage s holds at most `min(S - s, M)` micro-batches
-    instead of M. The pipeline empties at the end of a step, so all gradients are of the same
+    Its idle time equals that of fill-drain, but stage s holds at most `min(S - s, K)` micro-batches
+    instead of K. The pipeline empties at the end of a step, so all gradients are of the same
     weights.
 
     Raises:
@@ -44,7 +44,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Schedule:
-    """Return the schedule 1F1B for several stages a rank: less idle time, more transfers.
+    """Return the schedule 1F1B for several stages per rank: less idle time, more transfers.
 
     A rank runs a round of micro-batches through its first stage, then through its second, and so
     on, then starts the next round; backward in reverse. Two ranks of two stages (stages 0 and 2 on
@@ -53,20 +53,20 @@ def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Sch
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
         rank 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
 
-    **Rounds.** There are `max(1, M // R)` rounds. Their sizes differ by at most one, larger rounds
-    first. If M is a multiple of R, all have R micro-batches, as in Megatron-LM, which by default
-    refuses any other M. With M >= R, no round is smaller than R, so a micro-batch returns from the
-    last rank before the first runs out of work: the idle share is `(R - 1) / (V M + R - 1)` for
+    **Rounds.** There are `max(1, K // P)` rounds. Their sizes differ by at most one, larger rounds
+    first. If K is a multiple of P, all have P micro-batches, as in Megatron-LM, which by default
+    refuses any other K. With K >= P, no round is smaller than P, so a micro-batch returns from the
+    last rank before the first runs out of work: the idle share is `(P - 1) / (V K + P - 1)` for
     equal costs.
 
-    **Warm-up.** With G the size of the largest round, rank r runs `(V - 1) G + 2 (R - r - 1)`
-    forwards, at most V M, before it alternates. It then holds one more; each covers one stage, that
-    is 1 / V of the rank's layers. With one stage a rank this is `one_f_one_b`.
+    **Warm-up.** With Q the size of the largest round, rank r runs `(V - 1) Q + 2 (P - r - 1)`
+    forwards, at most V K, before it alternates. It then holds one more; each covers one stage, that
+    is 1 / V of the rank's layers. With one stage per rank this is `one_f_one_b`.
 
     Args:
-        num_ranks: Number of ranks, R.
+        num_ranks: Number of ranks, P.
         num_virtual: Stages of each rank, V; stage `virtual * num_ranks + rank` is on `rank`.
-        num_micro_batches: Number of micro-batches, M.
+        num_micro_batches: Number of micro-batches, K.
 
     Raises:
         ScheduleError: If an argument is less than 1.
@@ -100,7 +100,7 @@ def stream(num_stages: int, num_micro_batches: Sequence[int], *, num_virtual: in
         stage 0  F0 F1 F2 F3 F4 .
         stage 1  .  F0 F1 F2 F3 F4
 
-    M micro-batches take the time of one micro-batch through all stages plus M - 1 times the slowest
+    K micro-batches take the time of one micro-batch through all stages plus K - 1 times the slowest
     stage. Outputs of faster stages before the slowest queue up for sending. A rank with several
     stages works in rounds as in `interleaved`; a round may span mini-batches.
 
