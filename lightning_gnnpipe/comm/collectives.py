@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 _NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting; fixed, since gloo cannot match different sizes
 UNKNOWN_BYTES = 1 << 40  # for messages of unknown size: `Watch` allows hours
-_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Broken pipe")
+_LOST = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|pair closure|Timed out waiting|Broken pipe"
+)
 
 
 class Meter:

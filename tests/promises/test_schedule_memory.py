@@ -34,7 +34,7 @@ class LiveRecorder(L.Callback):
     def watch(self, method: Callable[..., None]) -> Callable[..., None]:
         def run(step: Any, stage: Any, chunk: Any) -> None:
             method(step, stage, chunk)
-            states, transport = step._chunks, step.parts.transport
+            states, transport = step._chunks, step.spec.transport
             for state in states.values():
                 self.tensors.setdefault(id(state.sent[0]), weakref.ref(state.sent[0]))
             alive = {key: one for key, one in self.tensors.items() if one() is not None}
