@@ -140,7 +140,7 @@ def draw_history() -> Picture:
     picture.text((110, 26), f"chunk {now} arrives", 14, is_bold=True)
     picture.text((110, 46), "third in the order 2, 0, 3, 1", 12, MUTED)
     picture.text((385, 26), "history of this layer", 14, is_bold=True)
-    picture.text((385, 46), "one row a node", 12, MUTED)
+    picture.text((385, 46), "one row per node", 12, MUTED)
     picture.text((650, 26), "what the layer computes", 14, is_bold=True)
     picture.text((650, 46), "only rows of the chunk", 12, MUTED)
     rows = {chunk: 66 + 54 * chunk for chunk in range(4)}

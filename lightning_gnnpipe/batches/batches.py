@@ -63,7 +63,9 @@ def make_schedule(
     """Return the schedule of `num_chunks` micro-batches, `num_virtual` stages on each rank."""
     if name == "fill_drain":
         return add_transfers(fill_drain(num_ranks, range(num_chunks)))
-    return add_transfers(interleaved(num_ranks, num_virtual, num_chunks))  # 1F1B: one stage a rank
+    return add_transfers(
+        interleaved(num_ranks, num_virtual, num_chunks)
+    )  # 1F1B: one stage per rank
 
 
 class BatchPasses:
@@ -119,7 +121,7 @@ class BatchPasses:
                 f"BatchNorm ('{used[0]}') in a batch of graphs",
                 origin="the statistics of all graphs in the batch",
                 to="the statistics of each micro-batch, as DDP does on each replica",
-                remedy="Running statistics are updated once a step, from all graphs.",
+                remedy="Running statistics are updated once per step, from all graphs.",
             )
 
     def plan(self, inputs: Inputs) -> BatchPlan:

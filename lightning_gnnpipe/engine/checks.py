@@ -60,7 +60,7 @@ class EngineChecks:
         return None
 
     def as_one_graph(self, call: Call, in_batch: Tensor | None) -> Call:
-        """Return the call, marked if it is of a single graph (all-zero vector, one row a node).
+        """Return the call, marked if it is of a single graph (all-zero vector, one row per node).
 
         A PyG `Batch` (`in_batch`) does not count: its loader may yield several graphs later.
         """
@@ -99,7 +99,7 @@ class EngineChecks:
             raise UnsupportedError(
                 expected="one pipelined forward before each backward",
                 found="a second one in the same step",
-                remedy="Call the module once a step, or the second time in torch.no_grad().",
+                remedy="Call the module once per step, or the second time in torch.no_grad().",
             )
 
     def hooks(self) -> None:

@@ -292,7 +292,7 @@ class KnownInputs:
 
     def _tell_of_bound(self, most: int, num_bytes: int) -> None:
         self._fallbacks.tell(
-            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB a rank (at most "
+            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB per rank (at most "
             f"{_MOST_KEPT} inputs and {_MOST_BYTES >> 30} GiB)",
             origin="pipelined steps",
             to="exact steps on further inputs",

@@ -190,7 +190,7 @@ def load_ranks(
 ) -> bool:
     """Load the saved histories of `segments` in this run's row order; return whether they fit.
 
-    Histories with one row a chunk (HANConv) need the same chunks as in the saved run.
+    Histories with one row per chunk (HANConv) need the same chunks as in the saved run.
     """
     graph, store = own.graph, own.store
     perm = graph.plan.perm.cpu()

@@ -88,7 +88,7 @@ class SharedStore:
 
     @property
     def by_chunk(self) -> SharedStore:
-        """Raise UnsupportedError: shards cannot have histories with one row a chunk."""
+        """Raise UnsupportedError: shards cannot have histories with one row per chunk."""
         raise UnsupportedError(
             expected="layers that see all nodes through messages alone, for graph_parallel",
             found="a HANConv, which takes a mean over all nodes",

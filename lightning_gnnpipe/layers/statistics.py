@@ -3,7 +3,7 @@
 On the whole graph they run unchanged, and their statistics are stored. A chunk uses statistics of
 the rows that have run in this step, and assumes that the remaining rows moved alike since the last
 step: see `RowMoments`. Gradients flow through the statistics to all chunks that have run. BatchNorm
-updates running statistics once a step from all rows, as in full-batch training. These rows come
+updates running statistics once per step from all rows, as in full-batch training. These rows come
 from stale inputs, so validation replaces the statistics by its own.
 
 All these norms scale and shift channels: `Formula` computes both from mean and variance.

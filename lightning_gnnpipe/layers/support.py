@@ -194,9 +194,9 @@ def _refused_in_parts(layer: nn.Module, is_without_batch: bool) -> Refusals:
         yield "its statistics are taken over all graphs", _REMEDY_HETERO
     elif layer.training and isinstance(layer, gnn.InstanceNorm) and layer.track_running_stats:
         remedy = "Use track_running_stats=False, or num_chunks=1."
-        yield "its running statistics would be updated once a micro-batch", remedy
+        yield "its running statistics would be updated once per micro-batch", remedy
     elif layer.training and has_spectral_norm(layer):
-        reason = "the power iteration of its spectral norm would run once a micro-batch"
+        reason = "the power iteration of its spectral norm would run once per micro-batch"
         yield reason, _REMEDY_SPECTRAL
     elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
         return
@@ -214,7 +214,7 @@ def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> 
     elif num_parts > 1:
         yield from _refused_on_chunks(module, name, layer)
         if has_spectral_norm(layer):
-            reason = "the power iteration of its spectral norm would run once a chunk"
+            reason = "the power iteration of its spectral norm would run once per chunk"
             yield reason, _REMEDY_SPECTRAL
 
 

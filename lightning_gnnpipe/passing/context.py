@@ -270,7 +270,7 @@ class MessageContext(TapedContext):
             return scope.widened[memo][1]
         if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != scope.chunk.num_nodes:
             raise UnsupportedError(
-                expected=f"argument '{argument}' of layer '{layer}' to have one row a node in "
+                expected=f"argument '{argument}' of layer '{layer}' to have one row per node in "
                 f"dimension {dim}",
                 found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
                 remedy="Pass one tensor with a row for each node: bipartite inputs, and "

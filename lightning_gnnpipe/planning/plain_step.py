@@ -54,7 +54,7 @@ def time_plain_step(
                     break
                 num_nodes = min(4 * num_nodes, inputs.num_nodes)
             runs = [_run(module, call, part) for _ in range(_NUM_RUNS)]
-    except Exception as error:  # weights with one row a node, for instance
+    except Exception as error:  # weights with one row per node, for instance
         Fallbacks(log).tell(
             f"The module does not run on a part of the graph ({error!r})",
             origin="a plan that shows the step of a plain Trainer",

@@ -1,6 +1,6 @@
 """A measured training step as a picture, and as a trace for Perfetto and about:tracing.
 
-The picture has one row a rank, time to the right:
+The picture has one row per rank, time to the right:
 
     rank 0  |F2|F0|F3|F1|#####|      |#####|B1|B3|B0|B2|
     rank 1  |##|F2|F0|F3|F1|   loss   |B1|B3|B0|B2|####|

@@ -129,7 +129,7 @@ def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
         raise UnsupportedError(
             expected="a forward pass that changes no buffer of the pipelined module",
             found=f"a change of {', '.join(changed)}",
-            remedy="Running statistics and power iterations would be updated once a chunk. "
+            remedy="Running statistics and power iterations would be updated once per chunk. "
             "Replace the layer, or train with num_chunks=1.",
         )
 

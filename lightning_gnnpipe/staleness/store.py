@@ -172,7 +172,7 @@ class HistoryStore:
 
     @property
     def by_chunk(self) -> HistoryStore:
-        """View of this store, for this step, for histories with one row a chunk."""
+        """View of this store, for this step, for histories with one row per chunk."""
         other = copy.copy(self)  # shares the entries
         other.num_rows, other._ends = self.num_chunks, None
         return other

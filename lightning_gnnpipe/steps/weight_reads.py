@@ -268,9 +268,9 @@ class WeightReads:
 
 
 def refuse_evaluations(optimizer: Optimizer) -> NoReturn:
-    """Refuse `optimizer`, which evaluates the loss several times a step."""
+    """Refuse `optimizer`, which evaluates the loss several times per step."""
     raise UnsupportedError(
-        expected="an optimizer that evaluates the loss once a step",
+        expected="an optimizer that evaluates the loss once per step",
         found=f"{type(optimizer).__name__}, which evaluates it several times",
         remedy="Use Adam, AdamW or SGD.",
     )

@@ -98,7 +98,7 @@ def fetcher_of(trainer: Trainer) -> Any:
 
 
 class LightningStrategy(ParallelStrategy):
-    """A `ParallelStrategy`, one process a device, with public names for its hooks."""
+    """A `ParallelStrategy`, one process per device, with public names for its hooks."""
 
     num_nodes = 1
 

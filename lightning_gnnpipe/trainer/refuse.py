@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
-    """Refuse optimizers that evaluate the loss several times a step.
+    """Refuse optimizers that evaluate the loss several times per step.
 
     On several stages, warn of unknown optimizers: they may mix weights of several layers.
     """

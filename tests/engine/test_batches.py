@@ -125,7 +125,7 @@ def test_running_statistics_of_instance_norm_are_refused() -> None:
     net = Normed(gnn.InstanceNorm(WIDTH, track_running_stats=True), passes_batch=True)
     make_engine(net)
     data = draw_batch(SIZES)
-    with pytest.raises(UnsupportedError, match="would be updated once a micro-batch"):
+    with pytest.raises(UnsupportedError, match="would be updated once per micro-batch"):
         net(data.x, data.edge_index, data.batch)
 
 
@@ -217,7 +217,7 @@ def test_what_looks_at_several_graphs_is_refused() -> None:
 def test_one_row_for_all_graphs_is_refused() -> None:
     net, data = Total(), draw_batch(SIZES)
     make_engine(net)
-    with pytest.raises(UnsupportedError, match="one row a node, an edge or a graph"):
+    with pytest.raises(UnsupportedError, match="one row per node, an edge or a graph"):
         net(data.x, data.edge_index, data.batch)
 
 

@@ -155,7 +155,7 @@ class AllPairs(nn.Module):
 
 
 class EdgesInside(nn.Module):
-    """Builds its edges itself, as networks for images do, and returns one row a node."""
+    """Builds its edges itself, as networks for images do, and returns one row per node."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -266,7 +266,7 @@ def test_graph_level_outputs_are_refused() -> None:
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.convs[0](x, edge_index).mean(0)
 
-    with pytest.raises(UnsupportedError, match="one row a node"):
+    with pytest.raises(UnsupportedError, match="one row per node"):
         layers_of(Pools(), torch.randn(N, D), EDGES)
 
 
