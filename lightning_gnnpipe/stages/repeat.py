@@ -30,9 +30,9 @@ from lightning_gnnpipe.stages.segments import (
 from lightning_gnnpipe.stages.values import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.types import RepeatOption
 
-# Weights that may be used to spare one byte of a row. A weight takes two operations a row forward
-# and four backward; of a value of B bytes per row, 2 B bytes are spared: 128 weights per byte are
-# 384 operations for each byte that is not sent. A CPU core makes as many while a link of 1 Gbit/s sends
+# Weights that may be used to spare one byte of a row. A weight takes two operations per row forward
+# and four backward, and a value of B bytes per row spares 2 B bytes: 128 weights per byte are 384
+# operations for each byte that is not sent. A CPU core makes as many while a link of 1 Gbit/s sends
 # a byte, a GPU while one of 100 Gbit/s does.
 _MOST_WEIGHTS_PER_BYTE = 128
 _ROUNDING = 1e-3  # relative to the norm; loose, so that all ranks decide alike
