@@ -26,7 +26,8 @@ T = TypeVar("T")
 _NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting; fixed, since gloo cannot match different sizes
 UNKNOWN_BYTES = 1 << 40  # for messages of unknown size: `Watch` allows hours
 _LOST = re.compile(
-    r"gloo|NCCL|Connection (closed|reset|refused)|pair closure|Timed out waiting|Broken pipe"
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused|timed out)|pair closure|Broken pipe"
+    r"|Timed out waiting|Operation timed out"
 )
 
 

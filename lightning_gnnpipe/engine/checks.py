@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_pyg import passing_hooks
 from lightning_gnnpipe._compat_torch import global_hooks, hooks_of_module, hooks_of_parameter
-from lightning_gnnpipe.batches import BatchPasses, check_replicas, check_schedule
+from lightning_gnnpipe.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
@@ -87,8 +87,6 @@ class EngineChecks:
             self._batches.check()
             self._tell_of_idle()
         else:
-            if self._options.is_fitting:
-                check_schedule(self._options.schedule)
             check_replicas(mesh.num_replicas)
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)

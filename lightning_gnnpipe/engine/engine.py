@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.batches import BatchPasses, BatchStream
+from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
@@ -263,6 +263,8 @@ class PipelineEngine:
         self.model.prefer(state.stage_layers)
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
+        if self.options.schedule != "fill_drain":
+            check_schedule(self.options.schedule)
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()

@@ -46,6 +46,7 @@ def partition_nodes(
         order = torch.randperm(num_nodes, generator=generator)
         assignment = _assign_nodes(order, weights, num_chunks)
     else:
+        assert method == "metis", method
         assignment = _metis(links, weights, num_chunks, seed)
     return rebalance(assignment, weights, links, num_chunks)
 

@@ -71,10 +71,14 @@ class ChunkPlan:
             return self.perm
         return torch.cat([self.perm, self.globe.perm[self.shard.ghosts]])
 
-    @cached_property
+    @property
     def whole(self) -> ChunkPlan:
         """The plan with one chunk over the same positions."""
-        return self if self.num_chunks == 1 else replace(self, chunks=(self._whole,))
+        return self if self.num_chunks == 1 else self._in_one  # uncached: no plan holds itself
+
+    @cached_property
+    def _in_one(self) -> ChunkPlan:
+        return replace(self, chunks=(self._whole,))
 
     @cached_property
     def reverse(self) -> ChunkPlan:

@@ -108,11 +108,11 @@ class PipelinePlan:
     bubble_frac: float
     step_bytes: int
     one_device_s: float
-    plain_s: float | None
-    plain_bytes: int | None
     layouts: tuple[LayoutForecast, ...]
     link_gbit_per_s: float
     message_us: float
+    plain_s: float | None = None
+    plain_bytes: int | None = None
 
     @property
     def layout(self) -> tuple[int, int]:

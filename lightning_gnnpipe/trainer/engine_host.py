@@ -176,12 +176,14 @@ class EngineHost:
             return
         engine, self._engine = self._engine, None
         is_interrupted = self._processes.is_interrupted
-        if engine.options.is_fitting:
-            self.last_run = engine.run_state(is_validation_next=False).without_histories()
-        engine.detach()
-        if engine.model.is_split and not is_interrupted:
-            engine.model.reads.gather_states()
-        self._patched.close()
+        try:
+            if engine.options.is_fitting:
+                self.last_run = engine.run_state().without_histories()
+            engine.detach()
+            if engine.model.is_split and not is_interrupted:
+                engine.model.reads.gather_states()
+        finally:
+            self._patched.close()
         if not is_interrupted:
             engine.statistics.warn()
             engine.graphs.inputs.tell_share(engine.num_training_passes)
@@ -305,6 +307,7 @@ class EngineHost:
             # A callback of this rank alone has no peers to meet, and none come after an error.
             if name.rpartition(".")[0] in everywhere and not processes.is_interrupted:
                 reads.meet(f"end {name}")
+                processes.signals.obey()  # a forward in the hook may have agreed on one
 
         self._patched.callback(at_ends_of_hooks(trainer, meet))
 

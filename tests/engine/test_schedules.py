@@ -9,7 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.batches.early import _fill
@@ -151,6 +154,42 @@ def test_one_graph_is_refused(schedule: str) -> None:
         L.Trainer(devices=1, strategy=strategy, **OPTIONS).fit(module, FullGraphDataModule(data))
     with pytest.raises(UnsupportedError, match="batches of graphs where schedule="):
         strategy.plan(module, FullGraphDataModule(data))
+
+
+class Nodes(L.LightningModule):
+    """A loss of nodes, for a network that is given no batch vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gnn.Sequential(
+            "x, edge_index",
+            [
+                (gnn.GCNConv(3, 4), "x, edge_index -> x"),
+                (gnn.GCNConv(4, 2), "x, edge_index -> x"),
+            ],
+        )
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out: Tensor = self.net(data.x, data.edge_index)
+        return out.square().sum()
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        self.net(data.x, data.edge_index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def test_one_graph_may_come_in_validation() -> None:
+    """Before any batch of several graphs, in the sanity check."""
+    sizes = (6, 7, 9)
+    rings = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in sizes]
+    both = [torch.cat([ring, ring.flip(0)], dim=1) for ring in rings]
+    graphs = [Data(x=torch.randn(n, 3), edge_index=e) for n, e in zip(sizes, both, strict=True)]
+    strategy = GNNPipeStrategy(schedule="1f1b", num_chunks=2)
+    trainer = L.Trainer(devices=1, strategy=strategy, num_sanity_val_steps=1, **OPTIONS)
+    trainer.fit(Nodes(), DataLoader(graphs, batch_size=3), DataLoader(graphs, batch_size=1))
+    assert trainer.global_step == 1
 
 
 def test_more_stages_than_layers_are_refused() -> None:
