@@ -134,7 +134,7 @@ def _check_outputs(
 ) -> tuple[str, ...]:
     found: dict[str, fx.Node] = {}
     fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name, node))
-    rows = "a node" if Kind.GRAPH not in kinds else "a node, an edge or a graph of the batch"
+    rows = "per node" if Kind.GRAPH not in kinds else "per node, edge or graph of the batch"
     for name, node in found.items():
         if name not in values or values[name].kind not in kinds:
             raise UnsupportedError(

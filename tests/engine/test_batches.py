@@ -217,7 +217,7 @@ def test_what_looks_at_several_graphs_is_refused() -> None:
 def test_one_row_for_all_graphs_is_refused() -> None:
     net, data = Total(), draw_batch(SIZES)
     make_engine(net)
-    with pytest.raises(UnsupportedError, match="one row per node, an edge or a graph"):
+    with pytest.raises(UnsupportedError, match="one row per node, edge or graph"):
         net(data.x, data.edge_index, data.batch)
 
 
