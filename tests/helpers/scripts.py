@@ -123,7 +123,8 @@ def _run_forked(argv: list[str], output: int) -> NoReturn:
         sys.stdout, sys.stderr = (
             os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
         )
-        for name in (None, *logging.root.manager.loggerDict):
+        logging.root.handlers.clear()  # pytest's, which would swallow what a program prints
+        for name in logging.root.manager.loggerDict:
             for handler in logging.getLogger(name).handlers:
                 if type(handler) is logging.StreamHandler:
                     handler.setStream(sys.stderr)

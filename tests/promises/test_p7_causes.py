@@ -107,9 +107,9 @@ CASES = [
     ),
     ("return", 1, "fork", rf"{DIFFER} \(got rank 0 wants to wait for backward data of chunk"),
     ("exit", 1, "popen", "Rank 1 failed: SystemExit: enough of it"),
-    ("memory", 1, "popen", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
-    slow("no space", 1, "popen", "Rank 1 failed: .*No space left on device"),
-    ("no space on the way", 0, "fork", f"OutOfMemoryError: {MEMORY}"),
+    ("memory", 1, "fork", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
+    ("no space", 1, "fork", "Rank 1 failed: .*No space left on device"),
+    ("no space on the way", 0, "fork", f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
     ("error while others meet", 1, "popen", "Rank 1 failed: KeyError: 'a mistake'"),
 ]
 
