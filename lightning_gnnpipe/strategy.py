@@ -82,7 +82,7 @@ class GNNPipeStrategy(LightningStrategy):
             above the last 50; at most once in 20 steps.
         changing_inputs: What to do in a training step with inputs that no earlier step had:
             features, masks, options or buffers of the pipelined module. "exact": run it exactly. An
-            input that comes again is pipelined from its third step on. "allow": read rows that were
+            input that repeats is pipelined from its third step on. "allow": read rows that were
             computed from other inputs; only for small augmentation, since with masks of known
             labels as inputs stale rows leak the labels that a step hides.
         pipelined_module: Name of the submodule to pipeline. None: the smallest that holds all

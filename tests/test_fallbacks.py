@@ -28,16 +28,16 @@ TESTS = Path(__file__).parent
 HERE = "test_fallbacks.py::"
 VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
 TOLD = {  # the first words of each, and the test that meets it
-    "'…' sees all nodes": VALIDATION,
+    "'…' computes statistics over all nodes": VALIDATION,
     "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
     "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
-    "Edges join graphs of the batch": HERE + "test_a_batch_whose_graphs_are_joined",
+    "Edges connect different graphs": HERE + "test_a_batch_whose_graphs_are_joined",
     "No graph of a batch is cut": HERE + "test_options_for_one_graph_and_batches_of_graphs",
     "No validation has run": VALIDATION,
     "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",
     "The checkpoint has no histories": "test_checkpoints.py::"
     "test_without_its_histories_a_checkpoint_goes_on_exactly_and_says_so",
-    "The pipelined module was given another": HERE + "test_a_graph_that_changes",
+    "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
     "Histories are kept for": "promises/test_p10_inputs.py::"
     "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
     "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
@@ -45,7 +45,7 @@ TOLD = {  # the first words of each, and the test that meets it
     "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
     "The module does not run on a part": "test_planning.py::"
     "test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_trainer",
-    "The module runs in a way": HERE + "test_a_layer_that_is_frozen_in_between",
+    "The module runs in a new mode": HERE + "test_a_layer_that_is_frozen_in_between",
     "The training loss jumped": "engine/test_loss_guard.py::"
     "test_a_jump_makes_one_step_exact_and_warns_once",
     "Validation is given other inputs": VALIDATION,
@@ -138,7 +138,7 @@ class OtherGraph(FullGraphDataModule):
     [
         ("No validation has run just before", {"limit_val_batches": 0}, None),
         ("No validation has run just before", {"check_val_every_n_epoch": 2}, None),
-        ("'norms.0' sees all nodes", {}, "BatchNorm"),
+        ("'norms.0' computes statistics over all nodes", {}, "BatchNorm"),
         ("Validation may run with averages", {"callbacks": [EMAWeightAveraging(decay=0.5)]}, None),
         ("Validation is given other inputs", {"data": OtherGraph(make_data().data)}, None),
     ],
@@ -186,7 +186,7 @@ def test_a_graph_that_changes(caplog: pytest.LogCaptureFixture) -> None:
 
     fit(make_module(), Two(make_data().data), limit_val_batches=0)
     text, *_ = told(caplog)
-    assert text.startswith("The pipelined module was given another 'edge_index' than")
+    assert text.startswith("'edge_index' of the pipelined module changed")
     assert "NeighborLoader" in text
 
 
@@ -207,7 +207,7 @@ def test_a_layer_that_is_frozen_in_between(caplog: pytest.LogCaptureFixture) -> 
     module.before = lambda one: one.net.convs[0].requires_grad_(one.current_epoch != 2)
     fit(module, make_data(), strategy={"staleness": "constant"})
     [text] = told(caplog)
-    assert text.startswith("The module runs in a way in which it has not run before")
+    assert text.startswith("The module runs in a new mode (train or eval, frozen weights, options)")
 
 
 def test_gradients_that_do_not_fit_into_float16(caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +264,7 @@ def test_options_for_one_graph_and_batches_of_graphs(caplog: pytest.LogCaptureFi
 def test_a_batch_whose_graphs_are_joined(caplog: pytest.LogCaptureFixture) -> None:
     fit(OfBatches(joins=True), batches(), strategy={"staleness": "constant"})
     [text] = told(caplog)
-    assert text.startswith("Edges join graphs of the batch")
+    assert text.startswith("Edges connect different graphs of the batch")
 
 
 def test_ranks_on_one_gpu(

@@ -156,7 +156,10 @@ class EngineChecks:
         norms = self._model.intercepted.norms
         remedy = "Validate after every epoch, with the inputs of training."
         if norms:
-            why = f"'{next(iter(norms))}' sees all nodes, otherwise in validation than in training"
+            why = (
+                f"'{next(iter(norms))}' computes statistics over all nodes, and validation "
+                "computes them otherwise than training"
+            )
             remedy = "This is how networks with such norms train by default."
         elif self._options.messages.is_async:
             why = "With async_halo shards do not wait for the rows of validation"
@@ -176,7 +179,8 @@ class EngineChecks:
         """Warn once if a batch of several graphs runs as one graph."""
         if graph_of_node is not None and inputs.graphs is None and not call.has_graphs:
             self._fallbacks.tell(
-                "Edges join graphs of the batch, or its nodes are not the module's",
+                "Edges connect different graphs of the batch, or the module's input has other "
+                "nodes than the batch",
                 origin="micro-batches of whole graphs",
                 to="chunks of one graph",
             )
@@ -184,7 +188,7 @@ class EngineChecks:
     def new_reads(self) -> None:
         """Warn once that a step fills histories again in the middle of training."""
         self._fallbacks.tell(
-            "The module runs in a way in which it has not run before",
+            "The module runs in a new mode (train or eval, frozen weights, options)",
             origin="pipelined steps",
             to="an exact step, which fills the histories",
         )

@@ -272,11 +272,10 @@ class KnownInputs:
         if names:
             is_random = self.last is None or key.graph == self.last.graph
             self._fallbacks.tell(
-                f"The pipelined module was given another {' and another '.join(names[:3])} than in "
-                "the step before",
+                f"{', '.join(names[:3])} of the pipelined module changed since the last step",
                 origin="pipelined steps",
                 to="an exact step for each new input. Rows of neighbours are read from earlier "
-                "steps on the same input only; one that comes again is pipelined from its third "
+                "steps on the same input only; an input that repeats is pipelined from its third "
                 "step on",
                 remedy=_RANDOM if is_random else _SAMPLED,
             )
