@@ -16,7 +16,7 @@ MAX_FILES = 14
 
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
-    *("errors", "types", "removed", "_compat_torch", "_compat_pyg", "fallbacks"),
+    *("errors", "types", "removed", "_compat_torch", "_compat_pyg"),
     *("user_code", "datamodule", "models"),
     *("schedule", "graph", "staleness", "codecs", "passing", "calls", "comm"),
     *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),

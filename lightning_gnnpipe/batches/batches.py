@@ -17,8 +17,7 @@ from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import BatchInputs, PassSpec, StepCosts, measure_batch
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
 from lightning_gnnpipe.layers import (
     NativeContext,

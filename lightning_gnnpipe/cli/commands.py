@@ -24,8 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # lets configs name its classes without the package
-from lightning_gnnpipe.errors import ConfigError, GNNPipeError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.user_code import is_silent
 

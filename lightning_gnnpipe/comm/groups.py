@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-define
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gnnpipe._compat_torch import default_store
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import Fallbacks
 
 _ERROR = "gnnpipe_error"
 _LONGEST_WAIT = timedelta(seconds=2)

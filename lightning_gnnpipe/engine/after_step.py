@@ -13,8 +13,7 @@ from torch import nn
 from lightning_gnnpipe.chunks import PipelineStats, merge_stats
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import PlannedGraph
-from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import Staleness

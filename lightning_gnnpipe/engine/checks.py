@@ -22,8 +22,7 @@ from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.selfcheck import check_layers, is_one_graph
 from lightning_gnnpipe.stages import Layers, is_listed

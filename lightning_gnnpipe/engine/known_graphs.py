@@ -23,7 +23,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.resume import SavedHistories
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
     build_chunk_plan,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine.histories import Histories, RowState
-from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import CheckpointError, Fallbacks
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
 from lightning_gnnpipe.steps import Mode

@@ -21,8 +21,7 @@ from torch_geometric.data import Data, Dataset, InMemoryDataset
 from lightning_gnnpipe.batches import check_replicas, check_schedule
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import synchronize
-from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.forecast import forecast
 from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link

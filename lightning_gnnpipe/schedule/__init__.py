@@ -8,8 +8,12 @@ from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
 from lightning_gnnpipe.schedule.lower import Arrived, add_transfers, arrived_sends
 from lightning_gnnpipe.schedule.one_f_one_b import interleaved, one_f_one_b, stream
-from lightning_gnnpipe.schedule.simulate import Timeline, simulate
-from lightning_gnnpipe.schedule.traffic import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.schedule.simulate import (
+    Timeline,
+    graph_parallel_bytes,
+    pipeline_bytes,
+    simulate,
+)
 
 __all__ = [
     "Action",

@@ -19,8 +19,7 @@ from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
 from lightning_gnnpipe.selfcheck import own_forward, raising_own_errors, switched

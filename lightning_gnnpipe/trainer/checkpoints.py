@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
-from lightning_gnnpipe.errors import CheckpointError, ConfigError
-from lightning_gnnpipe.fallbacks import Fallbacks
+from lightning_gnnpipe.errors import CheckpointError, ConfigError, Fallbacks
 from lightning_gnnpipe.saving import sharded, sidecar
 from lightning_gnnpipe.steps import PipelinedModel, merge_optimizer_states, own_optimizer_state
 from lightning_gnnpipe.trainer import _compat
