@@ -31,8 +31,8 @@ from link import measure_link
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
-from torch_geometric.data import Data, Dataset
-from torch_geometric.nn import GCN2Conv
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN2Conv, GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import to_undirected
 
@@ -171,7 +171,7 @@ def use_csr(module: NodeClassifier, data: Data) -> None:
     """Give PyG its best route."""
     data.edge_index = normalised_csr(data)
     for conv in module.net.convs:  # type: ignore[union-attr]
-        assert isinstance(conv, GCN2Conv)
+        assert isinstance(conv, GCN2Conv | GCNConv)
         conv.normalize = False
 
 
@@ -239,9 +239,8 @@ def make_data(options: argparse.Namespace) -> Data:
 
 
 def public(options: argparse.Namespace) -> Data:
-    loaded = load_graph(options.dataset, options.root)
-    data = loaded[0] if isinstance(loaded, Dataset) else loaded
-    assert isinstance(data, Data) and data.x is not None
+    data = FullGraphDataModule(load_graph(options.dataset, options.root)).data  # one split
+    assert data.x is not None
     if options.features is not None:
         data.x = data.x[:, : options.features].clone()
     return data

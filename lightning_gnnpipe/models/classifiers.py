@@ -84,9 +84,6 @@ class NodeClassifier(L.LightningModule):
         return loss
 
 
-Split = Literal["train", "val", "test"]
-
-
 class GraphClassifier(L.LightningModule):
     """Classify whole graphs; written for one device, unaware of any strategy.
 

@@ -29,5 +29,6 @@ def test_models_are_documented() -> None:
 
 def test_errors_are_documented() -> None:
     classes = inspect.getmembers(errors, inspect.isclass)
-    own = {name for name, one in classes if one.__module__ == errors.__name__}
+    own = {one.__name__ for _, one in classes if one.__module__ == errors.__name__}
+    own.discard("Fallbacks")  # warns
     assert documented("errors.md") == own

@@ -34,6 +34,7 @@ SYNTHETIC: Settings = {
 TOLOKERS: Settings = {
     "PyG full batch": {"mode": "plain"},
     "PyG full batch, edges sorted": {"mode": "sorted"},
+    "PyG full batch, torch.sparse CSR": {"mode": "csr"},
     "1 stage, 1 chunk (exact)": {"chunks": 1},
     "1 stage, 8 chunks": {"chunks": 8},
     "2 stages, 8 chunks": {"chunks": 8, "stages": 2},
