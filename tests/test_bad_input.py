@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Callable[[], Module], Callable[[], Any], dict[str, Any], 
     "two-forwards": (
         lambda: Module(calls=2),
         graph,
-        {},
+        {"graph_parallel": 2, "async_halo": True},
         "one pipelined forward before each backward",
     ),
     "no-forward": (

@@ -90,13 +90,15 @@ class EngineChecks:
             check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
         self._checked.add(has_graphs)
 
-    def one_forward(self, is_second: bool) -> None:
-        """Refuse a second training pass before the backward of the first."""
-        if is_second:
+    def several_forwards(self, has_graphs: bool) -> None:
+        """Refuse a second training pass before the backward of the first, where it cannot run."""
+        if has_graphs or self._options.messages.is_async:
             raise UnsupportedError(
-                expected="one pipelined forward before each backward",
+                expected="one pipelined forward before each backward, in batches of graphs and "
+                "with async_halo=True",
                 found="a second one in the same step",
-                remedy="Call the module once per step, or the second time in torch.no_grad().",
+                remedy="Call the module once per step, or the second time in torch.no_grad(). On "
+                "one large graph, leave async_halo out.",
             )
 
     def hooks(self) -> None:

@@ -92,6 +92,7 @@ class PipelineEngine:
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # this rank's last loss
         self._was_exact: bool | None = None  # the last step; None after a batch of graphs
+        self._has_record = False  # a pass of the present step has ended
         self._unguard: Callable[[], None] = lambda: None
 
     def set_step(self, **facts: Any) -> None:
@@ -125,7 +126,6 @@ class PipelineEngine:
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_training = torch.is_grad_enabled() and self.options.is_fitting
-        self._checks.one_forward(is_training and self._state.awaits_backward)
         self._checks.hooks()
         with raising_wrong_arguments(self.model.module, args, kwargs):
             batch = self.step.batch
@@ -136,12 +136,15 @@ class PipelineEngine:
             call, inputs = find_graphs(call, in_batch, self._known_kinds)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
+        if is_training and self._state.num_awaiting:
+            self._checks.several_forwards(has_graphs)
         key = None
         if has_graphs:
             number = self.batches.identify(inputs)
         else:
             only_graph = is_training and self.options.allows_changes
             key = self.identity.of(call, inputs, self._batch_number, only_graph=only_graph)
+            key = key.at_call(self._state.num_awaiting if is_training else 0)
             number = key.graph
         if is_training or not has_graphs:
             self.stream.end()
@@ -295,14 +298,16 @@ class PipelineEngine:
         order = self._passes.order(spec, self.step.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(spec, own.store, self.model, schedule, is_exact=is_exact)
-        self._was_exact, self._has_jumped = is_exact, False
+        is_first = self._state.num_awaiting == 0
+        self._was_exact = is_exact and (is_first or bool(self._was_exact))
+        self._has_jumped = False
         if not is_exact and not needs_no_history:
             averages = self.step.averages_weights
             self._checks.rows(own, number, averages_weights=averages)
         norms = self.model.intercepted.norms
         if norms and not is_exact:
             self.statistics.note_pipelined(norms)
-        own.graph.inputs.load(call, inputs, key.leaves)
+        own.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
         own.note_step()
         own.last_step, own.frozen = number, mode.frozen
@@ -330,9 +335,11 @@ class PipelineEngine:
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
         """Run the forward phase; autograd runs the backward phase at the outputs."""
-        outputs = running.forward(self.controls, self.num_training_passes)
-        self._state.end_forward(outputs)
+        number, is_first = self.num_training_passes, self._state.num_awaiting == 0
+        outputs = running.forward(self.controls, number, is_first=is_first)
+        self._state.end_forward(number, outputs)
         self.num_training_passes += 1
+        self._has_record = self._has_record and not is_first
         slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
         names, values = mode.layers.outputs, mode.layers.values
         zeros = [(output.new_zeros(()), output.shape) for output in outputs]
@@ -344,13 +351,16 @@ class PipelineEngine:
                 like.expand(shape) if grad is None else grad
                 for (like, shape), grad in zip(zeros, found, strict=True)
             ]
-            self._state.begin_backward(grads)
+            self._state.begin_backward(number, grads)
             with self.model.reads.inside():
                 with self.model.without_gradients(absent):
                     leaf_grads = running.backward(grads, slots)
                 is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
                 self._state.end_backward([] if is_scaled else running.gradients())
-            self.last_step.record = running.record()
+            record, earlier = running.record(), self.last_step.record
+            if self._has_record and earlier is not None:
+                record = record.after(earlier)
+            self.last_step.record, self._has_record = record, True
             pairs = zip(slots, leaf_grads, strict=True)
             return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
@@ -364,13 +374,13 @@ class PipelineEngine:
         graph = self.graphs.for_inference(key.graph, inputs)
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
-        is_kept = self._state.awaits_backward or self.step.averages_weights
+        is_kept = self._state.num_awaiting > 0 or self.step.averages_weights
         own = None if is_kept else self._passes.trained_alike(key, mode, graph)
         renews = own is not None and self._passes.can_renew(own, self.num_training_passes)
         if renews:
             self._state.begin()
         # A training pass that awaits its backward still needs its own inputs.
-        planned = PlannedInputs(graph.plan) if self._state.awaits_backward else graph.inputs
+        planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         spec = self._passes.open_exact(mode, graph, context)

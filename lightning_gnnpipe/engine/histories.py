@@ -50,6 +50,7 @@ class Histories:
     """Histories of one input; empty until an exact step writes them.
 
     Attributes:
+        inputs: Of the next pass; those of the graph, unless the input is not the first in a step.
         filled: `Mode.reads` of the exact steps that have filled them.
         frozen: Per weight: whether it needed no gradient in the last step.
         state: See `RowState`.
@@ -63,8 +64,10 @@ class Histories:
         transport: Transport,
         *,
         is_kept: bool = True,
+        is_first: bool = True,
     ) -> None:
         self.graph, self._transport, self.is_kept = graph, transport, is_kept
+        self.inputs = graph.inputs if is_first else PlannedInputs(graph.plan)
         self.filled: set[Hashable] = set()
         self.frozen: tuple[bool, ...] = ()
         self.last_step = -1

@@ -26,6 +26,7 @@ from lightning_gnnpipe.graph import ContentNumbers, fold, sample_of, tensors_in,
 from lightning_gnnpipe.stages import Reads, is_traced_through
 from lightning_gnnpipe.types import CrossChunkEdges
 
+_CALL = "call in the step"
 _LIBRARIES = ("torch.", "torch_geometric.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -44,6 +45,15 @@ class InputKey:
         """Fingerprint of all parts; unique if hidden random numbers enter."""
         return fold(self.parts.values())
 
+    @property
+    def call(self) -> int:
+        """How many passes of the step await their backward: histories belong to one of them."""
+        return self.parts.get(_CALL, 0)
+
+    def at_call(self, call: int) -> InputKey:
+        """Return the key of the same inputs in another call of the step."""
+        return replace(self, parts=self.parts | {_CALL: call}) if call else self
+
     def changed(self, before: InputKey) -> list[str]:
         """Return the names of the parts that differ from `before`."""
         names = [name for name, number in self.parts.items() if before.parts.get(name) != number]
@@ -58,7 +68,8 @@ class InputKey:
         parts = {name: number for name, number in self.parts.items() if name not in unread}
         if agreed != self.number:
             parts = {"input": agreed}
-        return replace(self, parts=parts | {"option of the module": options})
+        parts["option of the module"] = options
+        return replace(self, parts=parts).at_call(self.call)
 
 
 class InputIdentity:

@@ -68,10 +68,12 @@ class GraphCache:
         """Return the histories for the input of a training step; empty if none are kept."""
         found = self.inputs.get(key.number)
         if found is None:
-            is_kept = self.inputs.admits(key.number, num_bytes)
+            is_kept = self.inputs.admits(key, num_bytes)
             is_cut = is_kept or self._drops_edges
             graph = (self.cut if is_cut else self.for_inference)(key.graph, inputs)
-            found = Histories(graph, self.histories, self._transport, is_kept=is_kept)
+            found = Histories(
+                graph, self.histories, self._transport, is_kept=is_kept, is_first=key.call == 0
+            )
             if is_kept:
                 self.inputs.keep(key.number, found)
         if self.trained is not None and self.trained is not found:
@@ -207,7 +209,7 @@ class KnownInputs:
 
     def __init__(self, *, is_quiet: bool) -> None:
         self.seen: OrderedDict[int, int] = OrderedDict()
-        self.last: InputKey | None = None
+        self.last: dict[int, InputKey] = {}  # by call in the step
         self.saved: dict[int, SavedHistories] = {}
         self.num_saved_layers = 0
         self.num_changed = 0
@@ -230,9 +232,10 @@ class KnownInputs:
         """Store the histories of an input."""
         self._kept[number] = histories
 
-    def admits(self, number: int, num_bytes: int) -> bool:
+    def admits(self, key: InputKey, num_bytes: int) -> bool:
         """Whether to keep histories for a new input; may drop the least recently used ones."""
-        if number in self.saved or not self._kept:
+        number = key.number
+        if number in self.saved or not self._kept or key.call not in self.last:
             return True
         if number not in self.seen:
             return False
@@ -248,7 +251,7 @@ class KnownInputs:
 
     def note(self, key: InputKey, step: int) -> None:
         """Record that training pass `step` ran on this input."""
-        self.last = key
+        self.last[key.call] = key
         self.seen[key.number] = step
         self.seen.move_to_end(key.number)
         while len(self.seen) > _MOST_SEEN:
@@ -267,10 +270,11 @@ class KnownInputs:
 
     def tell_change(self, key: InputKey) -> None:
         """Warn once that a step is exact because its input differs from the last."""
-        names = [] if self.last is None else key.changed(self.last)
+        last = self.last.get(key.call)
+        names = [] if last is None else key.changed(last)
         self.num_changed += bool(names)
         if names:
-            is_random = self.last is None or key.graph == self.last.graph
+            is_random = last is None or key.graph == last.graph
             self._fallbacks.tell(
                 f"{', '.join(names[:3])} of the pipelined module changed since the last step",
                 origin="pipelined steps",

@@ -82,10 +82,11 @@ class GraphPasses:
         norms = self._model.intercepted.norms.values()
         with switched(self._model.module, False, but=norms), torch.no_grad():
             mode = self.mode(call, inputs, key.graph)
-            own.graph.inputs.load(call, inputs, key.leaves)
+            own.inputs.load(call, inputs, key.leaves)
             own.writing.is_refresh = True
             try:
-                run_exact(self.open_exact(mode, own.graph, own.writing), self._model)
+                spec = self.open_exact(mode, own.graph, own.writing)
+                run_exact(replace(spec, inputs=own.inputs), self._model)
             finally:
                 own.writing.is_refresh = False
         own.renew()
@@ -120,7 +121,8 @@ class GraphPasses:
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
         is_written = is_shared or (has_stale and own.is_kept and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
-        return self._open(mode, graph, context, is_exact=is_exact, is_training=True)
+        spec = self._open(mode, graph, context, is_exact=is_exact, is_training=True)
+        return replace(spec, inputs=own.inputs)
 
     def open_exact(self, mode: Mode, graph: PlannedGraph, context: MessageContext) -> PassSpec:
         """Begin an exact pass without gradients, likewise."""

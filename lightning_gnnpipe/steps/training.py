@@ -5,13 +5,16 @@ backward phase runs and returns the gradients of the batch's tensors. `PassState
 
     forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
                                  ->  abandon, if no backward comes, or a phase has failed
+
+A step may run several forwards before one backward. Autograd then runs their backward phases, the
+last forward's first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -46,6 +49,15 @@ class PassRecord:
     staleness: dict[int, Staleness]
     num_virtual: int = 1
 
+    def after(self, earlier: PassRecord) -> PassRecord:
+        """Return the record of a step of several passes; the meter has counted all of them."""
+        staleness = dict(earlier.staleness)
+        for segment, one in self.staleness.items():
+            staleness.setdefault(segment, Staleness()).add(one)
+        is_exact = self.is_exact and earlier.is_exact
+        events = earlier.events + self.events
+        return replace(self, is_exact=is_exact, events=events, staleness=staleness)
+
     def of_rank(self, device: torch.device) -> RankRecord:
         """Return this rank's part of the step's statistics."""
         return RankRecord(self.events, self.bytes_by_kind, peak_memory_bytes(device))
@@ -70,10 +82,14 @@ class TrainingPass:
         self._is_done = False
         self.is_exact = is_exact
 
-    def forward(self, controls: Controls, number: int) -> list[Tensor]:
-        """Run the forward phase; return the outputs. Row ages count in passes (`number`)."""
+    def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
+        """Run the forward phase; return the outputs. Row ages count in passes (`number`).
+
+        `is_first`: no other pass of the step awaits its backward.
+        """
         self._watch(controls.on_chunk)
-        self._spec.transport.meter.reset()
+        if is_first:
+            self._spec.transport.meter.reset()
         self._begin(controls, number)
         with (
             intercept(self._model.intercepted, self._spec.context),
@@ -239,12 +255,11 @@ def _check_backward(ctx: Any) -> None:
 
 
 class PassState:
-    """Phase of the present training pass; `awaits_backward` between forward and backward."""
+    """Phases of the training passes of a step."""
 
     def __init__(self) -> None:
-        self.awaits_backward = False
         self._is_inside = False  # a phase has begun, and has not ended
-        self._outputs: Sequence[Tensor] = ()
+        self._outputs: dict[int, Sequence[Tensor]] = {}  # of passes that await their backward
         self._is_finite: Tensor | None = None  # on the device, read on demand
 
     @property
@@ -253,35 +268,47 @@ class PassState:
         is_finite = self._is_finite is None or bool(self._is_finite)
         return self._is_inside or not is_finite
 
+    @property
+    def num_awaiting(self) -> int:
+        """Number of passes between their forward and their backward."""
+        return len(self._outputs)
+
     def begin(self) -> None:
         """Start a pass that writes histories."""
-        self._is_inside, self._is_finite = True, None
+        self._is_inside = True
+        if not self._outputs:
+            self._is_finite = None
 
-    def end_forward(self, outputs: Sequence[Tensor]) -> None:
-        """End the forward phase and await the backward of `outputs`."""
-        self._is_inside, self.awaits_backward, self._outputs = False, True, outputs
+    def end_forward(self, number: int, outputs: Sequence[Tensor]) -> None:
+        """End the forward phase of pass `number` and await the backward of `outputs`."""
+        self._is_inside = False
+        self._outputs[number] = outputs
 
-    def begin_backward(self, grads: Sequence[Tensor]) -> None:
-        """Start the backward phase with the gradients of the outputs."""
-        self._is_inside, self.awaits_backward, self._outputs = True, False, ()
-        self._is_finite = _all_finite(grads)
+    def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
+        """Start the backward phase of pass `number` with the gradients of the outputs."""
+        self._is_inside = True
+        self._outputs.pop(number, None)
+        self._note_finite(grads)
 
     def end_backward(self, grads: Sequence[Tensor]) -> None:
         """End the pass with the gradients of the parameters."""
         self._is_inside = False
-        found = _all_finite(grads)
-        if found is not None:
-            self._is_finite = found if self._is_finite is None else self._is_finite & found
+        self._note_finite(grads)
 
     def settle(self) -> None:
         """End a pass without backward, or clear the state after histories were dropped."""
         self._is_inside, self._is_finite = False, None
 
     def abandon(self) -> None:
-        """Stop awaiting a backward; a phase that has not ended stays lost."""
-        if self.awaits_backward:
-            self._is_finite = _all_finite(self._outputs)
-        self.awaits_backward, self._outputs = False, ()
+        """Stop awaiting backwards; a phase that has not ended stays lost."""
+        for outputs in self._outputs.values():
+            self._note_finite(outputs)
+        self._outputs.clear()
+
+    def _note_finite(self, tensors: Sequence[Tensor]) -> None:
+        found = _all_finite(tensors)
+        if found is not None:
+            self._is_finite = found if self._is_finite is None else self._is_finite & found
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
