@@ -50,7 +50,7 @@ class Histories:
     """Histories of one input; empty until an exact step writes them.
 
     Attributes:
-        inputs: Of the next pass; those of the graph, unless the input is not the first in a step.
+        inputs: Of the next pass; the inputs of the graph, or own ones for a later call in the step.
         filled: `Mode.reads` of the exact steps that have filled them.
         frozen: Per weight: whether it needed no gradient in the last step.
         state: See `RowState`.
