@@ -140,7 +140,8 @@ def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
         is_hook = any(name in vars(base) for base in kind.__mro__ if _is_library(base))
         if names & parts and not is_step and not is_hook:
             found.append(name)
-    called = _names_behind(type(root), "training_step")
+    starts = ("training_step",) if module is root else ("training_step", "forward")
+    called = _names_behind(type(root), *starts)
     found.sort(key=lambda name: called.index(name) if name in called else len(called))
     return tuple(dict.fromkeys(found)) or ("forward",)
 
@@ -152,8 +153,8 @@ def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
             yield from ((n, m) for n, m in vars(base).items() if isinstance(m, FunctionType))
 
 
-def _names_behind(kind: type, method: str) -> list[str]:
-    """Return the names in the code of `method`, and of methods that it names, in their order."""
+def _names_behind(kind: type, *methods: str) -> list[str]:
+    """Return the names in the code of `methods`, and of methods that they name, in their order."""
     found: dict[str, None] = {}
 
     def follow(name: str) -> None:
@@ -163,7 +164,8 @@ def _names_behind(kind: type, method: str) -> list[str]:
                 for inner in names_in(code):
                     follow(inner)
 
-    follow(method)
+    for method in methods:
+        follow(method)
     return list(found)
 
 
