@@ -85,8 +85,8 @@ class GNNPipeStrategy(LightningStrategy):
             input that repeats is pipelined from its third step on. "allow": read rows that were
             computed from other inputs; only for small augmentation, since with masks of known
             labels as inputs stale rows leak the labels that a step hides.
-        pipelined_module: Name of the submodule to pipeline. None: the smallest that holds all
-            message passing.
+        pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
+            None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
             number of layers of each stage.
         halo_codec: Encodes rows, and their gradients, that shards send each other in pipelined

@@ -29,6 +29,7 @@ HERE = "test_fallbacks.py::"
 VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
 TOLD = {  # the first words of each, and the test that meets it
     "'…' computes statistics over all nodes": VALIDATION,
+    "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
     "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
     "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
     "Edges connect different graphs": HERE + "test_a_batch_whose_graphs_are_joined",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.batches.batches import BatchPasses
-from lightning_gnnpipe.batches.predict_call import Arguments, PredictedCall, predict_call
+from lightning_gnnpipe.batches.predict_call import PredictedCall, predict_call
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import Step, own_random_stream
 from lightning_gnnpipe.codecs import get_codecs
@@ -58,23 +58,25 @@ class BatchStream:
         """Forget the batch and `peek`."""
         self._batch = self._peek = None
 
-    def look(self, call: Call, inputs: Inputs, arguments: Arguments) -> int:
+    def look(self, call: Call, inputs: Inputs) -> int:
         """Check the prediction, predict the next call; return a number for ranks to compare."""
         if self._begun is not None:
             is_same = self._model.state_of(call, inputs) == self._state
             self._has_come = is_same and self._begun[0].matches(call)
-        self._next = self._foresee(arguments) if self._has_come else None
+        self._next = self._foresee(call) if self._has_come else None
         number = 0 if self._next is None else self._passes.identify(self._next.inputs)
         return 2 * number + self._has_come
 
-    def _foresee(self, arguments: Arguments) -> PredictedCall | None:
+    def _foresee(self, last: Call) -> PredictedCall | None:
         is_training = any(module.training for module in self._model.module.modules())
         following = None if is_training or self._peek is None else self._peek()
-        found = None if following is None else predict_call(self._batch, arguments, following)
+        if following is None:
+            return None
+        found = predict_call(self._batch, last.arguments, following)
         if found is None:
             return None
         try:
-            call = flatten_call(self._model.module, *found)
+            call = flatten_call(self._model.module, *found, method=last.method)
             call, inputs = find_graphs(call, graph_of_node(following), self._known_kinds)
         except GNNPipeError:  # the call itself will raise it
             return None

@@ -94,6 +94,7 @@ class Call:
     """One call: its tensors, their names, and a template for all other arguments.
 
     Attributes:
+        method: Name of the module's method that is called.
         num_nodes: Of a PyG `Data` among the arguments, else None.
         counts: Names and values that are the number of graphs if there is a batch vector.
         slices: By leaf index, for tensors of a PyG `Batch`.
@@ -111,6 +112,7 @@ class Call:
     arguments: tuple[Sequence[Any], Mapping[str, Any]] = field(default=((), {}), repr=False)
     is_one_graph: bool = False
     batch_nodes: CountNodes | None = None
+    method: str = "forward"
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -128,7 +130,8 @@ class Call:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Cache key of the traced graph: names of tensors and values of options."""
-        return self.names, repr(self.template), () if self.has_graphs else self.counts
+        counts = () if self.has_graphs else self.counts
+        return self.method, self.names, repr(self.template), counts
 
     def rebuild(
         self, leaves: Sequence[Any], num_graphs: Any = None
@@ -136,6 +139,11 @@ class Call:
         """Return `(args, kwargs)` with these tensors and, unless None, this number of graphs."""
         args, kwargs = _fill(self.template, leaves, num_graphs)
         return list(args), kwargs
+
+    def run(self, module: nn.Module, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
+        """Call the method of `module` with these tensors; see `rebuild`."""
+        args, kwargs = self.rebuild(leaves, num_graphs)
+        return getattr(module, self.method)(*args, **kwargs)
 
 
 def last_name(name: str) -> str:
@@ -148,10 +156,11 @@ def flatten_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     batch_nodes: CountNodes | None = None,
+    method: str = "forward",
 ) -> Call:
-    """Flatten the arguments of `module.forward`; refuse heterogeneous and sparse graphs."""
+    """Flatten the arguments of a method; refuse heterogeneous and sparse graphs."""
     collector = _Collector()
-    names = _parameter_names(type(module).forward, len(args))
+    names = _parameter_names(getattr(type(module), method), len(args))
     filled_args = tuple(collector.visit(name, arg) for name, arg in zip(names, args, strict=True))
     filled_kwargs = {name: collector.visit(name, arg) for name, arg in kwargs.items()}
     return Call(
@@ -163,6 +172,7 @@ def flatten_call(
         collector.slices,
         (args, kwargs),
         batch_nodes=batch_nodes,
+        method=method,
     )
 
 
@@ -252,9 +262,9 @@ def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     return template
 
 
-def _parameter_names(forward: Callable[..., Any], count: int) -> list[str]:
+def _parameter_names(method: Callable[..., Any], count: int) -> list[str]:
     names = []
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
         if parameter.kind is parameter.VAR_POSITIONAL:
             break
         names.append(parameter.name)

@@ -1,4 +1,4 @@
-"""The engine: runs the pipelined module's forward under the strategy.
+"""The engine: runs the pipelined module's forward, or a method in its place, under the strategy.
 
 forward, with gradients  ->  training pass: exact or pipelined, writes histories, then backward
 forward, without         ->  exact pass; writes histories only if a renewal is due
@@ -8,7 +8,7 @@ Batches of several graphs run exactly, in micro-batches of whole graphs: see `ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
@@ -31,7 +31,7 @@ from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, s
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
-from lightning_gnnpipe.selfcheck import PipelinedForward, raising_wrong_arguments
+from lightning_gnnpipe.selfcheck import PipelinedMethods, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
     Agreed,
     Controls,
@@ -55,10 +55,18 @@ _MASK = (1 << 62) - 1
 
 
 class PipelineEngine:
-    """Runs one module as a pipeline; `controls` are read at the start of each training step."""
+    """Runs one module as a pipeline; `controls` are read at the start of each training step.
+
+    One of the `methods` is pipelined; see `PipelinedMethods`.
+    """
 
     def __init__(
-        self, module: nn.Module, transport: Transport, options: EngineOptions, controls: Controls
+        self,
+        module: nn.Module,
+        transport: Transport,
+        options: EngineOptions,
+        controls: Controls,
+        methods: Sequence[str] = ("forward",),
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.graphs = GraphCache(options.chunks, options.histories, transport)
@@ -88,6 +96,7 @@ class PipelineEngine:
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         is_quiet = not transport.world.is_root
+        self.methods = PipelinedMethods(module, methods, self._is_training, is_quiet=is_quiet)
         self._guard = LossGuard(is_quiet=is_quiet)
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_jumped = False  # this rank's last loss
@@ -101,35 +110,30 @@ class PipelineEngine:
         self._seeds.step_index = self.step.step_index
 
     def attach(self) -> None:
-        """Replace the module's forward by the pipeline."""
-        model = self.model
-        forward = PipelinedForward(model.module, self.forward, lambda: model.has_all_weights)
-        model.module.__dict__["forward"] = forward
+        """Put the pipeline behind the module's methods."""
+        self.methods.attach(self.forward, lambda: self.model.has_all_weights)
         self._unguard = guard_losses(self.model.intercepted.convs)
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether the pipeline replaces the module's forward."""
-        return isinstance(self.model.module.__dict__.get("forward"), PipelinedForward)
-
     def detach(self) -> None:
-        """Restore the module's own forward."""
-        self.model.module.__dict__.pop("forward", None)
+        """Restore the module's own methods."""
+        self.methods.detach()
         self._unguard()
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
+    ) -> Any:
         """Run the module on a batch; collective, with the same output on every rank."""
         if self.batches.early_loss.is_running:
             return self.batches.early_loss.answer()
         with self.model.reads.inside():
-            return self._forward(args, kwargs)
+            return self._forward(args, kwargs, method)
 
-    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        is_training = torch.is_grad_enabled() and self.options.is_fitting
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
+        is_training = self._is_training()
         self._checks.hooks()
-        with raising_wrong_arguments(self.model.module, args, kwargs):
-            batch = self.step.batch
-            call = flatten_call(self.model.module, args, kwargs, lambda: num_nodes(batch))
+        module, batch = self.model.module, self.step.batch
+        with raising_wrong_arguments(module, method, args, kwargs):
+            call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method)
             in_batch = graph_of_node(batch)
             call = self._checks.as_one_graph(call, in_batch)
             in_batch = self._checks.batch_vector(in_batch)
@@ -149,7 +153,7 @@ class PipelineEngine:
         if is_training or not has_graphs:
             self.stream.end()
         else:
-            number = hash((number, self.stream.look(call, inputs, (args, kwargs)))) & _MASK
+            number = hash((number, self.stream.look(call, inputs))) & _MASK
         agreed = agree(
             self.transport,
             self.model.reads,
@@ -181,6 +185,9 @@ class PipelineEngine:
         finally:
             self.identity.end_pass()
 
+    def _is_training(self) -> bool:
+        return torch.is_grad_enabled() and self.options.is_fitting
+
     def _batch_number(self) -> int:
         return batch_number(self.step.batch, self.contents)
 
@@ -194,10 +201,12 @@ class PipelineEngine:
         """Forget a training pass whose backward failed or never ran."""
         self._state.abandon()
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients of parameters outside the module over replicas; collective."""
+    def average(self, root: nn.Module) -> None:
+        """Average gradients of `root`'s weights outside of stages over replicas; collective."""
         if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
-            average_replicated(self.transport, parameters)
+            of_stages = set[int]().union(*self.model.tensor_ids())
+            outside = (p for p in root.parameters() if id(p) not in of_stages)
+            average_replicated(self.transport, outside)
             self.last_step.recount()
 
     @property

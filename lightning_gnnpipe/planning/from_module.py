@@ -6,8 +6,7 @@ import copy
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -26,7 +25,7 @@ from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.forecast import forecast
 from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
-from lightning_gnnpipe.selfcheck import is_one_graph, switched
+from lightning_gnnpipe.selfcheck import PipelinedMethods, is_one_graph, switched
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
@@ -36,12 +35,15 @@ _NUM_TIMED = 3
 _LINK_GBIT_PER_S = 10.0  # typical between machines
 
 
-class _Captured(Exception):
-    """Carries the arguments of the pipelined module out of `training_step`."""
+_Arguments = tuple[Sequence[Any], Mapping[str, Any], str]
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+
+class _Captured(Exception):
+    """Carries a call of the pipelined method out of `training_step`."""
+
+    def __init__(self, call: _Arguments) -> None:
         super().__init__()
-        self.arguments = args, kwargs
+        self.call = call
 
 
 def plan_pipeline(
@@ -89,10 +91,10 @@ def plan_pipeline(
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
     num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
-    name, pipelined = find_pipelined(module, options.pipelined_module)
+    name, pipelined, methods = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
-    args, kwargs = _capture(module, pipelined, batch)
-    call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch))
+    args, kwargs, method = _capture(module, pipelined, methods, batch)
+    call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch), method)
     vector = call.batch_vector
     if vector is not None and graph_of_node(batch) is None and not vector.any():
         call = replace(call, is_one_graph=is_one_graph(pipelined, call))
@@ -122,7 +124,7 @@ def plan_pipeline(
                 link=link,
                 memory_gib=memory_gib,
             ),
-            partial(_time_loss, module, name, batch),
+            partial(_time_loss, module, name, method, batch),
         )
 
 
@@ -160,13 +162,20 @@ def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
 
 
 def _capture(
-    module: pl.LightningModule, pipelined: nn.Module, batch: Any
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    module: pl.LightningModule, pipelined: nn.Module, methods: Sequence[str], batch: Any
+) -> _Arguments:
+    """Return the arguments and the name of the first pipelined method that is called."""
+    watched = PipelinedMethods(pipelined, methods, lambda: True)
+
+    def stop(*call: Any) -> None:  # its arguments, keywords and name
+        raise _Captured(call)
+
+    watched.attach(stop)
     try:
-        with _stopping(pipelined), switched(module, True), torch.no_grad():
+        with switched(module, True), torch.no_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
-        return captured.arguments
+        return captured.call
     except (RuntimeError, AttributeError, TypeError) as error:
         if "trainer" not in str(error).lower():  # an error of the user's code
             raise
@@ -175,6 +184,8 @@ def _capture(
             found=f"{type(error).__name__}: {error}",
             remedy="Call the pipelined module before you use self.log or self.trainer.",
         ) from error
+    finally:
+        watched.detach()
     raise ConfigError(
         expected="training_step to call the pipelined module",
         found="no call",
@@ -182,11 +193,13 @@ def _capture(
     )
 
 
-def _time_loss(module: pl.LightningModule, name: str, batch: Any, output: Any) -> float:
+def _time_loss(
+    module: pl.LightningModule, name: str, method: str, batch: Any, output: Any
+) -> float:
     """Time `training_step` and backward without the pipelined module, on a copy; 0 if it fails."""
     try:
         twin = copy.deepcopy(module)
-        twin.get_submodule(name).__dict__["forward"] = lambda *args, **kwargs: output
+        vars(twin.get_submodule(name))[method] = lambda *args, **kwargs: output
         with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # Lightning warns of `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
@@ -208,15 +221,3 @@ def _time_step(module: pl.LightningModule, batch: Any) -> float:
     loss.backward()
     synchronize()
     return time.perf_counter() - start
-
-
-@contextmanager
-def _stopping(pipelined: nn.Module) -> Iterator[None]:
-    def stop(*args: Any, **kwargs: Any) -> None:
-        raise _Captured(args, kwargs)
-
-    pipelined.__dict__["forward"] = stop
-    try:
-        yield
-    finally:
-        del pipelined.__dict__["forward"]

@@ -240,12 +240,11 @@ def _part(call: Call, inputs: Inputs, nodes: Tensor) -> list[Tensor]:
 
 def _run(module: nn.Module, call: Call, leaves: Sequence[Tensor]) -> PlainStep:
     """Run forward and backward once."""
-    args, kwargs = call.rebuild(tuple(leaves), None)
     given = (*leaves, *module.parameters(), *module.buffers())
     synchronize()
     start = time.perf_counter()
     with counting_saved_bytes(given) as saved:
-        outputs = flatten(module.forward(*args, **kwargs))
+        outputs = flatten(call.run(module, leaves))
     roots = [output for output in outputs if output.requires_grad]
     wanted = [p for p in (*module.parameters(), *leaves) if p.requires_grad]
     if roots and wanted:

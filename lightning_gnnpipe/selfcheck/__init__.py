@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning_gnnpipe.selfcheck.batch_check import check_graphs, norms_without_batch
 from lightning_gnnpipe.selfcheck.plain import (
-    PipelinedForward,
+    PipelinedMethods,
     is_one_graph,
-    own_forward,
+    own_methods,
     raising_own_errors,
     raising_wrong_arguments,
     switched,
@@ -15,13 +15,13 @@ from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.selfcheck.value_check import check_layers
 
 __all__ = [
-    "PipelinedForward",
+    "PipelinedMethods",
     "check_graphs",
     "check_layers",
     "flatten",
     "is_one_graph",
     "norms_without_batch",
-    "own_forward",
+    "own_methods",
     "raising_own_errors",
     "raising_wrong_arguments",
     "switched",

@@ -106,10 +106,9 @@ def _run_plainly(
     module: nn.Module, layers: Layers, call: Call, num_graphs: int, found: Intercepted
 ) -> Results:
     """Return the module's outputs, and the gradients of its parameters and leaves."""
-    args, kwargs = call.rebuild(call.leaves, num_graphs)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with intercept(found, NativeContext(1)):
-        result = module.forward(*args, **kwargs)
+        result = call.run(module, call.leaves, num_graphs)
     outputs = layers.pick_outputs(flatten(result))
     check_structure(layers.rebuild_output(outputs), result)
     wanted = [*trained(module), *(leaf for leaf in call.leaves if leaf.requires_grad)]

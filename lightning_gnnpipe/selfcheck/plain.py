@@ -1,8 +1,12 @@
-"""Runs the user's own forward outside of the pipeline; its errors are raised unchanged."""
+"""Puts the pipeline behind methods of a module, and runs the user's own methods outside of it.
+
+Errors of the user's own methods are raised unchanged.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,10 +17,15 @@ import torch
 from torch import nn
 
 from lightning_gnnpipe.calls import Call, Inputs, classify
-from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
+from lightning_gnnpipe.errors import Fallbacks, GNNPipeError, UnsupportedError
+from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.user_code import mark_own
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
 
 
 @contextmanager
@@ -34,49 +43,109 @@ def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -
             m.training = flag
 
 
-class PipelinedForward:
-    """Replaces a module's forward by `run`; copies of the module get the module's own forward."""
+class PipelinedMethods:
+    """Runs one method of a module in the pipeline: the first of `names` that training calls.
+
+    The rest run as they are written, and what they call of the pipelined one is pipelined. Before
+    training has called one, it is the first name.
+
+    Attributes:
+        name: Of the pipelined method.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        run: Callable[[Sequence[Any], Mapping[str, Any]], Any],
-        has_all_weights: Callable[[], bool],
+        names: Sequence[str],
+        is_training: Callable[[], bool],
+        *,
+        is_quiet: bool = False,
     ) -> None:
-        self._module, self._run, self._has_all_weights = module, run, has_all_weights
+        self.module, self.name = module, names[0]
+        self._names, self._is_training = names, is_training
+        self._is_known, self._num_runs = len(names) == 1, 0
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
+    def attach(self, run: Run, has_all_weights: Callable[[], bool] = lambda: True) -> None:
+        """Replace the methods; `run` gets arguments and the name of the pipelined one."""
+        self._run, self._has_all_weights = run, has_all_weights
+        for name in self._names:
+            vars(self.module)[name] = _Method(self, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._check_copy()
-        return MethodType(type(self._module).forward, memo.get(id(self._module), self._module))
+    @property
+    def are_attached(self) -> bool:
+        """Whether the methods are replaced."""
+        return any(isinstance(one, _Method) for one in vars(self.module).values())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._check_copy()
-        return getattr, (self._module, "forward")  # on loading, the class's own
+    def detach(self) -> None:
+        """Restore the module's own methods."""
+        for name in self._names:
+            vars(self.module).pop(name, None)
 
-    def _check_copy(self) -> None:
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of the method `name`."""
+        has_tensors = next(tensors_in([*args, kwargs]), None) is not None
+        if not self._is_known and has_tensors and self._is_training():
+            self.name, self._is_known = name, True
+        if name == self.name:
+            self._num_runs += 1
+            return self._run(args, kwargs, name)
+        num_runs = self._num_runs
+        result = self.own(name)(*args, **kwargs)
+        if has_tensors and self._num_runs == num_runs:
+            self._fallbacks.tell(
+                f"'{name}' is called beside '{self.name}', the pipelined method",
+                origin="pipelined layers",
+                to="the whole graph on every device in this call",
+            )
+        return result
+
+    def own(self, name: str) -> MethodType:
+        """Return the module's own method."""
+        return MethodType(getattr(type(self.module), name), self.module)
+
+    def check_copy(self) -> None:
+        """Refuse a copy of the module while this rank lacks some of its weights."""
         if self._has_all_weights():
             return
         raise UnsupportedError(
             expected="a copy of the pipelined module while each rank has all of its weights",
-            found=f"a copy or pickle of a {type(self._module).__name__} while each rank has "
+            found=f"a copy or pickle of a {type(self.module).__name__} while each rank has "
             "only the weights of its own stage",
             remedy="Copy it before training begins, in __init__ or in on_fit_start, or use one "
             "stage. To average weights, use Lightning's WeightAveraging.",
         )
 
 
+class _Method:
+    """Takes the place of a method; copies of the module get the module's own method."""
+
+    def __init__(self, methods: PipelinedMethods, name: str) -> None:
+        self._methods, self._name = methods, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._methods.call(self._name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._methods.check_copy()
+        own = self._methods.own(self._name)
+        return MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._methods.check_copy()
+        return getattr, (self._methods.module, self._name)  # on loading, the class's own
+
+
 @contextmanager
-def own_forward(module: nn.Module) -> Iterator[None]:
-    """Let `module` run its own forward within the block."""
-    attached = module.__dict__.pop("forward", None)
+def own_methods(module: nn.Module) -> Iterator[None]:
+    """Let `module` run its own methods within the block."""
+    attached = {name: one for name, one in vars(module).items() if isinstance(one, _Method)}
+    for name in attached:
+        del vars(module)[name]
     try:
         yield
     finally:
-        if attached is not None:
-            module.__dict__["forward"] = attached
+        vars(module).update(attached)
 
 
 @contextmanager
@@ -92,7 +161,7 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
         on_sample = _error_of(
             lambda: _run_on_sample(module, call, draw_sample(module, call, inputs))
         )
-        own = on_sample and _error_of(lambda: _run(module, *call.arguments))
+        own = on_sample and _error_of(lambda: _run(module, call.method, *call.arguments))
         if own is None:
             raise
     if own is not None:
@@ -102,17 +171,17 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
 
 @contextmanager
 def raising_wrong_arguments(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """If the block fails and the arguments do not fit forward, raise Python's own error."""
+    """If the block fails and the arguments do not fit `method`, raise Python's own error."""
     try:
         yield
     except GNNPipeError:
-        with own_forward(module):
+        with own_methods(module):
             try:
-                inspect.signature(module.forward).bind(*args, **kwargs)
+                inspect.signature(getattr(module, method)).bind(*args, **kwargs)
             except TypeError:
-                error = _error_of(lambda: _run(module, args, kwargs))
+                error = _error_of(lambda: _run(module, method, args, kwargs))
                 if error is not None:
                     mark_own(error)
                     raise error from None
@@ -143,9 +212,9 @@ def _error_of(run: Callable[[], Any]) -> Exception | None:
 
 def _run_on_sample(module: nn.Module, call: Call, sample: Sample) -> Any:
     count = None if sample.graphs is None else sample.graphs.num_graphs
-    return _run(module, *call.rebuild(sample.leaves, count))
+    return _run(module, call.method, *call.rebuild(sample.leaves, count))
 
 
-def _run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with own_forward(module), undisturbed(module):
-        return module.forward(*args, **kwargs)
+def _run(module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with own_methods(module), undisturbed(module):
+        return getattr(module, method)(*args, **kwargs)

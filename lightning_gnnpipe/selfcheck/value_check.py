@@ -43,7 +43,8 @@ def check_layers(
     `on_chunks`: compare chunks as well. `with_gradients`: compare gradients as well.
     """
     sample = draw_sample(module, call, inputs)
-    small = Call(in_full(sample.leaves, module), call.names, call.template, None)
+    leaves = in_full(sample.leaves, module)
+    small = Call(leaves, call.names, call.template, None, method=call.method)
     kinds = replace(
         inputs,
         num_nodes=sample.num_nodes,
@@ -68,8 +69,7 @@ def _check_values(
     module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
 ) -> None:
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    args, kwargs = call.rebuild(call.leaves)
-    expected = module.forward(*args, **kwargs)
+    expected = call.run(module, call.leaves)
     check_buffers(module, before)
     trial = Trial(module, layers, call, kinds)
     names = {name: trial.names.of(segment) for name, segment in trial.layer_of_value.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.stages.cut import cut_module
-from lightning_gnnpipe.stages.find import find_pipelined, is_listed
+from lightning_gnnpipe.stages.find import LAYER_BY_LAYER, find_pipelined, is_listed
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
@@ -36,6 +36,7 @@ from lightning_gnnpipe.stages.values import (
 )
 
 __all__ = [
+    "LAYER_BY_LAYER",
     "NUM_GRAPHS",
     "Layers",
     "Reads",

@@ -1,18 +1,31 @@
-"""Finds the pipelined module, the smallest one with a forward that holds all message passing.
+"""Finds the pipelined module, the smallest one that holds all message passing, and its methods.
 
-A module that torch.fx cannot trace lists its layers in a method `pipeline_layers`.
+Which of them is pipelined shows when training calls one. A module that torch.fx cannot trace lists
+its layers in a method `pipeline_layers`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
+from lightning_gnnpipe.stages.reads import names_in
+
+LAYER_BY_LAYER = (
+    "Where training_step calls layer after layer, put the calls into a method, and call that:\n"
+    "    def embed(self, x, edge_index):\n"
+    "        x = self.conv1(x, edge_index).relu()\n"
+    "        return self.conv2(x, edge_index)"
+)
+
+_OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network has them in its code
 
 
 def contains_passing(module: nn.Module) -> bool:
@@ -48,9 +61,10 @@ def _entries(module: Any) -> list[tuple[nn.Module, str]]:
     return [(layer, str(text)) for layer, text in entries]
 
 
-def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the listed layers in order and return the outputs of the last one."""
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+def run_listed(call: Call, module: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
+    """Call the listed layers in order and return the outputs of the last one; see `Call.run`."""
+    args, kwargs = call.rebuild(leaves, num_graphs)
+    bound = inspect.signature(getattr(type(module), call.method)).bind(module, *args, **kwargs)
     bound.apply_defaults()
     values = dict(bound.arguments)
     outputs: list[str] = []
@@ -69,38 +83,115 @@ def run_listed(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return values[outputs[0]] if len(outputs) == 1 else tuple(values[name] for name in outputs)
 
 
-def find_pipelined(module: nn.Module, name: str | None) -> tuple[str, nn.Module]:
-    """Find the module to pipeline; return its name, empty for `module` itself, and the module."""
-    if name is not None:
+class Pipelined(NamedTuple):
+    """The pipelined module, its name in the LightningModule, and methods of which one is pipelined.
+
+    The name is empty for the LightningModule itself. The likeliest method is the first.
+    """
+
+    name: str
+    module: nn.Module
+    methods: tuple[str, ...]
+
+
+def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
+    """Find what to pipeline in `module`; `name` is that of a submodule or method, if given."""
+    if name is None:
+        _check_passing(module)
+        path, found = _descend("", module)
+        return Pipelined(path, found, _find_methods(found, module))
+    chosen = _find_named(module, name)
+    if chosen is None:
+        raise ConfigError(
+            expected="'pipelined_module' to name a submodule of the LightningModule, or a method",
+            found=repr(name),
+            remedy="Its submodules are: "
+            f"{', '.join(child for child, _ in module.named_children())}.",
+        )
+    _check_passing(chosen.module)
+    return chosen
+
+
+def _find_named(module: nn.Module, name: str) -> Pipelined | None:
+    owner, _, method = name.rpartition(".")
+    for path in (name, owner):
         try:
-            chosen = module.get_submodule(name)
-        except AttributeError as error:
-            raise ConfigError(
-                expected="'pipelined_module' to name a submodule of the LightningModule",
-                found=repr(name),
-                remedy="Its submodules are: "
-                f"{', '.join(child for child, _ in module.named_children())}.",
-            ) from error
-        _check_passing(chosen)
-        return name, chosen
-    _check_passing(module)
-    return _descend("", module)
+            found = module.get_submodule(path)
+        except AttributeError:
+            continue
+        if path == name:
+            return Pipelined(path, found, _find_methods(found, module))
+        if isinstance(getattr(type(found), method, None), FunctionType):
+            return Pipelined(path, found, (method,))
+    return None
+
+
+def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
+    """Return forward, if there is one, and methods whose code names a part with message passing.
+
+    First come the ones that the training_step of `root` names, in its order.
+    """
+    parts = {name for name, child in module.named_children() if contains_passing(child)}
+    kind = type(module)
+    found = ["forward"] if _has_forward(module) else []
+    for name, method in _methods(kind):
+        names = set(names_in(method.__code__))
+        is_step = names & _OF_STEPS or len(inspect.signature(method).parameters) < 2
+        is_hook = any(name in vars(base) for base in kind.__mro__ if _is_library(base))
+        if names & parts and not is_step and not is_hook:
+            found.append(name)
+    starts = ("training_step",) if module is root else ("training_step", "forward")
+    called = _names_behind(type(root), *starts)
+    found.sort(key=lambda name: called.index(name) if name in called else len(called))
+    return tuple(dict.fromkeys(found)) or ("forward",)
+
+
+def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods of `kind` and of its bases, with their names."""
+    for base in kind.__mro__:
+        if not _is_library(base):
+            yield from ((n, m) for n, m in vars(base).items() if isinstance(m, FunctionType))
+
+
+def _names_behind(kind: type, *methods: str) -> list[str]:
+    """Return the names in the code of `methods`, and of methods that they name, in their order."""
+    found: dict[str, None] = {}
+
+    def follow(name: str) -> None:
+        if name not in found:
+            found[name] = None
+            for code in (one.__code__ for other, one in _methods(kind) if other == name):
+                for inner in names_in(code):
+                    follow(inner)
+
+    for method in methods:
+        follow(method)
+    return list(found)
 
 
 def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     holders = _find_holders(module)
+    is_bare = not name and not _has_forward(module)
+    if is_bare:
+        called = _names_behind(type(module), "training_step")
+        holders = [(child, one) for child, one in holders if child in called] or holders
     if len(holders) == 1:
         child_name, child = holders[0]
         if not isinstance(child, MessagePassing):
             found = _descend(f"{name}.{child_name}" if name else child_name, child)
             if not _is_container(found[1]):
                 return found
-    if not name and not _has_forward(module):
+    if is_bare and _find_methods(module, module) == ("forward",):
+        are_layers = all(
+            isinstance(one, MessagePassing) or _is_container(one) for _, one in holders
+        )
         raise UnsupportedError(
-            expected="all trainable message-passing layers in one submodule, or in the "
-            "LightningModule's own forward",
+            expected="all trainable message-passing layers in one submodule, or in one method of "
+            "the LightningModule",
             found=" and ".join(f"'{child}'" for child, _ in holders),
-            remedy="Choose one with GNNPipeStrategy(pipelined_module=...): each device then "
+            remedy=LAYER_BY_LAYER
+            if are_layers
+            else "Choose one with GNNPipeStrategy(pipelined_module=...): each device then "
             "runs the rest whole. Or write a forward of the LightningModule that calls all of "
             "them, and call it in training_step.",
         )
@@ -135,8 +226,13 @@ def _repeats(child: nn.Module, layers: set[int], other: nn.Module, all_layers: s
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether `module` defines a forward of its own, or lists its layers."""
-    defined_in = type(module).forward.__module__.partition(".")[0]
-    return defined_in not in ("torch", "lightning", "pytorch_lightning") or is_listed(module)
+    return not _is_library(type(module).forward) or is_listed(module)
+
+
+def _is_library(one: Any) -> bool:
+    """Whether torch or Lightning defines a class or function."""
+    names = ("builtins", "torch", "lightning", "pytorch_lightning")
+    return one.__module__.partition(".")[0] in names
 
 
 def _is_container(module: nn.Module) -> bool:

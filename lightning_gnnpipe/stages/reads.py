@@ -53,12 +53,12 @@ class Reads:
         self._sources: Sources = {}
 
     @staticmethod
-    def of(module: nn.Module, watched: Watched) -> Reads:
-        """Return the reads of `module`'s forward; `watched` holds its attribute reads."""
+    def of(module: nn.Module, method: str, watched: Watched) -> Reads:
+        """Return the reads of a method of `module`; `watched` holds its attribute reads."""
         reads = Reads()
         walk = _Walk(module, reads._sources)
         walk.visit(type(module))
-        walk.visit(type(module).forward)
+        walk.visit(getattr(type(module), method))
         for owner, name in watched.reads:
             walk.attribute(owner, name)
         walk.finish()
@@ -204,7 +204,7 @@ class _Walk:
         if self.is_library(function.__module__ or ""):
             return
         label = function.__qualname__
-        names = set(_names_in(function.__code__))
+        names = set(names_in(function.__code__))
         self._names |= names
         for name in names & function.__globals__.keys():
             read = partial(function.__globals__.get, name, MISSING)
@@ -240,11 +240,12 @@ class _Walk:
             self.visit(read())
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that `code` may read, and texts in it that could be names."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():  # getattr(Config, "scale")
             yield constant
 

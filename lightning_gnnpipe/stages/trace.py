@@ -72,27 +72,27 @@ def _words(error: Exception) -> str:
 
 
 def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tuple[fx.Graph, Reads]:
-    """Return the graph of `module.forward` for the tensors of `call`, and what else it reads.
+    """Return the graph of the method that is called, and what it reads beside its arguments.
 
     Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
     Targets begin with "module.". Values other than tensors are baked in. The forward is traced
     twice; traces that differ are refused. `is_grad_enabled`: autograd mode of the user's call.
     """
-    random_numbers = _random_states()
+    random_numbers, name = _random_states(), _name_of(module, call)
     with _undone_on_errors(module) as undo, torch.set_grad_enabled(is_grad_enabled):
         graph, first = _trace_once(module, call, undo)
         before = first.values()
         again, reads = _trace_once(module, call, undo, is_second=True)
         if str(graph) != str(again):
-            raise _refuse_chance(module, "two traces with different operations")
+            raise _refuse_chance(name, "two traces with different operations")
         if changed := first.changed(before, first.values()):
-            raise _refuse_chance(module, f"a change of {', '.join(changed)}")
+            raise _refuse_chance(name, f"a change of {', '.join(changed)}")
         if random_numbers != _random_states():
-            raise _refuse_chance(module, "random numbers that are drawn while it is traced")
+            raise _refuse_chance(name, "random numbers that are drawn while it is traced")
     constants = [n.target for n in again.nodes if n.op == "get_attr"]
     if any(not str(target).startswith(f"{_ROOT}.") for target in constants):
         raise UnsupportedError(
-            expected=f"the forward of {type(module).__name__} to create no tensors of its own",
+            expected=f"the {name} to create no tensors of its own",
             found="a tensor made from Python values or random numbers",
             remedy="Register it as a buffer in __init__, or derive it from an argument "
             "(x.new_zeros(...), torch.rand_like(x)).",
@@ -112,11 +112,11 @@ def _trace_once(
         raise
     except Exception as error:
         raise UnsupportedError(
-            expected=f"the forward of {type(module).__name__} to be traceable by torch.fx",
+            expected=f"the {_name_of(module, call)} to be traceable by torch.fx",
             found=f"{_words(error)}{at(line_of(error))}",
             remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
         ) from error
-    reads = Reads.of(module, caller.watched)
+    reads = Reads.of(module, call.method, caller.watched)
     kept = caller.watched.kept(with_values=is_second) or reads.kept()
     if kept:
         raise UnsupportedError(
@@ -128,9 +128,13 @@ def _trace_once(
     return graph, reads
 
 
-def _refuse_chance(module: nn.Module, found: str) -> UnsupportedError:
+def _name_of(module: nn.Module, call: Call) -> str:
+    return f"{call.method} of {type(module).__name__}"
+
+
+def _refuse_chance(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        expected=f"the forward of {type(module).__name__} to compute the same in every call",
+        expected=f"the {name} to compute the same in every call",
         found=found,
         remedy="Draw random numbers with torch, in the shape of node-level tensors "
         "(torch.rand_like(x)). Change counters and schedules in hooks, not in forward.",
@@ -237,12 +241,10 @@ class _Caller(nn.Module):
 
     def forward(self, *leaves: Any) -> Any:
         count = leaves[-1] if self._call.has_graphs else None
-        args, kwargs = self._call.rebuild(leaves, count)
         module = getattr(self, _ROOT)
         with watching(self.watched):
-            if is_listed(module):
-                return run_listed(module, args, kwargs)
-            return module.forward(*args, **kwargs)
+            run = run_listed if is_listed(module) else Call.run
+            return run(self._call, module, leaves, count)
 
 
 class _Tracer(fx.Tracer):

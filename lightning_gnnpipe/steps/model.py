@@ -22,7 +22,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
-from lightning_gnnpipe.selfcheck import own_forward, raising_own_errors, switched
+from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors, switched
 from lightning_gnnpipe.stages import (
     Layers,
     Reads,
@@ -130,14 +130,15 @@ class PipelinedModel:
         `measure` returns layer costs, once, on rank 0. With `also_train` the first call traces
         training mode too, which may use more parameters.
         """
-        key = self._find(call, inputs)
-        if key is None and self.is_split:
-            self._note_change()
-        if key is None or not self._modes[key].stages:
-            self._weights.check_kept()
-            with self.whole():
-                key = self._trace_all(call, inputs, also_train=also_train)
-                self._assign_layers(inputs, measure, trains=also_train)
+        with own_methods(self.module):
+            key = self._find(call, inputs)
+            if key is None and self.is_split:
+                self._note_change()
+            if key is None or not self._modes[key].stages:
+                self._weights.check_kept()
+                with self.whole():
+                    key = self._trace_all(call, inputs, also_train=also_train)
+                    self._assign_layers(inputs, measure, trains=also_train)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         return mode
 
@@ -148,7 +149,8 @@ class PipelinedModel:
         """
         tensors = (*self.module.parameters(), *self.module.buffers())
         versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
-        return self._find(call, inputs), versions
+        with own_methods(self.module):
+            return self._find(call, inputs), versions
 
     def _find(self, call: Call, inputs: Inputs) -> Key | None:
         """Return the key of the trace for the module's present state, if there is one."""
@@ -160,7 +162,8 @@ class PipelinedModel:
 
     def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
         """Return the layers of the present mode, without assigning them to stages."""
-        return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
+        with own_methods(self.module):
+            return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
         known = set(self._modes)
@@ -179,7 +182,9 @@ class PipelinedModel:
                 expected="the forward to run the same number of layers in all steps, in "
                 "training and in evaluation",
                 found=f"{sorted(lengths)} layers",
-                remedy="Call the same message-passing layers in both modes and in all epochs.",
+                remedy="Call the same message-passing layers in both modes and in all epochs, or "
+                "name one method with GNNPipeStrategy(pipelined_module='net.encode'): what else "
+                "is called runs whole on each device.",
             )
         return key
 
@@ -277,7 +282,6 @@ class PipelinedModel:
         check_leaves(self.module)
         self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
         with (
-            own_forward(self.module),
             without_memory(self.intercepted.convs),
             torch.inference_mode(False),
             raising_own_errors(self.module, call, inputs),

@@ -1,6 +1,6 @@
-"""Puts the engine behind the pipelined module's forward when a loop starts; detaches it at the end.
+"""Puts the engine behind the pipelined module's methods when a loop starts; detaches it at the end.
 
-Before a loop starts every rank holds the whole module, with its own forward: a model summary with
+Before a loop starts every rank holds the whole module, with its own methods: a model summary with
 an example input, or a logger that draws the model, runs it on one rank alone.
 """
 
@@ -124,14 +124,15 @@ class EngineHost:
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
-        self._prefix, pipelined = find_pipelined(module, options.pipelined_module)
+        self._prefix, pipelined, methods = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
         seed = self._processes.share_start(module)
         if resumed is not None:
             seed = resumed.run.state.seed
             set_random_state(resumed.random, self._strategy.root_device)
         engine_options = options.for_engine(seed, self._strategy.world_size, is_fitting=is_fitting)
-        engine = PipelineEngine(pipelined, self._processes.transport, engine_options, self.controls)
+        transport = self._processes.transport
+        engine = PipelineEngine(pipelined, transport, engine_options, self.controls, methods)
         self._engine = engine
         engine.model.shared_outside = _parameters_outside(module, pipelined)
         if resumed is not None:
@@ -202,8 +203,8 @@ class EngineHost:
         engine.model.forget()
 
     def take_over(self) -> None:
-        """Put the engine behind the module's forward."""
-        if not self.engine.is_attached:
+        """Put the engine behind the module's methods."""
+        if not self.engine.methods.are_attached:
             self.engine.attach()
 
     def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -225,7 +226,7 @@ class EngineHost:
         engine.batches.early_loss.run = None
         self.controls.reset()  # requests are for one step
         if engine.num_training_passes == passes:
-            refuse_uncalled(self._prefix)
+            refuse_uncalled(self._prefix, engine.methods.name)
         engine.model.reads.forget_foreign_states()
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
@@ -235,14 +236,13 @@ class EngineHost:
         return output
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run the user's backward; its pipelined part averages its own gradients over replicas."""
+        """Run the user's backward; stages average the gradients of their weights over replicas."""
         module, engine = self._strategy.lightning_module, self.engine
         assert module is not None
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
         run()
-        pipelined = {id(p) for p in engine.model.module.parameters()}
-        engine.average(p for p in module.parameters() if id(p) not in pipelined)
+        engine.average(module)
 
     def begin_stream(self) -> None:
         """Begin a loop without gradients; with several ranks it looks ahead by one batch."""

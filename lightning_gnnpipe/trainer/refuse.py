@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages import LAYER_BY_LAYER
 from lightning_gnnpipe.steps import refuse_evaluations
 from lightning_gnnpipe.trainer import _compat
 
@@ -78,13 +79,13 @@ def check_pruning(callbacks: Iterable[Callback]) -> None:
             )
 
 
-def refuse_uncalled(name: str) -> NoReturn:
-    """Refuse a training step that did not call the pipelined module `name`."""
+def refuse_uncalled(name: str, method: str) -> NoReturn:
+    """Refuse a training step that did not call `method` of the pipelined module `name`."""
     _refuse(
         f"training_step to call the pipelined module '{name or 'self'}'",
-        "no call",
-        "Call its forward, or name the module that you call: "
-        "GNNPipeStrategy(pipelined_module='...').",
+        f"no call of its {method}",
+        "Name what you call, a module or a method: "
+        f"GNNPipeStrategy(pipelined_module='net.encode'). {LAYER_BY_LAYER}",
     )
 
 
