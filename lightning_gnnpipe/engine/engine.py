@@ -205,8 +205,7 @@ class PipelineEngine:
         """Average gradients of `root`'s weights outside of stages over replicas; collective."""
         if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
             of_stages = set[int]().union(*self.model.tensor_ids())
-            outside = (p for p in root.parameters() if id(p) not in of_stages)
-            average_replicated(self.transport, outside)
+            average_replicated(self.transport, self.model.module, of_stages, root)
             self.last_step.recount()
 
     @property

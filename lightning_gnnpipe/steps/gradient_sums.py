@@ -13,7 +13,7 @@ Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -191,12 +191,22 @@ class GradientSums:
         put_back(total, tied, self._earlier)
 
 
-def average_replicated(transport: Transport, parameters: Iterable[nn.Parameter]) -> None:
+def average_replicated(
+    transport: Transport, module: nn.Module, of_stages: Collection[int], root: nn.Module
+) -> None:
     """Average the gradients of parameters outside all stages over replicas; collective.
 
     Every stage has the same gradients. One sum over all ranks gives all of them the same bits.
+    `root` holds all parameters, the stages those with an id in `of_stages`. Parameters of `module`
+    that no stage has are sent only if a rank has a gradient of one.
     """
-    named = {str(number): p for number, p in enumerate(parameters) if p.requires_grad}
+    inside = {id(p) for p in module.parameters()}
+    trained = [p for p in root.parameters() if p.requires_grad and id(p) not in of_stages]
+    idle = [p for p in trained if id(p) in inside]
+    has_grad = any(p.grad is not None for p in idle)
+    if idle and not any(transport.everyone.all_gather_objects(has_grad)):
+        trained = [p for p in trained if id(p) not in inside]
+    named = {str(number): p for number, p in enumerate(trained)}
     if named:
         everyone, scale = transport.everyone.members, 1 / transport.world.size
         BucketSums(named, transport, "data_grad", everyone, scale=scale).finish()
