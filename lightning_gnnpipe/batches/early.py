@@ -139,7 +139,7 @@ class AlternatingPass(TrainingPass):
         self._early = early
         self._grads: Gradients = {}
 
-    def forward(self, controls: Controls, number: int) -> list[Tensor]:
+    def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
         """Run both phases and return the detached outputs; see `TrainingPass`."""
         spec = self._spec
         self._watch(controls.on_chunk)

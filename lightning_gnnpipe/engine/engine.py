@@ -71,11 +71,7 @@ class PipelineEngine:
         self.transport, self.options, self.controls = transport, options, controls
         self.graphs = GraphCache(options.chunks, options.histories, transport)
         self.model = PipelinedModel(
-            module,
-            transport,
-            options,
-            lambda *call: self._checks.layers(*call),
-            self.graphs.is_cut,
+            module, transport, options, lambda *call: self._checks.layers(*call), self.graphs.is_cut
         )
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
