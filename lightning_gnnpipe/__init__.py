@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,8 +17,10 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.preview import check
 from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.trainer import refuse_import
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,7 @@ __all__ = [
     "StalenessWarmup",
     "TimelineCallback",
     "__version__",
+    "check",
 ]
 
 
@@ -55,3 +59,7 @@ for _name, _start_method in {
         override=True,
         start_method=_start_method,
     )
+    if "pytorch_lightning" in sys.modules:
+        sys.modules["pytorch_lightning"].strategies.StrategyRegistry.register(
+            _name, refuse_import, override=True
+        )

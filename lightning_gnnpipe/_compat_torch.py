@@ -14,6 +14,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -159,6 +160,31 @@ def add_first_post_hook(
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile returned `module`."""
     return hasattr(module, "_orig_mod")
+
+
+def without_compile(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module; of a module that torch.compile returned, those of the original."""
+    return (f"{name}._orig_mod", module._orig_mod) if is_compiled(module) else (name, module)
+
+
+def compiled_calls(module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """Return what owns attributes that undo torch.compile of `module`, and them; perhaps none.
+
+    It may have returned the module, or compiled the module's calls or the forward of its class.
+    """
+    if is_compiled(module):
+        original = module._orig_mod
+        return module, {"forward": lambda *args, **kwargs: original(*args, **kwargs)}
+    if module._compiled_call_impl is not None:
+        return module, {"_compiled_call_impl": None}
+    forward = getattr(type(module), "forward", None)  # scripted modules have none
+    forward = getattr(forward, "_torchdynamo_orig_callable", None)
+    return type(module), {} if forward is None else {"forward": forward}
+
+
+def tracing_compiled() -> AbstractContextManager[None]:
+    """Return a context in which torch.fx traces through functions that torch.compile returned."""
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
 
 
 def has_spectral_norm(module: nn.Module) -> bool:

@@ -33,6 +33,10 @@ TOLD = {  # the first words of each, and the test that meets it
     "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
     "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
     "Edges connect different graphs": HERE + "test_a_batch_whose_graphs_are_joined",
+    "In a notebook": "launchers/test_notebook.py::"
+    "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
+    "Message passing on chunks cannot be compiled": "reach/test_compilers.py::"
+    "test_what_is_compiled_trains_as_it_is_written_and_says_so",
     "No graph of a batch is cut": HERE + "test_options_for_one_graph_and_batches_of_graphs",
     "No validation has run": VALIDATION,
     "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",

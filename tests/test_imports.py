@@ -20,7 +20,8 @@ LINE = (
     *("user_code", "datamodule", "models"),
     *("schedule", "graph", "staleness", "codecs", "passing", "calls", "comm"),
     *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),
-    *("batches", "planning", "engine", "trainer", "strategy", "callbacks", "cli"),
+    *("batches", "planning", "engine", "trainer", "strategy"),
+    *("callbacks", "preview", "cli"),
     "__init__",
 )
 LIGHTNING = {
@@ -32,6 +33,7 @@ LIGHTNING = {
     "datamodule",
     "models",
     "cli",
+    "preview",
 }
 DISTRIBUTED = {"comm", "saving", "trainer", "_compat_torch"}
 

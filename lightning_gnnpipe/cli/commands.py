@@ -1,17 +1,21 @@
-"""`gnnpipe fit | validate | test | predict | plan --config run.yaml`: LightningCLI with a plan.
+"""`gnnpipe fit | validate | test | predict | plan --config run.yaml`, `gnnpipe check script.py`.
 
 Further processes run the same command line: nothing here may depend on the first process.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +28,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # lets configs name its classes without the package
-from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError, first_line
+from lightning_gnnpipe.preview import Preview
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.user_code import is_silent
+from lightning_gnnpipe.user_code import at, is_silent, line_of
 
 log = logging.getLogger(__name__)
 
@@ -218,10 +223,77 @@ class SaveFitConfig(SaveConfigCallback):
         return trainer.strategy.broadcast(is_there)
 
 
+class _AtFit(BaseException):
+    """Ends a script at its first `Trainer.fit`."""
+
+    def __init__(self, would_train: bool) -> None:
+        super().__init__()
+        self.would_train = would_train
+
+
+def check_script(script: str, arguments: Sequence[str], num_devices: int | None = None) -> bool:
+    """Run a script up to its first `Trainer.fit`; print and return what `check` does.
+
+    `num_devices`: None for those of the script's Trainer, or 2 if it has one.
+
+    Raises:
+        ConfigError: If the script does not come to it.
+    """
+    kinds: list[Any] = [pl.Trainer]
+    if find_spec("pytorch_lightning"):
+        kinds.append(import_module("pytorch_lightning").Trainer)
+    names = ("train_dataloaders", "val_dataloaders", "datamodule")
+    with ExitStack() as undo:
+
+        def fit(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            undo.close()
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = {name: value for name, value in given.items() if name in names}
+            own = trainer.strategy if isinstance(trainer.strategy, GNNPipeStrategy) else None
+            number = num_devices or (trainer.world_size if trainer.world_size > 1 else 2)
+            raise _AtFit(Preview(model, given, own, number, trainer.precision).run())
+
+        for kind in kinds:
+            undo.callback(setattr, kind, "fit", kind.fit)
+            kind.fit = fit
+        undo.callback(setattr, sys, "argv", sys.argv)
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        try:
+            runpy.run_path(script, run_name="__main__")
+            found = "its end"
+        except _AtFit as end:
+            return end.would_train
+        except SystemExit as end:
+            found = f"its end, with status {end.code}"
+        except Exception as error:
+            found = f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}"
+    raise ConfigError(
+        expected="a script that calls Trainer.fit",
+        found=found,
+        remedy="Run it without `gnnpipe check` first. It has to train a LightningModule.",
+    )
+
+
+def _check(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="gnnpipe check",
+        description="Say whether the strategy would train what a script trains, which is stopped "
+        "at its first Trainer.fit. Status 0: it would. Status 1: it is refused.",
+    )
+    parser.add_argument("--num_devices", type=int, help="default: those of the script, or 2")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    given = parser.parse_args(arguments)
+    return 0 if check_script(given.script, given.arguments, given.num_devices) else 1
+
+
 def main() -> int:
     """Run the command of `sys.argv`; return its exit status."""
     sys.path.insert(0, os.getcwd())  # configs name classes in the user's files
     try:
+        if sys.argv[1:2] == ["check"]:
+            return _check(sys.argv[2:])
         _expect_packages()
         GNNPipeCLI(
             trainer_class=PlanningTrainer,
@@ -229,7 +301,8 @@ def main() -> int:
             save_config_callback=SaveFitConfig,
             parser_class=TransparentErrorParser,
             parser_kwargs={
-                "description": "Train deep GNNs, their layers in a pipeline.",
+                "description": "Train deep GNNs, their layers in a pipeline. First run "
+                "`gnnpipe check script.py`: it says whether a script's module would be trained.",
                 "version": lightning_gnnpipe.__version__,
             },
         )

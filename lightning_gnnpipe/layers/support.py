@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
+import torch
 import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.nn import MessagePassing, aggr
@@ -19,7 +20,6 @@ from lightning_gnnpipe._compat_torch import (
     BATCH_NORM,
     INSTANCE_NORM,
     has_spectral_norm,
-    is_compiled,
 )
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.layers.statistics import has_statistics
@@ -206,8 +206,9 @@ def _refused_in_parts(layer: nn.Module, is_without_batch: bool) -> Refusals:
 
 
 def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> Refusals:
-    if is_compiled(layer):
-        yield "it was compiled", "Pass the module without torch.compile."
+    if isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "aggr_module"):
+        remedy = "Use the layer as it was before torch.jit.script or torch.jit.trace."
+        yield "torch.jit has compiled its message passing", remedy
     elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
         remedy = "Give the number of input channels, or run one forward pass before training."
         yield "its parameters are not initialized", remedy

@@ -26,7 +26,7 @@ from lightning_gnnpipe.planning.forecast import forecast
 from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.selfcheck import PipelinedMethods, is_one_graph, switched
-from lightning_gnnpipe.stages import find_pipelined
+from lightning_gnnpipe.stages import as_written, find_pipelined
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def plan_pipeline(
     num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)
-    with switched(pipelined, True):
+    with as_written(module), switched(pipelined, True):
         return forecast(
             pipelined,
             call,
@@ -172,7 +172,7 @@ def _capture(
 
     watched.attach(stop)
     try:
-        with switched(module, True), torch.no_grad():
+        with as_written(module), switched(module, True), torch.no_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
         return captured.call
@@ -200,7 +200,12 @@ def _time_loss(
     try:
         twin = copy.deepcopy(module)
         vars(twin.get_submodule(name))[method] = lambda *args, **kwargs: output
-        with torch.random.fork_rng(), warnings.catch_warnings(), torch.enable_grad():
+        with (
+            as_written(twin),
+            torch.random.fork_rng(),
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+        ):
             warnings.simplefilter("ignore")  # Lightning warns of `self.log` without a Trainer
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
     except Exception as error:  # user code may fail on outputs of zeros

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.stages.cut import cut_module
-from lightning_gnnpipe.stages.find import LAYER_BY_LAYER, find_pipelined, is_listed
+from lightning_gnnpipe.stages.find import LAYER_BY_LAYER, as_written, find_pipelined, is_listed
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
@@ -44,6 +44,7 @@ __all__ = [
     "Segment",
     "Stage",
     "Value",
+    "as_written",
     "check_counts",
     "check_num_stages",
     "choose_held",

@@ -7,13 +7,17 @@ its layers in a method `pipeline_layers`.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
+from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages.reads import names_in
@@ -31,6 +35,22 @@ _OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network h
 def contains_passing(module: nn.Module) -> bool:
     """Whether `module` is or holds a message-passing layer."""
     return any(isinstance(m, MessagePassing) for m in module.modules())
+
+
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[list[str]]:
+    """Undo torch.compile of parts with message passing within the block; yield their names."""
+    names = []
+    with ExitStack() as undo:
+        for name, part in module.named_modules():
+            owner, attributes = compiled_calls(part)
+            if not attributes or not contains_passing(part):
+                continue
+            names.append(name)
+            for attribute, value in attributes.items():
+                undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+                setattr(owner, attribute, value)
+        yield names
 
 
 def is_listed(module: Any) -> bool:
@@ -119,7 +139,9 @@ def _find_named(module: nn.Module, name: str) -> Pipelined | None:
             found = module.get_submodule(path)
         except AttributeError:
             continue
-        if path == name:
+        is_whole = path == name
+        path, found = without_compile(path, found)
+        if is_whole:
             return Pipelined(path, found, _find_methods(found, module))
         if isinstance(getattr(type(found), method, None), FunctionType):
             return Pipelined(path, found, (method,))
@@ -174,7 +196,7 @@ def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     is_bare = not name and not _has_forward(module)
     if is_bare:
         called = _names_behind(type(module), "training_step")
-        holders = [(child, one) for child, one in holders if child in called] or holders
+        holders = [one for one in holders if one[0].partition(".")[0] in called] or holders
     if len(holders) == 1:
         child_name, child = holders[0]
         if not isinstance(child, MessagePassing):
@@ -203,9 +225,12 @@ def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     If `module` has no forward and one holder is trainable, frozen holders (teachers) are left out.
     """
+    children: dict[nn.Module, str] = {}
+    for name, child in itertools.starmap(without_compile, module.named_children()):
+        children.setdefault(child, name)
     held = {
         (name, child): {id(m) for m in child.modules() if isinstance(m, MessagePassing)}
-        for name, child in module.named_children()
+        for child, name in children.items()
         if contains_passing(child)
     }
     holders = [
@@ -240,10 +265,18 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _check_passing(module: nn.Module) -> None:
-    if not contains_passing(module):
-        raise UnsupportedError(
-            expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
-            found=f"none in {type(module).__name__}",
-            remedy="Build the layers in __init__. Train a model without message passing with "
-            "another strategy.",
-        )
+    if contains_passing(module):
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                expected="message-passing layers in Python",
+                found=f"'{name or 'the module itself'}', which torch.jit has compiled",
+                remedy="Use the module as it was before torch.jit.script or torch.jit.trace.",
+            )
+    raise UnsupportedError(
+        expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
+        found=f"none in {type(module).__name__}",
+        remedy="Build the layers in __init__. Train a model without message passing with "
+        "another strategy.",
+    )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import Aggregation, DeepGCNLayer, HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
-from lightning_gnnpipe._compat_torch import search_in
+from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import replace_attributes
@@ -168,7 +168,7 @@ def refill(container: Any, items: Any) -> None:
 
 @contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
-    """Let torch.fx trace factories of tensors, aggregations and DeepGCNLayer within the block."""
+    """Let torch.fx trace factories, aggregations, DeepGCNLayer and compiled code in the block."""
     kind, thread = Aggregation, get_ident()
     original = kind.__call__
 
@@ -182,6 +182,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
                 stack.enter_context(replace_attributes(layer, {"ckpt_grad": False}))
         factories = {name: _accepts_proxies(getattr(torch, name)) for name in _FACTORIES}
         stack.enter_context(replace_attributes(torch, factories))
+        stack.enter_context(tracing_compiled())
         stack.callback(setattr, kind, "__call__", original)
         kind.__call__ = call  # as plain modules: the original inspects values
         yield

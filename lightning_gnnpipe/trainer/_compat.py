@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import cloud_io, distributed
+from lightning.fabric.utilities import cloud_io, distributed, imports
 from lightning.fabric.utilities import optimizer as fabric_optimizer
 from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,6 +31,12 @@ interrupt = call._interrupt
 load_file = cloud_io._load
 optimizers_to_device = fabric_optimizer._optimizers_to_device
 reduce_over = distributed._sync_ddp_if_available
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or an interactive shell, as Lightning finds it."""
+    return imports._IS_INTERACTIVE
+
 
 # The class `WeightAveraging`; nothing before Lightning 2.6.
 WEIGHT_AVERAGING: Any = getattr(pl_callbacks, "WeightAveraging", ())
@@ -146,6 +152,10 @@ class LightningStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def forget_launcher(self) -> None:
+        """Be a process that has been started and starts none: Lightning lets it return outputs."""
+        self._launcher = None
+
     def _configure_launcher(self) -> None:
         self._launcher = self.make_launcher()
 
@@ -157,6 +167,10 @@ class MultiProcessingLauncher(launchers._MultiProcessingLauncher):
         self, index: int, trainer: Trainer, results: Any, work: Callable[[], Any]
     ) -> None:
         """Run `work`, which puts its result in `results`, in a worker."""
+        raise NotImplementedError
+
+    def pack(self, trainer: Trainer, results: Any) -> Any:
+        """Return what worker 0 sends for `results`, which the function that ran has returned."""
         raise NotImplementedError
 
     def check_result(self, result: Any) -> None:
@@ -181,6 +195,10 @@ class MultiProcessingLauncher(launchers._MultiProcessingLauncher):
             return_queue,
             lambda: run(process_idx, trainer, function, args, kwargs, return_queue, global_states),
         )
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        results = self.pack(trainer, results) if trainer.local_rank == 0 else None
+        return super()._collect_rank_zero_results(trainer, results)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         self.check_result(worker_output)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.report import describe_stages, format_stages
-from lightning_gnnpipe.stages import Stage, find_pipelined
+from lightning_gnnpipe.stages import Stage, as_written, find_pipelined
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
@@ -124,6 +124,12 @@ class EngineHost:
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
+        if compiled := self._patched.enter_context(as_written(module)):
+            Fallbacks(log, is_quiet=not trainer.is_global_zero).tell(
+                f"Message passing on chunks cannot be compiled ({', '.join(compiled)})",
+                origin="modules compiled by torch.compile",
+                to="the modules as they are written",
+            )
         self._prefix, pipelined, methods = find_pipelined(module, options.pipelined_module)
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
         seed = self._processes.share_start(module)

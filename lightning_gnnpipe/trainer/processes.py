@@ -35,7 +35,7 @@ from lightning_gnnpipe.comm import (
     is_communication_error,
     restart_store,
 )
-from lightning_gnnpipe.errors import ConfigError, PeerError
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.launcher import WorkerLauncher, random_state, set_random_state
@@ -64,6 +64,7 @@ class Processes:
     ) -> None:
         self._strategy, self._options, self._backend = strategy, options, backend
         self._transport: Transport | None = None
+        self._fallbacks = Fallbacks(log)
         self.signals = StopSignals()
 
     @property
@@ -109,11 +110,20 @@ class Processes:
         num_processes, num_nodes = strategy.num_processes, strategy.num_nodes
         if num_processes * num_nodes == 1:
             return None
+        is_external = strategy.cluster_environment.creates_processes_externally
+        if _compat.is_interactive() and num_nodes == 1 and not is_external:
+            if method in ("spawn", "forkserver"):
+                self._fallbacks.tell(
+                    "In a notebook or an interactive shell processes can only be forked",
+                    origin=f"start_method='{method}'",
+                    to="start_method='fork'",
+                )
+            method = "fork"
         if method != "popen":
             launcher = WorkerLauncher(strategy, start_method=method)
             launcher.end_worker = self._end_worker
             return launcher
-        if strategy.cluster_environment.creates_processes_externally:
+        if is_external:
             return None
         return _compat.SubprocessScriptLauncher(
             strategy.cluster_environment, num_processes, num_nodes
@@ -129,7 +139,7 @@ class Processes:
         cast(Any, rank_zero_only).rank = strategy.global_rank
 
     def begin(self) -> None:
-        """Check the rank of this process, and draw random numbers as the launching process would.
+        """Check the rank of this process.
 
         Raises:
             ConfigError: If the process was started by a Trainer with more devices.
@@ -144,10 +154,6 @@ class Processes:
                 "number of devices in all Trainers, or "
                 "GNNPipeStrategy(start_method='spawn').",
             )
-        launcher = strategy.launcher
-        if isinstance(launcher, WorkerLauncher) and launcher.random_state is not None:
-            set_random_state(launcher.random_state, torch.device("cpu"))
-            launcher.random_state = None
 
     def connect(self) -> None:
         """Make the process groups, or use the groups of an earlier run of the same ranks."""

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
-from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages import LAYER_BY_LAYER
 from lightning_gnnpipe.steps import refuse_evaluations
 from lightning_gnnpipe.trainer import _compat
@@ -86,6 +86,16 @@ def refuse_uncalled(name: str, method: str) -> NoReturn:
         f"no call of its {method}",
         "Name what you call, a module or a method: "
         f"GNNPipeStrategy(pipelined_module='net.encode'). {LAYER_BY_LAYER}",
+    )
+
+
+def refuse_import(what: str = "Trainer") -> NoReturn:
+    """Refuse an object of `pytorch_lightning`, the same code as `lightning` under other names."""
+    raise ConfigError(
+        expected=f"a {what} of the package 'lightning'",
+        found="one of 'pytorch_lightning'",
+        remedy="Write `import lightning as L`, and L.Trainer, L.LightningModule, "
+        "L.pytorch.callbacks in place of the names of pytorch_lightning. All else stays.",
     )
 
 

@@ -1,0 +1,96 @@
+"""In a notebook: ranks are forks, and what a user looks at afterwards has come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.scripts import ROOT, start_script
+
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+INTERACTIVE = """
+import sys
+from lightning.fabric.utilities import imports
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+imports._IS_INTERACTIVE = accelerator_connector._IS_INTERACTIVE = True
+"""
+# What a notebook does: cells that share a namespace.
+CELLS = """
+import json, pathlib, torch
+
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[2])
+names = {"__name__": "__main__"}
+for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]).replace("max_epochs=50", "max_epochs=8"), names)
+trainer, losses, logits = names["trainer"], names["losses"], names["logits"]
+assert names["would_train"]
+assert trainer.num_devices == 2 and len(losses.losses) == 8 and logits.shape == (1797, 10)
+print("all cells have run")
+"""
+CALLBACKS = """
+import lightning as L
+import torch
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from tests.helpers.observed import make_data, make_module
+
+
+class Keeps(L.Callback):
+    def __init__(self):
+        self.losses, self.owner, self.file = [], None, None
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.losses.append(trainer.callback_metrics["train_loss"])
+        self.owner, self.file = (trainer, pl_module.net), open(__file__)
+
+
+class Predicts(type(make_module())):
+    def predict_step(self, batch, batch_idx):
+        return {"rows": super().predict_step(batch, batch_idx).repeat(1000, 1), "text": "a"}
+
+
+torch.set_num_threads(1)
+module, keeps = make_module(), Keeps()
+module.__class__ = Predicts
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy=GNNPipeStrategy(start_method=sys.argv[1]), max_epochs=3,
+    logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[keeps],
+    enable_checkpointing=False,
+)
+trainer.fit(module, datamodule=make_data())
+assert len(keeps.losses) == 3 and keeps.losses[2] < keeps.losses[0]
+assert keeps.owner[0] is trainer and keeps.owner[1] is module.net and keeps.file is None
+[found] = trainer.predict(module, datamodule=make_data(), return_predictions=True)
+assert found["rows"].shape == (40_000, 3) and found["text"] == "a"
+expected = module(make_data().data)
+torch.testing.assert_close(found["rows"][:40], expected)
+assert trainer.predict(module, datamodule=make_data(), return_predictions=False) is None
+print("all has come back")
+"""
+
+
+def run(folder: Path, text: str, *arguments: object) -> str:
+    path = folder / "cells.py"
+    path.write_text(text)
+    script = start_script(path, *arguments, is_new=False)
+    script.end(200)
+    assert script.returncode == 0, script.text[-3000:]
+    return script.text
+
+
+def test_the_example_runs_cell_by_cell(tmp_path: Path) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert [cell for cell in cells if cell.get("outputs")] == []
+    text = run(tmp_path, INTERACTIVE + CELLS, NOTEBOOK, NOTEBOOK.parent)
+    assert "all cells have run" in text and "Verdict: would be pipelined" in text
+    assert "can only be forked" not in text
+
+
+def test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once(tmp_path: Path) -> None:
+    text = run(tmp_path, INTERACTIVE + CALLBACKS, "spawn")
+    assert "all has come back" in text
+    told = "processes can only be forked: from start_method='spawn' to start_method='fork'."
+    assert text.count(told) == 1
