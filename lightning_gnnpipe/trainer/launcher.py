@@ -26,15 +26,17 @@ _STOPPED = "stopped by SIGTERM"
 
 
 class WorkerLauncher(_compat.MultiProcessingLauncher):
-    """Lightning's launcher with four additions.
+    """Lightning's launcher with five additions.
 
     - Workers get the state of `random` of this process, which Python seeds anew after a fork.
     - Outputs of `predict` and attributes of callbacks come back from worker 0.
+    - Forks compute with one thread each.
     - A worker that stops on SIGTERM runs the callbacks' hooks and reports; Lightning would wait
       forever for its result.
     - This process passes SIGTERM on to its workers.
     """
 
+    is_fork: bool
     random_state: Mapping[str, Any]
     callbacks: Sequence[pl.Callback]  # without the ones that the module adds in the workers
     end_worker: Callable[[BaseException], None]  # publishes the error that ends a worker
@@ -54,6 +56,9 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
 
     def run_worker(self, index: int, trainer: Any, results: Any, work: Callable[[], Any]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.is_fork:  # in which OpenMP would wait for threads that were not forked
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
         set_random_state(self.random_state, torch.device("cpu"))
         trainer.strategy.forget_launcher()
         try:

@@ -121,7 +121,7 @@ class Processes:
             method = "fork"
         if method != "popen":
             launcher = WorkerLauncher(strategy, start_method=method)
-            launcher.end_worker = self._end_worker
+            launcher.end_worker, launcher.is_fork = self._end_worker, method == "fork"
             return launcher
         if is_external:
             return None
