@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from math import isclose
 from typing import Any
 
 import lightning.pytorch as pl
@@ -93,7 +94,9 @@ class Preview:
         self._num_devices = num_devices
         self._is_whole = isinstance(self._options.partition, Tensor)  # of all nodes
         self._random = random_state(_CPU)
-        self._remark = ""
+        self._remark, self._advice = "", ""
+        if strategy is None:
+            self._advice = f" Write Trainer(devices={num_devices}, strategy=GNNPipeStrategy())."
         self._misfit: Exception | None = None  # of the devices
 
     def run(self) -> bool:
@@ -111,7 +114,8 @@ class Preview:
                 return _refuse(error, self._remark)
             finally:
                 set_random_state(self._random, _CPU)
-        _print([*self._findings(plain, steps), *notes, *_forecast(plain.plan), _verdict(steps)])
+        lines = [*self._findings(plain, steps), *notes, *_forecast(plain.plan)]
+        _print([*lines, f"{_verdict(steps)}{self._advice}"])
         return True
 
     def _alone(self, **changes: Any) -> GNNPipeStrategy:
@@ -212,7 +216,10 @@ class Preview:
         rest = sorted({one.partition(".")[0] for one in names if not one.startswith(f"{name}.")})
         part = " on a part of the graph" if steps.is_part else ""
         yield f"Plain Trainer{part}: losses {plain.format_losses()}."
-        yield f"GNNPipeStrategy{part}: losses {steps.format_losses()}."
+        pairs = zip(plain.losses[:1], steps.losses[:1], strict=False)
+        is_same = all(isclose(a, b, rel_tol=1e-3) for a, b in pairs)
+        why = "" if is_same else " Random numbers, as of dropout, are other ones."
+        yield f"GNNPipeStrategy{part}: losses {steps.format_losses()}.{why}"
         yield (
             f"Pipelined: '{name or 'self'}', a {type(pipelined).__name__} with {num_layers} "
             "message-passing layers."
@@ -273,11 +280,9 @@ class _Steps(pl.Callback):
 
 def _part_of(batch: Any) -> Any:
     """Return a part of a large graph, with nodes of its masks; other batches as they are."""
-    is_graph = isinstance(batch, Data) and not isinstance(batch, Batch)
-    if not is_graph or "n_id" in batch or batch.edge_index is None:
-        return batch
-    num_nodes = int(batch.num_nodes or 0)
-    if num_nodes <= 2 * _MOST_NODES:
+    is_graph = isinstance(batch, Data) and "n_id" not in batch and batch.edge_index is not None
+    num_nodes = int(batch.num_nodes or 0) if is_graph else 0
+    if num_nodes <= 2 * _MOST_NODES or (isinstance(batch, Batch) and batch.num_graphs > 1):
         return batch
     values = [value for name, value in batch if batch.is_node_attr(name)]
     masks = [one.reshape(num_nodes, -1)[:, 0] for one in values if one.dtype == torch.bool]
@@ -289,7 +294,10 @@ def _part_of(batch: Any) -> Any:
     is_in[sources[is_in[targets]]] = True
     is_in[seeds] = False
     near = is_in.nonzero()[: max(_MOST_NODES - seeds.numel(), 0), 0]
-    return batch.subgraph(torch.cat([seeds, near]).sort().values)
+    part = batch.subgraph(torch.cat([seeds, near]).sort().values)
+    if "ptr" in part:  # of a batch of one graph
+        part.ptr = torch.tensor([0, part.num_nodes])
+    return part
 
 
 def _expect_lightning(module: Any) -> None:
@@ -358,7 +366,9 @@ def _quiet() -> Iterator[list[str]]:
     """Print no notes and warnings within the block; yield a list that gets those of the package."""
     texts: list[str] = []
     own, handler = logging.getLogger(__package__), _Texts(texts)
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    # A script that imports the other package has made it the one that speaks.
+    names = ("lightning.pytorch", "lightning.fabric", _OTHER, "lightning_fabric")
+    loggers = list(map(logging.getLogger, names))
     levels, propagates = [one.level for one in loggers], own.propagate
     own.addHandler(handler)
     own.propagate = False

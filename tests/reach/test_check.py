@@ -106,9 +106,21 @@ def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(gnnpipe:
 
 
 def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Commands) -> None:
-    net = "gnn.Sequential('x, edge_index', [(gnn.GCNConv(5, 8), 'x, edge_index -> x'), "
-    net += "(gnn.GPSConv(8, gnn.SAGEConv(8, 8), norm=None), 'x, edge_index -> x')])"
-    status, text = gnnpipe(SCRIPT, net=net)
+    attention = (
+        "class Module(L.LightningModule):",
+        "class Module(L.LightningModule):".join(
+            (
+                "class Net(torch.nn.Module):\n"
+                "    def __init__(self):\n"
+                "        super().__init__()\n"
+                "        self.conv, self.global_conv = gnn.GCNConv(5, 8), gnn.GPSConv(8, gnn.GCNConv(8, 8))\n"
+                "    def forward(self, x, edge_index):\n"
+                "        return self.global_conv(self.conv(x, edge_index), edge_index)\n",
+                "",
+            )
+        ),
+    )
+    status, text = gnnpipe(SCRIPT.replace(*attention), net="Net()")
     assert status == 1
     assert "Verdict: refused.\nExpected every layer to be exact on chunks of the graph" in text
     assert "its attention runs over all nodes" in text
