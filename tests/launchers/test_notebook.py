@@ -65,7 +65,7 @@ assert len(set(map(float, keeps.losses))) == 3
 assert keeps.owner[0] is trainer and keeps.owner[1] is module.net and keeps.file is None
 [found] = trainer.predict(module, datamodule=make_data(), return_predictions=True)
 assert found["rows"].shape == (40_000, 3) and found["text"] == "a"
-expected = module(make_data().data)
+expected = module.eval()(make_data().data)
 torch.testing.assert_close(found["rows"][:40], expected)
 assert trainer.predict(module, datamodule=make_data(), return_predictions=False) is None
 print("all has come back")

@@ -55,6 +55,19 @@ if __name__ == "__main__":
     TRAINER.fit(Module(), DataLoader([data], batch_size=1))
     print("trained")
 """
+ATTENTION = """
+import torch
+from torch_geometric import nn as gnn
+
+
+class WithAttention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention = gnn.GCNConv(5, 8), gnn.GPSConv(8, gnn.GCNConv(8, 8))
+
+    def forward(self, x, edge_index):
+        return self.attention(self.conv(x, edge_index), edge_index)
+"""
 GCN = "gnn.models.GCN(5, 8, num_layers=4, out_channels=8)"
 TRAINER = "L.Trainer(accelerator='cpu', devices=2, strategy='ddp')"
 
@@ -106,21 +119,7 @@ def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(gnnpipe:
 
 
 def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Commands) -> None:
-    attention = (
-        "class Module(L.LightningModule):",
-        "class Module(L.LightningModule):".join(
-            (
-                "class Net(torch.nn.Module):\n"
-                "    def __init__(self):\n"
-                "        super().__init__()\n"
-                "        self.conv, self.global_conv = gnn.GCNConv(5, 8), gnn.GPSConv(8, gnn.GCNConv(8, 8))\n"
-                "    def forward(self, x, edge_index):\n"
-                "        return self.global_conv(self.conv(x, edge_index), edge_index)\n",
-                "",
-            )
-        ),
-    )
-    status, text = gnnpipe(SCRIPT.replace(*attention), net="Net()")
+    status, text = gnnpipe(ATTENTION + SCRIPT, net="WithAttention()")
     assert status == 1
     assert "Verdict: refused.\nExpected every layer to be exact on chunks of the graph" in text
     assert "its attention runs over all nodes" in text
