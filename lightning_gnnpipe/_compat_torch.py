@@ -163,7 +163,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def without_compile(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """Return name and module; of a module that torch.compile returned, those of the original."""
+    """Return name and module; of a module that torch.compile returned, names of the original."""
     return (f"{name}._orig_mod", module._orig_mod) if is_compiled(module) else (name, module)
 
 
