@@ -120,6 +120,19 @@ def test_digits_are_trained_and_planned_from_one_file(
     assert (gnnpipe.folder / "outputs" / "digits" / "config.yaml").read_text() == saved
 
 
+def test_a_script_is_checked_before_all_else(
+    gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It needs no extra; see reach/test_check.py for what is printed."""
+    gnnpipe.monkeypatch.setattr(cli, "REQUIREMENTS", ("no-such-package-at-all",))
+    (gnnpipe.folder / "train.py").write_text("import own_net\n")
+    assert gnnpipe("check", "--num_devices=2", "train.py") == 1
+    assert "a script that calls Trainer.fit (got its end)" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as done:
+        gnnpipe("check", "--help")
+    assert done.value.code == 0 and "--num_devices" in capsys.readouterr().out
+
+
 def test_defaults_are_the_strategy_and_its_defaults(
     gnnpipe: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:

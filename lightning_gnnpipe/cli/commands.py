@@ -234,7 +234,7 @@ class _AtFit(BaseException):
 def check_script(script: str, arguments: Sequence[str], num_devices: int | None = None) -> bool:
     """Run a script up to its first `Trainer.fit`; print and return what `check` does.
 
-    `num_devices`: None for those of the script's Trainer, or 2 if it has one.
+    `num_devices`: None for the devices of the script's Trainer, or 2 if it has one.
 
     Raises:
         ConfigError: If the script does not come to it.
@@ -281,7 +281,7 @@ def _check(arguments: Sequence[str]) -> int:
         description="Say whether the strategy would train what a script trains, which is stopped "
         "at its first Trainer.fit. Status 0: it would. Status 1: it is refused.",
     )
-    parser.add_argument("--num_devices", type=int, help="default: those of the script, or 2")
+    parser.add_argument("--num_devices", type=int, help="default: as in the script, or 2")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     given = parser.parse_args(arguments)
