@@ -164,22 +164,23 @@ def is_compiled(module: nn.Module) -> bool:
 
 def without_compile(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module; of a module that torch.compile returned, names of the original."""
-    return (f"{name}._orig_mod", module._orig_mod) if is_compiled(module) else (name, module)
+    original: Any = getattr(module, "_orig_mod", None)
+    return (name, module) if original is None else (f"{name}._orig_mod", original)
 
 
 def compiled_calls(module: nn.Module) -> tuple[Any, dict[str, Any]]:
     """Return what owns attributes that undo torch.compile of `module`, and them; perhaps none.
 
-    It may have returned the module, or compiled the module's calls or the forward of its class.
+    It may have returned the module, or compiled its calls or methods of its class.
     """
     if is_compiled(module):
-        original = module._orig_mod
+        original: Any = module._orig_mod
         return module, {"forward": lambda *args, **kwargs: original(*args, **kwargs)}
     if module._compiled_call_impl is not None:
         return module, {"_compiled_call_impl": None}
-    forward = getattr(type(module), "forward", None)  # scripted modules have none
-    forward = getattr(forward, "_torchdynamo_orig_callable", None)
-    return type(module), {} if forward is None else {"forward": forward}
+    members = (item for base in reversed(type(module).__mro__) for item in vars(base).items())
+    originals = ((name, getattr(one, "_torchdynamo_orig_callable", None)) for name, one in members)
+    return type(module), {name: one for name, one in originals if one is not None}
 
 
 def tracing_compiled() -> AbstractContextManager[None]:

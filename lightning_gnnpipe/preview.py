@@ -210,7 +210,7 @@ class Preview:
         return errors[0]
 
     def _findings(self, plain: _Steps, steps: _Steps) -> Iterator[str]:
-        name, pipelined = find_pipelined(self._module, self._options.pipelined_module)
+        name, pipelined, _ = find_pipelined(self._module, self._options.pipelined_module)
         num_layers = sum(isinstance(one, MessagePassing) for one in pipelined.modules())
         names = [one for one, _ in self._module.named_parameters() if name]
         rest = sorted({one.partition(".")[0] for one in names if not one.startswith(f"{name}.")})
@@ -264,11 +264,10 @@ class _Steps(pl.Callback):
         if isinstance(loss, Tensor):
             self.losses.append(float(loss))
         strategy = trainer.strategy
-        record = strategy.engine.last_step.record if isinstance(strategy, GNNPipeStrategy) else None
-        if record is None:
+        if not isinstance(strategy, GNNPipeStrategy) or strategy.engine.last_step.record is None:
             return
         self.is_of_graphs = strategy.engine.graphs.trained is None
-        self.is_exact.append(record.is_exact)
+        self.is_exact.append(strategy.engine.last_step.record.is_exact)
         reads = strategy.collect_staleness().values()
         if num_rows := sum(one.rows for one in reads):
             self.stale_frac = sum(one.stale_rows for one in reads) / num_rows
@@ -348,7 +347,7 @@ def _print(lines: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _words(error: BaseException) -> str:
+def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}"
 
 
@@ -363,7 +362,7 @@ class _Texts(logging.Handler):
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Print no notes and warnings within the block; yield a list that gets those of the package."""
+    """Print no notes and warnings within the block; yield a list of the package's."""
     texts: list[str] = []
     own, handler = logging.getLogger(__package__), _Texts(texts)
     # A script that imports the other package has made it the one that speaks.
