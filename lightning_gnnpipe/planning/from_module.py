@@ -91,7 +91,8 @@ def plan_pipeline(
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
     num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
-    name, pipelined, methods = find_pipelined(module, options.pipelined_module)
+    with as_written(module):
+        name, pipelined, methods = find_pipelined(module, options.pipelined_module)
     batch = _first_batch(data)
     args, kwargs, method = _capture(module, pipelined, methods, batch)
     call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch), method)
