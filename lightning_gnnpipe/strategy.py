@@ -112,7 +112,8 @@ class GNNPipeStrategy(LightningStrategy):
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
-        start_method: "popen" (runs the script again; "fork" in a notebook), "spawn", "fork", "forkserver".
+        start_method: "popen" (runs the script again; forks in notebooks), "spawn", "fork",
+            "forkserver".
         save_distributed_checkpoint: Write a checkpoint as a folder to which each rank writes its
             own weights, by torch.distributed.checkpoint, instead of one stock file.
         process_group_backend: Backend of torch.distributed. None: the device's default.
