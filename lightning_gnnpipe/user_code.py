@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 
 from torch import nn
 
@@ -44,7 +44,16 @@ _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 
 def is_users(code: CodeType) -> bool:
     """Whether `code` is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
-    name = code.co_filename
+    return _is_users_file(code.co_filename)
+
+
+def user_modules() -> list[ModuleType]:
+    """Return the imported Python modules that the user wrote."""
+    files = [(one, getattr(one, "__file__", None)) for one in list(sys.modules.values())]
+    return [one for one, name in files if isinstance(name, str) and _is_users_file(name)]
+
+
+def _is_users_file(name: str) -> bool:
     if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))

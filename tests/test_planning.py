@@ -380,8 +380,7 @@ def test_planning_checks_what_training_would() -> None:
             self.conv = gnn.GCNConv(NUM_FEATURES, NUM_CLASSES)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            x = self.conv(x, edge_index)
-            return x - x.mean(dim=0)
+            return self.conv(x - x.mean(dim=0), edge_index)
 
     _, data = make()
     module = NodeClassifier(Mixes(), NUM_CLASSES)

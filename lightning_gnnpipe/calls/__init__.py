@@ -6,7 +6,7 @@ from lightning_gnnpipe.calls.call import Call, flatten_call
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_sample import draw_graphs
 from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
-from lightning_gnnpipe.calls.kinds import Inputs
+from lightning_gnnpipe.calls.kinds import Inputs, is_of_pairs
 
 __all__ = [
     "Call",
@@ -19,4 +19,5 @@ __all__ = [
     "draw_graphs",
     "find_graphs",
     "flatten_call",
+    "is_of_pairs",
 ]

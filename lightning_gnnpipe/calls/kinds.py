@@ -106,6 +106,11 @@ def _is_edges(leaf: Tensor) -> bool:
     return is_index and leaf.dim() == 2 and leaf.size(0) == 2
 
 
+def is_of_pairs(name: str) -> bool:
+    """Whether an argument holds pairs of nodes to score, or their labels, and no edges."""
+    return last_name(name).startswith("edge_label")
+
+
 def _stem(name: str) -> str:
     """Return the part of a name that all tensors of the same edge set share."""
     return re.sub("edge_[a-z]+", "edge", name)
@@ -141,8 +146,7 @@ def classify_graph(call: Call) -> Inputs:
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
-        is_label = last_name(name).startswith("edge_label")  # pairs of nodes to score, not edges
-        is_edge_name = edges.is_edge_name(name) and not is_label
+        is_edge_name = edges.is_edge_name(name) and not is_of_pairs(name)
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)

@@ -56,6 +56,10 @@ class PassInputs(ABC):
     def places(self, chunk: Any, value: Value) -> Tensor:
         """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
 
+    def places_of_shard(self, index: int, value: Value) -> Tensor:
+        """Return the places of the rows of a shard, in the user's order."""
+        raise NotImplementedError
+
     @abstractmethod
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
@@ -134,12 +138,26 @@ class PlannedInputs(PassInputs):
         return end - first
 
     def num_places(self, value: Value) -> int:
-        """Return the nodes of all shards: outputs have one row per node."""
-        return self._plan.globe.num_nodes
+        """Return the nodes, or the edges of a set, of all shards."""
+        globe, is_edge = self._plan.globe, value.kind is Kind.EDGE
+        return globe.edge_set(value.edge_set).edge_perm.numel() if is_edge else globe.num_nodes
 
     def places(self, chunk: Chunk, value: Value) -> Tensor:
-        """Return the nodes of `chunk`, `[num_rows]`: outputs have one row per node."""
-        return self._plan.perm[chunk.start : chunk.end]
+        """Return the nodes of `chunk`, or its edges of a set, `[num_rows]`."""
+        if value.kind is not Kind.EDGE:
+            return self._plan.perm[chunk.start : chunk.end]
+        edges, part = self._edges(chunk, value.edge_set)
+        return edges.edge_perm[part.edge_start : part.edge_end]
+
+    def places_of_shard(self, index: int, value: Value) -> Tensor:
+        """Return the nodes of a shard, or its edges of a set, in the order of its rows."""
+        shard = self._plan.shard
+        assert shard is not None
+        if value.kind is not Kind.EDGE:
+            return shard.nodes(index)
+        edges = shard.globe.edge_set(value.edge_set)
+        pieces = edges.chunks[index * shard.num_chunks : (index + 1) * shard.num_chunks]
+        return edges.edge_perm[pieces[0].edge_start : pieces[-1].edge_end]
 
     def _add(self, total: Tensor, slot: int, chunk: Chunk, grad: Tensor) -> None:
         if self._kinds[slot] is Kind.NODE:

@@ -78,8 +78,8 @@ class Step:
     def collect(self) -> list[Tensor]:
         """Broadcast the outputs from the last stage, and return them; a collective call."""
         outputs, self._outputs = self._outputs, []
-        for output in outputs:
-            self._share(output)
+        for output, value in zip(outputs, self.spec.outputs, strict=True):
+            self._share(output, value)
         return outputs
 
     def backward(
@@ -108,7 +108,7 @@ class Step:
             for send in arrived.get(action, ()):
                 self.spec.transport.release(_label(send))
 
-    def _share(self, output: Tensor) -> None:
+    def _share(self, output: Tensor, value: Value) -> None:
         """Broadcast the rows of `output`, `[num_rows, *]`, from the last stage's ranks."""
         transport, last = self.spec.transport, self._mesh.num_stages - 1
         shard = self.spec.plan.shard
@@ -116,10 +116,10 @@ class Step:
             transport.broadcast(output, self._mesh.rank_of(last), "output")
             return
         for index in range(self._mesh.num_shards):
-            nodes = shard.nodes(index)
-            rows = output[nodes]
+            places = self.spec.inputs.places_of_shard(index, value)
+            rows = output[places]
             transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
-            output[nodes] = rows
+            output[places] = rows
 
     def _forward(self, stage: Stage, chunk: Piece) -> None:
         """Compute one chunk on a stage.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe._compat_pyg import passing_hooks
 from lightning_gnnpipe._compat_torch import global_hooks, hooks_of_module, hooks_of_parameter
 from lightning_gnnpipe.batches import BatchPasses, check_replicas
-from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
@@ -211,6 +211,13 @@ class EngineChecks:
             self._batches.check_layers(layers, call, inputs, trains=trains)
             return
         is_cut = self._graphs.is_cut(inputs)
+        returned = [layers.values[name].kind for name in layers.outputs]
+        if trains and options.chunks.cross_edges == "drop" and Kind.EDGE in returned:
+            raise UnsupportedError(
+                expected="layers that return rows of nodes, with cross_chunk_edges='drop'",
+                found="rows of edges, some of which are dropped",
+                remedy="Compute rows of edges from the rows of nodes that the last layer returns.",
+            )
         if options.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 

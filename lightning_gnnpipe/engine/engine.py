@@ -372,7 +372,7 @@ class PipelineEngine:
         if not any(flows):  # all frozen: still run a backward phase
             flows = [output.is_floating_point() for output in outputs]
         joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
-        return mode.layers.rebuild_output(joined)
+        return mode.finish(joined, call, self._seeds.of_head)
 
     def _infer(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         graph = self.graphs.for_inference(key.graph, inputs)
@@ -397,4 +397,4 @@ class PipelineEngine:
         if renews and own is not None:
             own.renew()
             self._state.settle()
-        return mode.layers.rebuild_output(outputs)
+        return mode.finish(outputs, call, self._seeds.of_head)

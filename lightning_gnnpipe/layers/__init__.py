@@ -12,13 +12,19 @@ from lightning_gnnpipe.layers.intercept import (
 )
 from lightning_gnnpipe.layers.native import NativeContext
 from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_statistics
-from lightning_gnnpipe.layers.support import check_graph_batches, check_norms, check_support
+from lightning_gnnpipe.layers.support import (
+    check_graph_batches,
+    check_norms,
+    check_pools,
+    check_support,
+)
 
 __all__ = [
     "Intercepted",
     "NativeContext",
     "check_graph_batches",
     "check_norms",
+    "check_pools",
     "check_support",
     "find_convs",
     "find_layers",

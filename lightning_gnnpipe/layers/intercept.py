@@ -12,9 +12,9 @@ on the pairs, so none are sampled and the loss raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,13 @@ class Intercepted:
         blocks = (block for block, _ in self.blocks)
         named = self.norms | self.batch_norms
         return [*self.convs.values(), *named.values(), *blocks]
+
+    def within(self, called: Iterable[nn.Module]) -> Intercepted:
+        """Return these layers without the norms outside of the modules `called`."""
+        inner = {id(part) for one in called for part in one.modules()}
+        norms = {name: m for name, m in self.norms.items() if id(m) in inner}
+        batch_norms = {name: m for name, m in self.batch_norms.items() if id(m) in inner}
+        return replace(self, norms=norms, batch_norms=batch_norms)
 
 
 def find_layers(module: nn.Module) -> Intercepted:

@@ -124,6 +124,9 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.XConv: _KNN,
 }
 
+# Layers that keep or join nodes, chosen among all.
+_CHOOSING = (gnn.TopKPooling, gnn.SAGPooling, gnn.ASAPooling, gnn.EdgePooling, gnn.PANPooling)
+
 # Modules that compute over all rows at once, and the reason that errors show.
 _ROW_MIXING: tuple[tuple[type, str], ...] = (
     (BATCH_NORM, "its statistics are taken over all nodes"),
@@ -139,6 +142,7 @@ _REMEDY_NORM = (
     "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
     "(torch.nn.LayerNorm), or train with num_chunks=1."
 )
+_REMEDY_CHOOSING = "Train networks that pool between layers without the strategy."
 _REMEDY_HETERO = "Use a norm with a batch vector (torch_geometric.nn.GraphNorm), or num_chunks=1."
 _REMEDY_SPECTRAL = "Remove the spectral norm, or train with num_chunks=1."
 
@@ -151,6 +155,19 @@ def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> No
     num_parts = num_chunks * num_shards
     alone = "num_chunks=1 and graph_parallel=1" if num_shards > 1 else "num_chunks=1"
     _refuse_layers(module, lambda name, layer: _refused(module, name, layer, num_parts), alone)
+
+
+def check_pools(module: nn.Module, called: Collection[nn.Module]) -> None:
+    """Refuse aggregations over the whole graph in the modules `called`, which run on chunks."""
+    inner = {id(part) for one in called for part in one.modules()}
+    remedy = "Pool behind the last message-passing layer, or train with num_chunks=1."
+
+    def refused(name: str, layer: nn.Module) -> Refusals:
+        is_pool = isinstance(layer, aggr.Aggregation) and not _is_inside_conv(module, name)
+        if is_pool and id(layer) in inner:
+            yield "it pools over the whole graph", remedy
+
+    _refuse_layers(module, refused)
 
 
 def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
@@ -230,12 +247,13 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusa
         return
     elif mixing is not None:
         yield mixing, _REMEDY_NORM
+    elif isinstance(layer, _CHOOSING):
+        yield "it chooses the nodes of later layers among all", _REMEDY_CHOOSING
     elif isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
         yield from _refused_conv(layer)
-    elif isinstance(layer, aggr.Aggregation) and not _is_inside_conv(module, name):
-        remedy = "Pool outside of the pipelined module, or train with num_chunks=1."
-        yield "it pools over the whole graph", remedy
-    elif isinstance(layer, aggr.Aggregation) and type(layer) not in EXACT_AGGREGATIONS:
+    elif not isinstance(layer, aggr.Aggregation) or not _is_inside_conv(module, name):
+        return  # `check_pools`
+    elif type(layer) not in EXACT_AGGREGATIONS:
         remedy = f"Train with num_chunks=1, or use one of {_names(EXACT_AGGREGATIONS)}."
         yield "it is not known to be exact on chunks", remedy
 

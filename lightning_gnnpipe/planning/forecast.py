@@ -38,6 +38,7 @@ from lightning_gnnpipe.stages import (
     cut_module,
     find_users,
     is_listed,
+    undisturbed,
 )
 from lightning_gnnpipe.steps import stages_of_norms
 from lightning_gnnpipe.types import Balance
@@ -87,26 +88,27 @@ def forecast(
         edge_index=edge_index if kept is None else edge_index[:, kept],
         find_shards=lambda num_shards: split_chunks(edge_index, assignment, num_shards),
         batch_bytes=sum(leaf.nbytes for leaf in call.leaves),
-        loss_s=time_loss(_blank_output(layers, inputs)),
+        loss_s=time_loss(_blank_output(module, layers, call, inputs)),
         plain=time_plain_step(module, call, inputs, plan),
         options=options,
     )
     return _compare(measured, edge_index)
 
 
-def _blank_output(layers: Layers, inputs: Inputs) -> Any:
+def _blank_output(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> Any:
     """Return zeros in the structure and shapes of the module's output."""
     known = (layers.values[name] for name in layers.outputs)
     tensors = [
         torch.zeros(
-            (inputs.num_nodes, *value.row_shape),
+            (inputs.num_rows(value.kind, value.edge_set), *value.row_shape),
             dtype=value.dtype,
             device=inputs.edge_index.device,
             requires_grad=value.requires_grad,
         )
         for value in known
     ]
-    return layers.rebuild_output(tensors)
+    with undisturbed(module):
+        return layers.rebuild_output(tensors, call.leaves)
 
 
 def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:

@@ -93,28 +93,35 @@ class _GradientCheck:
         """Compare the layers on the whole graph with the module."""
         segments, (chunk,) = self.layers.segments, self.whole
         parameters = trained(self.module)
-        outputs = self.layers.pick_outputs(flatten(call.run(self.module, call.leaves)))
+        outputs = flatten(call.run(self.module, call.leaves))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
         expected = self._grads(outputs, [*parameters, *own], [some_gradient(t) for t in outputs])
         leaves = self.trial.slice_leaves(segments, chunk)
-        values = dict(leaves)
+        values, known = dict(leaves), self.layers.values
         with self.trial.running():
             self.trial.run(segments, chunk, values)
-            roots = [values[name] for name in self.layers.outputs]
-            cotangents = [some_gradient(root)[self.trial.plan.perm] for root in roots]
-            found = self._grads(roots, [*parameters, *leaves.values()], cotangents)
-        for leaf, grad in zip(leaves.values(), found[len(parameters) :], strict=True):
+        rows = [
+            values[name][self.trial.inputs.places(chunk, known[name]).argsort()]
+            for name in self.layers.outputs
+        ]
+        roots = flatten(self.layers.rebuild_output(rows, call.leaves))
+        cotangents = [some_gradient(root) for root in roots]
+        with self.trial.running():
+            found = self._grads(roots, [*parameters, *own, *leaves.values()], cotangents)
+        of_head = found[len(parameters) :][: len(own)]
+        for leaf, grad in zip(leaves.values(), found[len(parameters) + len(own) :], strict=True):
             leaf.grad = grad
         self.trial.inputs.add_grads(chunk, {n: t for n, t in leaves.items() if t.requires_grad})
+        slots = [slot for slot, leaf in enumerate(call.leaves) if leaf.requires_grad]
         whole = [
-            self.trial.inputs.take_grad(slot)
-            for slot, leaf in enumerate(call.leaves)
-            if leaf.requires_grad
+            add_grad(self.trial.inputs.take_grad(slot), grad)
+            for slot, grad in zip(slots, of_head, strict=True)
         ]
         pairs = dict(zip(map(id, parameters), zip(found, expected, strict=False), strict=False))
         if not all(t.dtype.to_real() in _TOLERANCE for t in (*parameters, *own)):
             return
-        for segment in reversed(segments):  # a wrong gradient spreads to earlier layers
+        heads = () if self.layers.head is None else (self.layers.head,)
+        for segment in reversed((*segments, *heads)):  # a wrong gradient spreads to earlier layers
             self._compare(segment, [pairs[id(p)] for p in trained(segment.module)])
         self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
 

@@ -128,29 +128,30 @@ class Trial:
         return self.inputs.slice(chunk, leaves_of(segments))
 
     def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-        """Run all layers on `chunks`; return node-level values, `[num_nodes, *]`, in node order."""
+        """Run all layers on `chunks`; return values of nodes, and outputs, in the user's order."""
         segments, found = self.layers.segments, dict[str, Tensor]()
         with self.running():
             for chunk in chunks:
                 values = self.slice_leaves(segments, chunk)
                 self.run(segments, chunk, values)
-                rows = self.plan.perm[chunk.start : chunk.end]
                 for name in self.layer_of_value:
-                    value = values[name]
+                    value, known = values[name], self.layers.values[name]
                     if name not in found:
-                        found[name] = value.new_zeros((self.plan.num_nodes, *value.shape[1:]))
-                    found[name][rows] = value
+                        shape = self.inputs.num_places(known), *value.shape[1:]
+                        found[name] = value.new_zeros(shape)
+                    found[name][self.inputs.places(chunk, known)] = value
         return found
 
     @property
     def layer_of_value(self) -> dict[str, Segment]:
-        """Segment that computes each node-level value, in order."""
+        """Segment that computes each value of nodes, and each output, in order."""
         computed = {
             n: segment for segment in reversed(self.layers.segments) for n in segment.outputs
         }
         order = dict.fromkeys(n for segment in self.layers.segments for n in segment.outputs)
-        is_row = {n for n, value in self.layers.values.items() if value.kind is Kind.NODE}
-        return {name: computed[name] for name in order if name in is_row}
+        rows = {n for n, value in self.layers.values.items() if value.kind is Kind.NODE}
+        rows.update(self.layers.outputs)
+        return {name: computed[name] for name in order if name in rows}
 
     def kind_of(self, name: str) -> tuple[Kind, int]:
         """Return the row kind and edge set of a value or leaf."""

@@ -75,10 +75,11 @@ def _check_values(
     names = {name: trial.names.of(segment) for name, segment in trial.layer_of_value.items()}
     reference = trial.forward(trial.plan.whole.chunks)
     found = [reference[name] for name in layers.outputs]
-    check_structure(layers.rebuild_output(found), expected)
-    picked = layers.pick_outputs(flatten(expected))
-    for name, ours, theirs in zip(layers.outputs, found, picked, strict=True):
-        _compare(names[name], ours, theirs)
+    output = layers.rebuild_output(found, call.leaves)
+    check_structure(output, expected)
+    for ours, theirs in zip(flatten(output), flatten(expected), strict=True):
+        place = next((n for n, one in zip(layers.outputs, found, strict=True) if one is ours), None)
+        _compare(names[place or layers.outputs[-1]], ours, theirs)
     if not on_chunks:
         return
     chunked = trial.forward(trial.plan.chunks)

@@ -125,6 +125,11 @@ class SegmentBuilder:
         names = [node.name for node in outputs]
         return _make_segment(index, self.graph, names, root_of(module))
 
+    def build_head(self, index: int, output: fx.Node, module: nn.Module) -> Segment:
+        """Return a segment that returns what `output` does."""
+        self.graph.output(fx.node.map_arg(output.args[0], self.lookup))
+        return _make_segment(index, self.graph, (), root_of(module))
+
 
 def is_inplace(node: fx.Node, root: nn.Module) -> bool:
     """Whether `node`, whose target is looked up in `root`, may overwrite its operands."""

@@ -197,6 +197,12 @@ def choose_held(
     return [name for name in repeated if is_held(name)]
 
 
+def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
+    """Return the first names of the parameters and buffers that the head uses."""
+    by_name, nodes = first_names(module), layers.head.module.graph.nodes if layers.head else ()
+    return {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
+
+
 def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> Iterable[str]:
     """Yield the names of the parameters and buffers of `module` that `node` uses."""
     name = strip_root(str(node.target))
@@ -213,7 +219,7 @@ def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> 
 def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) -> set[str]:
     """Return the names of the leaves and parameters that `outputs` send gradients to."""
     by_name = first_names(module)
-    reached = set(outputs)
+    reached = set(outputs) | names_of_head(layers, module)
     for segment in reversed(layers.segments):
         wanted = {node for name, node in segment.ends.items() if name in reached}
         for node in reversed(segment.module.graph.nodes):

@@ -27,7 +27,16 @@ from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.stages.content import Watched, content_of, watching
 from lightning_gnnpipe.stages.find import contains_passing, is_listed, listed_parts, run_listed
 from lightning_gnnpipe.stages.reads import Reads
-from lightning_gnnpipe.user_code import at, line_here, line_of
+from lightning_gnnpipe.stages.shapes import (
+    UNKNOWN,
+    Answer,
+    Questions,
+    Shaped,
+    UnansweredError,
+    is_of_shapes,
+    mark,
+)
+from lightning_gnnpipe.user_code import at, line_here, line_of, user_modules
 
 _ROOT = "module"
 _LINE = "line"
@@ -38,11 +47,16 @@ _POOLS = (
     torch_geometric.nn.global_max_pool,
     torch_geometric.nn.global_mean_pool,
 )
-_POOL_MODULES = (torch_geometric.nn, torch_geometric.nn.pool, torch_geometric.nn.pool.glob)
+_SEARCHED = (
+    torch_geometric.nn,
+    torch_geometric.nn.pool,
+    torch_geometric.nn.pool.glob,
+    torch_geometric.utils,
+)
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
 _REMEDY = (
-    "Move self.log and control flow on the values or shapes of tensors into training_step, or into "
+    "Move self.log and control flow on the values of tensors into training_step, or into "
     "a submodule without message passing. Or choose a smaller module with "
     "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
     "docs/choosing.md)."
@@ -71,7 +85,13 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {text.replace('Proxy', 'a tensor of the trace')}"
 
 
-def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tuple[fx.Graph, Reads]:
+def trace(
+    module: nn.Module,
+    call: Call,
+    questions: Questions | None = None,
+    *,
+    is_grad_enabled: bool = True,
+) -> tuple[fx.Graph, Reads]:
     """Return the graph of the method that is called, and what it reads beside its arguments.
 
     Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
@@ -79,10 +99,11 @@ def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tup
     twice; traces that differ are refused. `is_grad_enabled`: autograd mode of the user's call.
     """
     random_numbers, name = _random_states(), _name_of(module, call)
+    questions = questions or Questions()
     with _undone_on_errors(module) as undo, torch.set_grad_enabled(is_grad_enabled):
-        graph, first = _trace_once(module, call, undo)
+        graph, first = _trace_once(module, call, questions, undo)
         before = first.values()
-        again, reads = _trace_once(module, call, undo, is_second=True)
+        again, reads = _trace_once(module, call, questions, undo, is_second=True)
         if str(graph) != str(again):
             raise _refuse_chance(name, "two traces with different operations")
         if changed := first.changed(before, first.values()):
@@ -101,21 +122,35 @@ def trace(module: nn.Module, call: Call, *, is_grad_enabled: bool = True) -> tup
 
 
 def _trace_once(
-    module: nn.Module, call: Call, undo: ExitStack, *, is_second: bool = False
+    module: nn.Module,
+    call: Call,
+    questions: Questions,
+    undo: ExitStack,
+    *,
+    is_second: bool = False,
 ) -> tuple[fx.Graph, Reads]:
-    caller = _Caller(module, call)
+    caller, tracer = _Caller(module, call), _Tracer(module, questions)
     undo.callback(caller.watched.undo)
     try:
-        with traceable(module):
-            graph = _Tracer(module).trace(caller)
+        with _undone_on_errors(module) as attempt, traceable(module):
+            attempt.callback(caller.watched.undo)
+            graph = tracer.trace(caller)
     except UnsupportedError:
         raise
+    except UnansweredError as asked:
+        tracer.graph.output(())
+        found = questions.learn(tracer.graph)
+        questions.answers |= {str(asked): Answer(None, UNKNOWN)} | found
+        return _trace_once(module, call, questions, undo, is_second=is_second)
     except Exception as error:
         raise UnsupportedError(
             expected=f"the {_name_of(module, call)} to be traceable by torch.fx",
             found=f"{_words(error)}{at(line_of(error))}",
             remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
         ) from error
+    for node in reversed(graph.nodes):  # questions keep no tensor alive
+        if is_of_shapes(node) and not node.users:
+            graph.erase_node(node)
     reads = Reads.of(module, call.method, caller.watched)
     kept = caller.watched.kept(with_values=is_second) or reads.kept()
     if kept:
@@ -253,7 +288,8 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # each step recomputes values derived from buffers
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, questions: Questions) -> None:
+        self._questions = questions
         functions = tuple(
             function
             for name in torch_geometric.utils.__all__
@@ -267,7 +303,8 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
         self._contexts = _contexts()
         passing = [m for m in module.modules() if contains_passing(m)]
-        search_in(self, {*_POOL_MODULES, *(sys.modules[type(m).__module__] for m in passing)})
+        own = (sys.modules[type(m).__module__] for m in passing)
+        search_in(self, {*_SEARCHED, *user_modules(), *own})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) not in self._traced
@@ -283,7 +320,34 @@ class _Tracer(fx.Tracer):
             )
         node = super().create_node(*args, **kwargs)
         node.meta[_LINE] = line_here()
+        mark(node)
         return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Shaped(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.ask(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        if not is_of_shapes(obj.node):
+            return super().iter(obj)
+        return iter([cast(Any, obj)[i] for i in range(len(self.answer(obj.node).value))])
+
+    def answer(self, node: fx.Node) -> Answer:
+        """Return the answer to `node`, which depends on shapes only."""
+        if node.name not in self._questions.answers:
+            raise UnansweredError(node.name)
+        return self._questions.answers[node.name]
+
+    def ask(self, proxy: fx.Proxy) -> Any:
+        """Return the value of `proxy`; refuse values of tensors, and numbers of rows of batches."""
+        found = self.answer(proxy.node) if is_of_shapes(proxy.node) else None
+        has_graphs = cast(_Caller, self.root)._call.has_graphs
+        if found is None or not found.is_known or (found.is_of_rows and has_graphs):
+            raise fx.proxy.TraceError("control flow")
+        self._questions.is_of_rows |= found.is_of_rows
+        return found.value
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):

@@ -7,7 +7,7 @@ shows what its rows are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
 from lightning_gnnpipe.stages.trace import line_of_node, refill, root_of
 from lightning_gnnpipe.user_code import at
 
@@ -34,27 +35,37 @@ _REMEDY_EDGES = (
     "'{}' has one row an edge. Make it a parameter of the LightningModule, and pass it to forward "
     "as 'edge_weight'."
 )
-_REMEDY_INDEX = (
-    "If '{}' holds node numbers, such as pairs to score, return z, the rows of all nodes, from "
-    "forward, and compute z[pairs[0]] * z[pairs[1]] in training_step."
-)
 _REMEDY_SETS = (
     " An edge-level argument belongs to one edge set, by its number of rows or its name. Pass it "
     "twice to use it with two edge sets."
 )
-_SAMPLE_EDGES = 48
+PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
+SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
+LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
+SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Row kind, edge set, row shape, dtype and differentiability of a tensor."""
+    """Row kind, edge set, row shape, dtype and differentiability of a tensor.
+
+    `nodes_in`: the dimension of nodes if the first one counts nothing, as in states of an LSTM.
+    """
 
     kind: Kind
     edge_set: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    nodes_in: int | None = None
+
+    @property
+    def row_kind(self) -> tuple[Kind, int] | None:
+        """What its rows count, in whichever dimension; None without rows."""
+        if self.nodes_in is not None:
+            return Kind.NODE, 0
+        return None if self.kind in (Kind.WHOLE, Kind.EDGE_INDEX) else (self.kind, self.edge_set)
 
     @property
     def words(self) -> str:
@@ -101,24 +112,29 @@ class Sample:
         return {size: (kind, n) for size, kind, n in counted if sizes.count(size) == 1}
 
 
-def draw_sample(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
-    """Return some graphs of a batch of graphs, or some edges of a single graph.
+def draw_sample(
+    module: nn.Module, call: Call, inputs: Inputs, num_edges: int = SAMPLE_EDGES
+) -> Sample:
+    """Return some graphs of a batch of graphs, or about `num_edges` edges of a single graph.
 
     Sizes differ from each other and from widths of `module`'s parameters, so they are unambiguous.
+    Integers of tensors without rows, such as pairs to score, count the nodes of the sample.
     """
     if inputs.graphs is None:
-        return _draw_edges(module, call, inputs)
+        return _draw_edges(module, call, inputs, num_edges)
     leaves, graphs = draw_graphs(module, call, inputs)
     sizes = tuple(len(rows) for rows in graphs.row_sets)
     return Sample(leaves, len(graphs.graph_of_node), inputs.edge_index, sizes, graphs)
 
 
-def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
+def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -> Sample:
     """Return evenly spaced edges, their nodes and a few more; whole groups for MeshCNNConv."""
     widths = {size for p in module.parameters() for size in p.shape}
+    without = [i for i, kind in enumerate(inputs.kinds) if kind is Kind.WHOLE]
+    widths |= {size for i in without for size in call.leaves[i].shape}
     group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
     sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
-    drawn = [_spaced(edges, _SAMPLE_EDGES // len(sets), group) for edges in sets]
+    drawn = [_spaced(edges, num_edges // len(sets), group) for edges in sets]
     extra = torch.arange(min(3, inputs.num_nodes), device=sets[0].device)
     while True:
         ends = [edges[:, some].flatten() for edges, some in zip(sets, drawn, strict=True)]
@@ -142,9 +158,16 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs) -> Sample:
         rows = {Kind.NODE: nodes, Kind.EDGE: drawn[number]}.get(kind)
         part = leaf if rows is None else leaf[rows]
         part = local[number] if kind is Kind.EDGE_INDEX else part
+        if kind is Kind.WHOLE and _is_index(leaf):
+            part = leaf % nodes.numel()
         part = part.clone() if part.is_inference() else part
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     return Sample(tuple(leaves), nodes.numel(), torch.cat(local, dim=1), tuple(counts))
+
+
+def _is_index(leaf: Tensor) -> bool:
+    """Whether `leaf` may hold numbers of nodes."""
+    return bool(leaf.dim()) and leaf.dtype in (torch.int64, torch.int32)
 
 
 def whole_sample(call: Call, inputs: Inputs) -> Sample:
@@ -175,19 +198,81 @@ def learn_values(
     graph: fx.Graph, module: nn.Module, sample: Sample, remedy: str = ""
 ) -> dict[str, Value]:
     """Run `graph` on `sample` and return a `Value` for each tensor, by node name."""
-    values: dict[str, Value] = {}
+    values, kinds = dict[str, Value](), sample.row_kinds
+
+    def note(node: fx.Node, result: Any) -> None:
+        if isinstance(result, Tensor):
+            values[node.name] = _value_of(result, kinds if node.op != "get_attr" else {})
+            node.meta[SIZES] = tuple(result.shape)
+            same = [slot for slot, leaf in enumerate(sample.leaves) if leaf is result]
+            if same and node.op != "placeholder":
+                node.meta[LEAF] = same[0]
+        elif parts := _parts_of(result):
+            node.meta[PARTS] = parts
+
+    _run_on(sample, graph, module, note, remedy)
+    return values
+
+
+def _parts_of(result: Any) -> Any:
+    """Return the structure of nested tuples of tensors, () for a tensor; None for all else."""
+    if isinstance(result, Tensor):
+        return ()
+    parts = tuple(map(_parts_of, result)) if type(result) is tuple else (None,)
+    return None if None in parts else parts
+
+
+def _value_of(tensor: Tensor, kinds: Mapping[int, tuple[Kind, int]]) -> Value:
+    """Return the `Value` of `tensor`; `kinds` maps numbers of rows to what they count."""
+    counted = [kinds.get(size, (Kind.WHOLE, 0)) for size in tensor.shape] or [(Kind.WHOLE, 0)]
+    kind, number = counted[0]
+    dims = [dim for dim, (other, _) in enumerate(counted) if dim and other is Kind.NODE]
+    if kind is Kind.NODE and dims:  # [num_nodes, num_nodes]: each row sees all nodes
+        kind, dims = Kind.WHOLE, []
+    nodes_in = dims[0] if kind is Kind.WHOLE and len(dims) == 1 else None
+    shape = tuple(tensor.shape[1:])
+    return Value(kind, number, shape, tensor.dtype, tensor.requires_grad, nodes_in)
+
+
+def learn_facts(
+    graph: fx.Graph,
+    module: nn.Module,
+    samples: Iterable[Sample],
+    inputs: Inputs,
+    pairs: Collection[int],
+    remedy: str,
+) -> dict[str, Answer]:
+    """Run `graph` on `samples` of different sizes; return what depends on shapes only.
+
+    `pairs`: sizes that change with each call.
+    """
+    facts: Facts | None = None
+    for sample in samples:
+        counted: dict[int, tuple[int, Any]] = {size: (size, UNKNOWN) for size in pairs}
+        counted |= {
+            size: (size if inputs.graphs else inputs.num_rows(*kind), kind)
+            for size, kind in sample.row_kinds.items()
+        }
+        facts = Facts(counted.get, facts)
+        _run_on(sample, graph, module, facts.note, remedy)
+    return {} if facts is None else facts.answers
+
+
+def _run_on(
+    sample: Sample,
+    graph: fx.Graph,
+    module: nn.Module,
+    note: Callable[[fx.Node, Any], None],
+    remedy: str,
+) -> None:
+    """Run `graph` on `sample` and call `note` with each node and its result."""
     running: list[fx.Node] = []
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             running[:] = [n]
             result = super().run_node(n)
-            if isinstance(result, Tensor):
-                rows = result.size(0) if result.dim() and n.op != "get_attr" else -1
-                kind, number = sample.row_kinds.get(rows, (Kind.WHOLE, 0))
-                values[n.name] = Value(
-                    kind, number, tuple(result.shape[1:]), result.dtype, result.requires_grad
-                )
+            note(n, result)
             return result
 
     runner = Recorder(fx.GraphModule(root_of(module), graph))
@@ -202,19 +287,11 @@ def learn_values(
             found=f"{type(error).__name__}: {first_line(error)}{at(line)}",
             remedy=remedy,
         ) from error
-    return values
 
 
-def remedy_for_size(module: nn.Module, call: Call, inputs: Inputs) -> str:
+def remedy_for_size(module: nn.Module, inputs: Inputs) -> str:
     """Return advice for a module that does not run on a small part of the graph."""
     remedy = remedy_for_weights(module, inputs)
-    index = [
-        name
-        for name, kind, leaf in zip(call.names, inputs.kinds, call.leaves, strict=True)
-        if kind is Kind.WHOLE and leaf.dim() and leaf.dtype in (torch.int64, torch.int32)
-    ]
-    if not remedy and index:
-        remedy = _REMEDY_INDEX.format(index[0])
     return (remedy or _REMEDY_SIZES) + (_REMEDY_SETS if len(inputs.edge_sizes) > 1 else "")
 
 

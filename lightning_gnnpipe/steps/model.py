@@ -33,6 +33,7 @@ from lightning_gnnpipe.stages import (
     choose_repeated,
     cut_module,
     find_users,
+    names_of_head,
     solve_balance,
     split_layers,
 )
@@ -47,7 +48,8 @@ log = logging.getLogger(__name__)
 _NUM_MODES = 8
 _MANY_CHANGES = 4
 
-Key = tuple[Hashable, tuple[Hashable, ...]]  # see `trace_key` and `Reads.values`
+# See `trace_key`, `Reads.values` and `Layers.num_rows`.
+Key = tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
@@ -81,6 +83,7 @@ class PipelinedModel:
         self._counts: tuple[int, ...] | None = None
         self._preferred: tuple[int, ...] = ()
         self._users: dict[str, set[int]] = {}
+        self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
@@ -156,7 +159,9 @@ class PipelinedModel:
         """Return the key of the trace for the module's present state, if there is one."""
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         for key in reversed(self._modes):
-            if key[0] == first and self._modes[key].layers.outside.values() == key[1]:
+            layers = self._modes[key].layers
+            is_fit = layers.num_rows in ((), (inputs.num_nodes, *inputs.edge_sizes))
+            if key[0] == first and is_fit and layers.outside.values() == key[1]:
                 return key
         return None
 
@@ -228,7 +233,7 @@ class PipelinedModel:
         """Undo the split without communication."""
         self.reads.release()
         self._modes.clear()
-        self._counts, self._users = None, {}
+        self._counts, self._users, self._of_head = None, {}, set()
         for weights in (self._weights, *self._copies):
             weights.forget()
 
@@ -258,11 +263,18 @@ class PipelinedModel:
     def begin_backward(self) -> GradientSums:
         """Return the gradient sums of one backward pass."""
         averages = not self.is_accumulating
-        return GradientSums(self.module, self._users, self._transport, averages=averages)
+        has_replicas = self._transport.world.num_replicas > 1
+        users = self._users if has_replicas else self._users_in_stages
+        return GradientSums(self.module, users, self._transport, averages=averages)
+
+    @property
+    def _users_in_stages(self) -> dict[str, set[int]]:
+        """The stages of each tensor that stages use: every rank has the gradients of the head."""
+        return {name: one for name, one in self._users.items() if name not in self._of_head}
 
     def _note_change(self) -> None:
         """Warn once if options that forward reads change often, at a trace each."""
-        (_, before), mode = next(reversed(self._modes.items()))
+        (_, before, _), mode = next(reversed(self._modes.items()))
         changed = mode.layers.outside.changed(before, mode.layers.outside.values())
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
@@ -297,8 +309,10 @@ class PipelinedModel:
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
             )
             self._check(layers, call, inputs)
+        if layers.head is not None:  # its norms see all rows
+            self.intercepted = self.intercepted.within(layers.called(self.module))
         first = trace_key(self.module, call, inputs, self._transport.world.device)
-        key = first, layers.outside.values()
+        key = (first, layers.outside.values(), layers.num_rows)
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
@@ -309,6 +323,7 @@ class PipelinedModel:
         if self._counts is None:
             self._counts = self._count_layers(inputs, measure)
         counts, users = self._counts, dict(self._users)
+        in_stages = set(self._users_in_stages)
         modes = sorted(self._modes.items(), key=lambda item: not item[1].is_training)
         for key, mode in modes:
             if not mode.stages:
@@ -318,16 +333,21 @@ class PipelinedModel:
                     repeated = choose_held(mode.layers, counts, repeated, self.module, users)
                 mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
                 self._modes[key] = mode
+            self._of_head |= names_of_head(mode.layers, self.module)
             for name, stages in find_users(mode.stages, self.module).items():
+                in_stages.add(name)
                 places = {stage % self._transport.mesh.num_stages for stage in stages}
                 users[name] = users.get(name, set()) | places
+        everywhere = set(range(self._transport.mesh.num_stages))
+        users |= dict.fromkeys(self._of_head, everywhere)
+        self._of_head -= in_stages
         if trains and not is_first_time and self._transport.world.num_replicas > 1:
             check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
         if self._transport.mesh.num_stages > 1:
             check_shared(self.shared_outside, self.module, self._users)
         found = self.intercepted
-        check_norms(found.norms | found.batch_norms, self._users)
+        check_norms(found.norms | found.batch_norms, self._users_in_stages)
         if is_first_time:
             self._tell_split([self._modes[key] for key, _ in modes], inputs)
         while len(self._modes) > _NUM_MODES:

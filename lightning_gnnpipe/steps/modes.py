@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
@@ -43,6 +45,16 @@ class Mode:
             self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
         return self.unreached[used]
 
+    def finish(
+        self,
+        outputs: Sequence[Tensor],
+        call: Call,
+        seeded: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
+        """Return what the call returns; a head draws its random numbers `seeded`."""
+        with seeded() if self.layers.head else nullcontext():
+            return self.layers.rebuild_output(outputs, call.leaves)
+
     def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
         """Return this rank's stages by index; ranks take stages round-robin."""
         return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
@@ -56,7 +68,7 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     flags = tuple([m.training for m in module.modules()])
     weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
     leaves = tuple(
-        (leaf.requires_grad, leaf.dtype, _row_shape(inputs, slot, leaf))
+        (leaf.requires_grad, leaf.dtype, _row_shape(call, inputs, slot, leaf))
         for slot, leaf in enumerate(call.leaves)
     )
     form = None if inputs.graphs is None else inputs.graphs.form
@@ -72,10 +84,11 @@ def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hash
     return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
 
 
-def _row_shape(inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
+def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
     """Return the shape of a leaf without its row dimension, as a trace sees it."""
     if inputs.graphs is None:
-        return () if inputs.kinds[slot] is Kind.EDGE_INDEX else tuple(leaf.shape[1:])
+        is_cut = inputs.kinds[slot] is Kind.EDGE_INDEX or is_of_pairs(call.names[slot])
+        return () if is_cut else tuple(leaf.shape[1:])
     shape = list(leaf.shape)
     how = inputs.graphs.leaves[slot]
     if how.kind is not Kind.WHOLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe.chunks import SeedOf, make_seeds
+from lightning_gnnpipe.chunks import SeedOf, make_seeds, own_random_stream
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
@@ -186,6 +187,7 @@ class PassSeeds:
         self._seed, self._transport, self._module = seed, transport, module
         self.step_index = self.num_inferences = 0
         self._last_step, self._num_passes = -1, 0
+        self._head_seed: int | None = None
 
     def of_training(self) -> SeedOf:
         """Start a training pass and return its seeds."""
@@ -201,10 +203,22 @@ class PassSeeds:
     def of_inference(self) -> SeedOf | None:
         """Start a pass without gradients and return its seeds; None without dropout."""
         if not self._module.training:
+            self._head_seed = None
             return None
         self.num_inferences += 1
         return self._make(~self._seed, self.num_inferences)
 
     def _make(self, seed: int, number: int) -> SeedOf:
         mesh = self._transport.mesh
+        self._head_seed = make_seeds(seed, number, 0, mesh.replica)(-1, 0)
         return make_seeds(seed, number, mesh.shard, mesh.replica)
+
+    @contextmanager
+    def of_head(self) -> Iterator[None]:
+        """Draw the random numbers of the head of the present pass, equal on all ranks."""
+        if self._head_seed is None:
+            yield
+            return
+        with own_random_stream(self._transport.world.device):
+            torch.manual_seed(self._head_seed)
+            yield

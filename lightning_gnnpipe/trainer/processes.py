@@ -280,7 +280,9 @@ class Processes:
     def _publish(self, exception: BaseException) -> str:
         """Publish why this rank ends; return the cause, if another rank published one before."""
         is_cause = not isinstance(exception, PeerError) and not is_communication_error(exception)
-        return self.transport.watch.fail(cause_of(exception) or "", is_cause=is_cause)
+        own = cause_of(exception) or ""
+        peer = self.transport.watch.fail(own, is_cause=is_cause)
+        return "" if is_cause and peer.endswith(f"failed: {own}") else peer
 
     def _log_end(self, exception: BaseException, peer: str) -> None:
         rank = self._strategy.global_rank

@@ -1,0 +1,121 @@
+"""Train a net plainly and under the strategy, and compare: weights, outputs, number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.selfcheck import flatten
+from tests.helpers.trainers import weights
+
+N, E, D = 45, 170, 5
+
+Forward = Callable[[Any, Data], Any]
+
+
+def graph(**changes: Any) -> Data:
+    """Return a random graph with features and weights of edges, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    edge_index = torch.randint(N, (2, E), generator=generator)
+    given = {
+        "x": torch.randn(N, D, generator=generator, dtype=torch.float64),
+        "edge_index": edge_index[:, edge_index[0] != edge_index[1]],
+        "pairs": torch.randint(N, (2, 31), generator=generator),
+    }
+    given["edge_attr"] = torch.rand(
+        given["edge_index"].size(1), 3, generator=generator, dtype=torch.float64
+    )
+    return Data.from_dict(given | changes)
+
+
+def on_features(net: Any, data: Data) -> Any:
+    return net(data.x, data.edge_index)
+
+
+class Fits(L.LightningModule):
+    """Pulls each output towards numbers; keeps the outputs of validation."""
+
+    def __init__(self, net: nn.Module, call: Forward) -> None:
+        super().__init__()
+        self.net, self.call = net, call
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        outputs = [one for one in flatten(self.call(self.net, data)) if one.is_floating_point()]
+        return sum((one - _numbers(one)).square().mean() for one in outputs)  # type: ignore
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        self.outputs = [one.clone() for one in flatten(self.call(self.net, data))]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+def _numbers(like: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, like.numel(), dtype=like.dtype).view(like.shape)
+
+
+def fit(
+    make: Callable[[], nn.Module],
+    call: Forward = on_features,
+    data: Data | None = None,
+    num_chunks: int = 0,
+    num_stages: int = 1,
+    **options: Any,
+) -> Fits:
+    """Train for 3 epochs and validate; 0 chunks is plain Lightning."""
+    torch.manual_seed(0)
+    module = Fits(make().double(), call)
+    batches = DataLoader([data or graph()], batch_size=None)
+    strategy: Any = "auto"
+    if num_chunks:
+        strategy = GNNPipeStrategy(num_chunks=num_chunks, start_method="fork", **options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=strategy,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, batches, batches)
+    return module
+
+
+def assert_alike(
+    make: Callable[[], nn.Module],
+    call: Forward = on_features,
+    data: Data | None = None,
+    *,
+    num_stages: int = 1,
+    **options: Any,
+) -> None:
+    """One chunk trains as plain Lightning does; three chunks train, and validate exactly."""
+    plain = fit(make, call, data)
+    exact = fit(make, call, data, num_chunks=1, num_stages=num_stages, **options)
+    torch.testing.assert_close(weights(exact), weights(plain), rtol=0, atol=1e-9)
+    if num_stages > 1:
+        return
+    chunked = fit(make, call, data, num_chunks=3, **options)
+    assert not torch.equal(weights(chunked), weights(fit_none(make, call)))
+    chunked.eval()
+    with torch.no_grad():
+        expected = flatten(call(chunked.net, data or graph()))
+    for ours, theirs in zip(chunked.outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def fit_none(make: Callable[[], nn.Module], call: Forward) -> Fits:
+    """Return the module as it is before training."""
+    torch.manual_seed(0)
+    return Fits(make().double(), call)

@@ -1,0 +1,351 @@
+"""Depth in odd shapes: what people write between two message-passing layers trains unmodified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn.models.rev_gnn import GroupAddRev
+
+from lightning_gnnpipe.calls import classify, flatten_call
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages import cut_module
+from tests.helpers import degrees
+from tests.helpers.alike import D, assert_alike, fit, graph
+
+W = 8  # channels
+
+
+class Convs(nn.Module):
+    """Four layers between an encoder and a decoder."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(D, W), nn.Linear(W, 3)
+        self.convs = nn.ModuleList(gnn.GCNConv(W, W) for _ in range(num_layers))
+
+
+class SkipsWhereWidthsFit(Convs):
+    """The first layer widens, so that its input cannot be added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.SAGEConv(D, W)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in (self.first, *self.convs):
+            h = conv(x, edge_index).relu()
+            if h.size(-1) == x.size(-1):
+                h = h + x
+            x = h
+        return self.decode(x)
+
+
+class SkipsWhereShapesFit(SkipsWhereWidthsFit):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in (self.first, *self.convs):
+            h = conv(x, edge_index).relu()
+            x = h + x if h.shape == x.shape else h
+        return self.decode(x)
+
+
+class AsksForShapes(Convs):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        assert x.dim() == 2 and x.shape[1] == D, f"width {x.shape[1]}"
+        if edge_index.size(0) != 2 or x.dtype != self.encode.weight.dtype:
+            raise ValueError(f"shapes {x.shape} and {edge_index.shape}")
+        num_nodes, _ = x.shape
+        h = self.encode(x)
+        for conv in self.convs:
+            h = conv(h, edge_index).view(num_nodes, -1).tanh() / math.sqrt(h.size(-1))
+        for _ in range(h.size(1) // 4):
+            h = h * 1.5
+        return self.decode(h.reshape(*h.shape[:-1], W))
+
+
+class PrintsAndFormats(Convs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"conv{i}": gnn.GCNConv(W, W) for i in range(4)})
+        self.norms = nn.ModuleDict({f"width{W}": nn.LayerNorm(W)})
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        print(f"input of {x.size(1):>4} columns", x.shape, x.device)
+        for i in range(4):
+            x = x + self.layers[f"conv{i}"](x, edge_index)
+            x = self.norms[f"width{x.size(-1)}"](x)
+        return self.decode(x)
+
+
+class Nested(nn.Module):
+    """Blocks in nn.Sequential and torch_geometric.nn.Sequential, one in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block() -> nn.Module:
+            layers = [(gnn.GCNConv(W, W), "x, edge_index -> x"), nn.LayerNorm(W), nn.ReLU()]
+            return gnn.Sequential("x, edge_index", layers)
+
+        self.encode = nn.Sequential(nn.Linear(D, W), nn.ReLU())
+        self.blocks = gnn.Sequential("x, edge_index", [(block(), "x, edge_index -> x")] * 2)
+        self.last = nn.ModuleDict({"a": block(), "b": block()})
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.blocks(self.encode(x), edge_index)
+        for block in self.last.values():
+            x = x + block(x, edge_index)
+        return x
+
+
+class Checkpoints(Convs):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def block(self, conv: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x + conv(x, edge_index).relu()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            if self.training:
+                x = checkpoint(self.block, conv, x, edge_index, use_reentrant=self.use_reentrant)
+            else:
+                x = self.block(conv, x, edge_index)
+        return self.decode(x)
+
+
+class Dense(nn.Module):
+    """Each layer reads all earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(D + i * 4, 4) for i in range(4))
+        self.decode = nn.Linear(D + 16, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        found = [x]
+        for conv in self.convs:
+            found.append(conv(torch.cat(found, dim=-1), edge_index).relu())
+        return self.decode(torch.cat(found, dim=-1))
+
+
+class UShaped(Convs):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, skips = self.encode(x), []
+        for conv in self.convs[:2]:
+            x = conv(x, edge_index).relu()
+            skips.append(x)
+        for conv in self.convs[2:]:
+            x = conv(x + skips.pop(), edge_index).relu()
+        return self.decode(x)
+
+
+class Repeats(Convs):
+    """One layer five times, towards a fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        z = torch.zeros_like(x)
+        for _ in range(5):
+            z = torch.tanh(0.5 * self.convs[0](z, edge_index) + x)
+        return self.decode(z)
+
+
+class Reversible(Convs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            GroupAddRev(gnn.SAGEConv(W // 2, W // 2), num_groups=2) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for block in self.blocks:
+            x = block(x, edge_index)
+        return self.decode(x)
+
+
+class GatesOverDepth(Convs):
+    """An LSTM whose time is depth; its state goes through all layers beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTM(W, W, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        h = c = torch.zeros(1, x.shape[0], W, dtype=x.dtype, device=x.device)
+        for conv, cell in zip(self.convs, self.cells, strict=True):
+            x, (h, c) = cell(conv(x, edge_index).tanh()[None], (h, c))
+            x = x[0]
+        return self.decode(x)
+
+
+class KeepsState(GatesOverDepth):
+    """The state stays a tuple, and begins with None."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, state = self.encode(x), None
+        for conv, cell in zip(self.convs, self.cells, strict=True):
+            x, state = cell(conv(x, edge_index).unsqueeze(0), state)
+            x = x.squeeze(0)
+        return self.decode(x)
+
+
+class KeepsCell(Convs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(W, W)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        h = x.new_zeros(x.size(0), W)
+        for conv in self.convs:
+            h = self.cell(conv(x, edge_index), h)
+            x = x + h
+        return self.decode(h)
+
+
+class ReadsAll(Convs):
+    """JumpingKnowledge over all layers, by an LSTM; heads first in a stack."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.jump = gnn.JumpingKnowledge(mode, W, 4) if mode == "lstm" else None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, found = self.encode(x), []
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+            found.append(x)
+        x = torch.stack(found).mean(0) if self.jump is None else self.jump(found)
+        return self.decode(x)
+
+
+class Stacks(Convs):
+    """A stack of all earlier layers, the nodes in its second dimension, grows beside x."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        stack = x[None]
+        for conv in self.convs:
+            x = conv(stack.mean(0), edge_index).relu()
+            stack = torch.cat([stack, x[None]])
+        return self.decode(stack[-1])
+
+
+class TakesSizesOfRows(Convs):
+    """The number of rows is asked for in the first layer, and used in all others."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        n = x.size(0)
+        for conv in self.convs:
+            x = conv(x, edge_index).view(n, 2, W // 2).transpose(1, 2).reshape(n, W)
+        return self.decode(x)
+
+
+class CountsDegrees(Convs):
+    """A helper of another file calls functions of PyG."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            x = degrees.add_degrees(conv(x, edge_index), edge_index)
+        return self.decode(x)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "skips by width": (SkipsWhereWidthsFit, 5),
+    "skips by shape": (SkipsWhereShapesFit, 5),
+    "shapes": (AsksForShapes, 4),
+    "prints": (PrintsAndFormats, 4),
+    "nested": (Nested, 4),
+    "checkpoints": (lambda: Checkpoints(use_reentrant=False), 4),
+    "reentrant checkpoints": (lambda: Checkpoints(use_reentrant=True), 4),
+    "dense": (Dense, 4),
+    "U-shaped": (UShaped, 4),
+    "repeats": (Repeats, 5),
+    "reversible": (Reversible, 4),
+    "LSTM over depth": (GatesOverDepth, 4),
+    "LSTM with a tuple": (KeepsState, 4),
+    "GRU over depth": (KeepsCell, 4),
+    "jumping LSTM": (lambda: ReadsAll("lstm"), 4),
+    "mean over depth": (lambda: ReadsAll("mean"), 4),
+    "stacks": (Stacks, 4),
+    "sizes": (TakesSizesOfRows, 4),
+}
+
+
+def num_layers(net: nn.Module) -> int:
+    data = graph()
+    call = flatten_call(net, (data.x, data.edge_index), {})
+    return len(cut_module(net.double(), call, classify(call)).segments)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_depth_is_cut_at_each_call(name: str) -> None:
+    make, number = NETS[name]
+    assert num_layers(make()) == number
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_depth_trains_as_plainly(name: str) -> None:
+    assert_alike(NETS[name][0])
+
+
+def test_a_state_beside_the_rows_crosses_stages() -> None:
+    assert_alike(GatesOverDepth, num_stages=2)
+
+
+def test_a_helper_of_another_file_is_traced() -> None:
+    assert_alike(CountsDegrees)
+
+
+class Asks(Convs):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        if self.what == "values":
+            return self.decode(x) if x.mean() > 0 else x
+        if self.what == "rows":  # of both graphs, another way
+            return self.decode(x) if x.size(0) > 44 else 2 * self.decode(x)
+        width = int(x.max()) if self.what == "number" else 3
+        return F.pad(x, (0, width))
+
+
+@pytest.mark.parametrize("what", ["values", "number"])
+def test_questions_about_values_are_refused(what: str) -> None:
+    with pytest.raises(UnsupportedError, match="a decision on the values of a tensor"):
+        fit(lambda: Asks(what), num_chunks=3)
+
+
+def test_an_answer_about_rows_is_for_graphs_of_that_size() -> None:
+    """A decision on the number of rows, in the self-check of few rows, is another one."""
+    net: Any = Asks("rows").double()
+    small = graph()
+    for n in (45, 40):
+        edges = small.edge_index[:, (small.edge_index < n).all(0)]
+        call = flatten_call(net, (small.x[:n], edges), {})
+        layers = cut_module(net, call, classify(call))
+        assert layers.num_rows == (n, edges.size(1))
+        names = [str(node) for node in layers.segments[-1].module.graph.nodes]
+        assert ("mul" in names) == (n == 40)
