@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.passing import is_matrix
 from lightning_gnnpipe.stages.trace import line_of_node, refill, root_of
 from lightning_gnnpipe.user_code import at
 
@@ -59,6 +60,8 @@ class Value:
     @property
     def words(self) -> str:
         """Description of its rows for a message."""
+        if self.kind is Kind.EDGE_INDEX:
+            return "a sparse matrix"
         if self.kind is Kind.WHOLE:
             return "a tensor without one row for each node, edge or graph"
         counted = "graph" if self.kind is Kind.NONEMPTY_PREFIX else self.kind.value
@@ -182,7 +185,11 @@ def learn_values(
         def run_node(self, n: fx.Node) -> Any:
             running[:] = [n]
             result = super().run_node(n)
-            if isinstance(result, Tensor):
+            if is_matrix(result):
+                flows = result.requires_grad
+                flows = flows if isinstance(flows, bool) else flows()  # torch-sparse
+                values[n.name] = Value(Kind.EDGE_INDEX, 0, (), torch.int64, flows)
+            elif isinstance(result, Tensor):
                 rows = result.size(0) if result.dim() and n.op != "get_attr" else -1
                 kind, number = sample.row_kinds.get(rows, (Kind.WHOLE, 0))
                 values[n.name] = Value(
