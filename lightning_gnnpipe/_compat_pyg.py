@@ -71,3 +71,8 @@ def has_own_propagate(kind: type[MessagePassing]) -> bool:
     written = f"{kind.__module__}_{kind.__name__}_propagate"
     is_written = kind.propagate.__module__.startswith(written)
     return not is_written and kind.propagate is not MessagePassing.propagate
+
+
+def multiplies_matrix(conv: MessagePassing) -> bool:
+    """Whether PyG, not the user, wrote how `conv` multiplies by a sparse matrix."""
+    return type(conv).message_and_aggregate.__module__.startswith("torch_geometric.")

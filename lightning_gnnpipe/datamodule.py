@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.utils import is_sparse
 
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 
@@ -53,7 +54,8 @@ class FullGraphDataModule(L.LightningDataModule):
         super().__init__()
         graph = copy.copy(_single_graph(data))
         _check_features(graph)
-        for edges in [e for name, e in graph if f"_{name}".endswith("_edge_index")] or [None]:
+        edge_sets = [e for name, e in graph if f"_{name}".endswith("_edge_index") or is_sparse(e)]
+        for edges in edge_sets or [None]:
             _check_edges(edges, graph.x.size(0))
         for name in ("y", *MASKS):
             _check_rows(graph, name, graph.x.size(0))
@@ -171,7 +173,9 @@ def _check_features(graph: Data) -> None:
         )
 
 
-def _check_edges(edge_index: Tensor | None, num_nodes: int) -> None:
+def _check_edges(edge_index: Any, num_nodes: int) -> None:
+    if is_sparse(edge_index):  # its shape is checked where it is an argument
+        return
     if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
         _refuse(
             "'edge_index' of shape [2, num_edges]",

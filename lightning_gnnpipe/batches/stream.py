@@ -76,7 +76,8 @@ class BatchStream:
         if found is None:
             return None
         try:
-            call = flatten_call(self._model.module, *found, method=last.method)
+            module, known = self._model.module, self._model.matrices
+            call = flatten_call(module, *found, method=last.method, matrices=known)
             call, inputs = find_graphs(call, graph_of_node(following), self._known_kinds)
         except GNNPipeError:  # the call itself will raise it
             return None

@@ -2,6 +2,7 @@
 
     forward(x, edge_index, edge_attr=None)   ->  leaves x, edge_index            and a template
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
+    forward(x, adj)                          ->  leaves x, and the parts of a sparse matrix
 
 Values that are not tensors stay in the template, so that tracing sees the real options. Only the
 number of graphs gets a placeholder, because it changes with each micro-batch of whole graphs.
@@ -15,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
 from lightning_gnnpipe._compat_pyg import slices_of
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import Matrices, assemble, is_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,17 @@ class _Record:
     """Placeholder of a PyG `Data`."""
 
     attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Placeholder of a sparse matrix: the arguments of `assemble`."""
+
+    edges: _Slot
+    weight: _Slot | None
+    nodes: _Slot
+    layout: torch.layout | None
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,7 @@ class Call:
         arguments: The original `(args, kwargs)`.
         is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
+        matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
     """
 
     leaves: tuple[Tensor, ...]
@@ -113,6 +127,7 @@ class Call:
     is_one_graph: bool = False
     batch_nodes: CountNodes | None = None
     method: str = "forward"
+    matrices: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -157,9 +172,13 @@ def flatten_call(
     kwargs: Mapping[str, Any],
     batch_nodes: CountNodes | None = None,
     method: str = "forward",
+    matrices: Matrices | None = None,
 ) -> Call:
-    """Flatten the arguments of a method; refuse heterogeneous and sparse graphs."""
-    collector = _Collector()
+    """Flatten the arguments of a method; refuse heterogeneous graphs.
+
+    `matrices`: remembers the parts of sparse matrices from call to call.
+    """
+    collector = _Collector(matrices or Matrices())
     names = _parameter_names(getattr(type(module), method), len(args))
     filled_args = tuple(collector.visit(name, arg) for name, arg in zip(names, args, strict=True))
     filled_kwargs = {name: collector.visit(name, arg) for name, arg in kwargs.items()}
@@ -173,11 +192,14 @@ def flatten_call(
         (args, kwargs),
         batch_nodes=batch_nodes,
         method=method,
+        matrices=collector.matrices,
     )
 
 
 class _Collector:
-    def __init__(self) -> None:
+    def __init__(self, known: Matrices) -> None:
+        self._known = known
+        self.matrices: dict[int, str] = {}
         self.leaves: list[Tensor] = []
         self.names: list[str] = []
         self.num_nodes: int | None = None
@@ -188,12 +210,8 @@ class _Collector:
         """Return `value` with its tensors replaced by slots."""
         if isinstance(value, EdgeIndex):
             value = value.as_tensor()
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided:
-                raise _not_supported(name, f"a {value.layout} tensor")
-            self.leaves.append(value)
-            self.names.append(name)
-            return _Slot(len(self.leaves) - 1)
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            return self._add(name, value)
         if isinstance(value, Batch) and not isinstance(value, HeteroData):
             return self._visit_batch(name, value)
         if isinstance(value, Data):
@@ -206,11 +224,28 @@ class _Collector:
             items = [self.visit(f"{name}.{i}", item) for i, item in enumerate(value)]
             return _sequence_like(value, items)
         if not isinstance(value, _PLAIN):
-            raise _not_supported(name, f"a {type(value).__name__}")
+            if is_matrix(value):
+                return self._visit_matrix(name, value)
+            is_tensor = isinstance(value, Tensor)
+            raise _not_supported(name, f"a {value.layout if is_tensor else type(value).__name__}")
         if isinstance(value, int) and type(value) is not bool and last_name(name) in COUNTS:
             self.counts.append((name, value))
             return _Count(value)
         return value
+
+    def _add(self, name: str, leaf: Tensor) -> _Slot:
+        self.leaves.append(leaf)
+        self.names.append(name)
+        return _Slot(len(self.leaves) - 1)
+
+    def _visit_matrix(self, name: str, matrix: Any) -> _Matrix:
+        entries, nodes = self._known.take_apart(name, matrix)
+        edges, weight = self._add(f"{name}.edge_index", entries.edges), None
+        if entries.weight is not None:
+            weight = self._add(f"{name}.edge_weight", entries.weight)
+        slot = self._add(f"{name}.nodes", nodes)
+        self.matrices[slot.index] = name
+        return _Matrix(edges, weight, slot, entries.layout, entries.dtype)
 
     def _visit_batch(self, name: str, batch: Any) -> _Record:
         """Return the record of a `Batch`, without list attributes and `follow_batch` vectors."""
@@ -245,7 +280,9 @@ def _is_usable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_usable(item) for item in value.values())
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    return is_dense or isinstance(value, (*_PLAIN, EdgeIndex))
+    if is_dense or isinstance(value, (*_PLAIN, EdgeIndex)):
+        return True
+    return is_matrix(value) and bool(value.size(0) == value.size(1))
 
 
 def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
@@ -253,6 +290,13 @@ def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
         return leaves[template.index]
     if isinstance(template, _Count):
         return template.value if num_graphs is None else num_graphs
+    if isinstance(template, _Matrix):
+        slots = (template.edges, template.weight, template.nodes)
+        edges, weight, nodes = (None if slot is None else leaves[slot.index] for slot in slots)
+        arguments: Any = (edges, weight, nodes, template.layout, template.dtype)
+        if isinstance(edges, fx.Proxy):
+            return edges.tracer.create_proxy("call_function", assemble, arguments, {})
+        return assemble(*arguments)
     if isinstance(template, _Record):
         return DataView(_fill(template.attributes, leaves, num_graphs))
     if isinstance(template, dict):
@@ -273,8 +317,9 @@ def _parameter_names(method: Callable[..., Any], count: int) -> list[str]:
 
 def _not_supported(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        expected=f"argument '{name}' of the pipelined module to be a plain value or a dense tensor",
+        expected=f"argument '{name}' of the pipelined module to be a plain value, a dense tensor "
+        "or a sparse matrix (torch.sparse_csr, _csc, _coo)",
         found=found,
-        remedy="Pass 'edge_index' of shape [2, num_edges], and edge weights, instead of a "
-        "sparse adjacency matrix. Remove T.ToSparseTensor().",
+        remedy="Pass 'edge_index' of shape [2, num_edges], and edge weights, or the tensors of a "
+        "graph: net(data.x, data.edge_index).",
     )

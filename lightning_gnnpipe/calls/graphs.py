@@ -22,7 +22,7 @@ from lightning_gnnpipe.graph import check_edges
 # What earlier batches have shown of tensors, by name.
 KnownKinds = MutableMapping[str, tuple[Kind, int]]
 
-_OF_NODES = ("x", "pos", "z")
+_OF_NODES = ("x", "pos", "z", "nodes")
 _OF_GRAPHS = ("y", "u")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_gnnpipe.calls.call import Call, last_name
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, Kind
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
+from lightning_gnnpipe.passing import refuse_shape
 
 _NAME = re.compile("(?<![a-z])edge_index")
 
@@ -72,7 +73,11 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
     Raises GraphError for missing or malformed edges, UnsupportedError if several leaves have edge
     shape and no name decides.
     """
-    named = [i for i, name in enumerate(call.names) if _NAME.search(name)]
+    named = [
+        i
+        for i, name in enumerate(call.names)
+        if _NAME.search(name) and i not in call.matrices and last_name(name) != "edge_weight"
+    ]
     shaped = [i for i, leaf in enumerate(call.leaves) if _is_edges(leaf)]
     found = named or shaped
     if not found and needs_edges:
@@ -146,7 +151,10 @@ def classify_graph(call: Call) -> Inputs:
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
+        if slot in call.matrices and rows != num_nodes:
+            raise refuse_shape(call.matrices[slot], f"{rows} rows for {num_nodes} nodes")
         is_edge_name = edges.is_edge_name(name) and not is_of_pairs(name)
+        is_edge_name = is_edge_name and slot not in call.matrices
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)

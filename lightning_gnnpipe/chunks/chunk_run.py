@@ -43,23 +43,25 @@ def run_segments(
     alone. Values that are not in `keep` are dropped after their last use; None keeps all.
     """
     last_use = {name: segment.index for segment in segments for name in segment.inputs}
-    for segment in segments:
-        inputs = [values[name] for name in segment.inputs]
-        if segment.has_inplace:
-            inputs = [t.clone() if _is_real(t) else t for t in inputs]
-        if seed_of is not None:
-            _seed(seed_of(segment.index, chunk.index), inputs)
-        named = zip(segment.inputs, inputs, strict=True)
-        leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
-        context.enter(chunk, segment.index, leaves)
-        outputs = segment.module(*inputs)
-        values.update(zip(segment.outputs, outputs, strict=True))
-        if keep is not None:
-            for name in [
-                n for n in values if n not in keep and last_use.get(n, -1) <= segment.index
-            ]:
-                del values[name]
-    context.leave()
+    try:
+        for segment in segments:
+            inputs = [values[name] for name in segment.inputs]
+            if segment.has_inplace:
+                inputs = [t.clone() if _is_real(t) else t for t in inputs]
+            if seed_of is not None:
+                _seed(seed_of(segment.index, chunk.index), inputs)
+            named = zip(segment.inputs, inputs, strict=True)
+            leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
+            context.enter(chunk, segment.index, leaves)
+            outputs = segment.module(*inputs)
+            values.update(zip(segment.outputs, outputs, strict=True))
+            if keep is not None:
+                for name in [
+                    n for n in values if n not in keep and last_use.get(n, -1) <= segment.index
+                ]:
+                    del values[name]
+    finally:
+        context.leave()
 
 
 def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:

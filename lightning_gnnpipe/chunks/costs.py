@@ -306,6 +306,8 @@ def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[list[int]]:
     saved: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:  # a matrix that is an argument
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and tensor.is_floating_point():
             seen.add(storage.data_ptr())

@@ -127,9 +127,9 @@ class PipelineEngine:
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         is_training = self._is_training()
         self._checks.hooks()
-        module, batch = self.model.module, self.step.batch
+        module, batch, known = self.model.module, self.step.batch, self.model.matrices
         with raising_wrong_arguments(module, method, args, kwargs):
-            call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method)
+            call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
             in_batch = graph_of_node(batch)
             call = self._checks.as_one_graph(call, in_batch)
             in_batch = self._checks.batch_vector(in_batch)

@@ -286,7 +286,8 @@ def find_sources(tensor: Tensor) -> Sources:
             own.append(part)
         elif any(following is None for following, _ in node.next_functions):
             found.is_hidden |= not _is_all_saved(node, own)
-        found.tensors += own
+        found.tensors += filter(_is_dense, own)
+        found.is_hidden |= not all(map(_is_dense, own))
         found.functions.append(f"{node.name()} {saved_options(node)}")
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import ClusterGCNConv, MessagePassing
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import MessageContext, replace_attributes
+from lightning_gnnpipe.passing import ChunkMatrix, MessageContext, replace_attributes
 
 
 def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
@@ -22,9 +22,30 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
     original = conv.forward
     is_upstream = conv.flow == "target_to_source"
 
+    def call(args: Any, kwargs: Any, given: Any, edges: Any, is_reverse: bool) -> Any:
+        """Call the layer with `edges` instead of `given`."""
+
+        def turn(key: str, value: Any) -> Any:
+            if value is given:
+                return edges
+            return _turn(name, key, value, context) if is_reverse else value
+
+        return original(
+            *(turn("", value) for value in args),
+            **{key: turn(key, value) for key, value in kwargs.items()},
+        )
+
     @context.in_layer()
     def run(*args: Any, **kwargs: Any) -> Any:
-        given, number, is_flip = _find_edges((*args, *kwargs.values()), name, context)
+        values = (*args, *kwargs.values())
+        matrix = next((one for one in values if isinstance(one, ChunkMatrix)), None)
+        if matrix is not None:
+            with matrix.along() as entries:
+                # ClusterGCNConv asks for a square matrix; it only counts the entries of a row.
+                is_square = isinstance(conv, ClusterGCNConv) and entries.layout is not None
+                edges = entries.edges if is_square else context.as_matrix(entries)
+                return call(args, kwargs, matrix, edges, matrix.is_reverse)
+        given, number, is_flip = _find_edges(values, name, context)
         if given is None:
             if is_upstream and not context.sees_all:
                 raise _refuse_direction(name, "edges that the model changed, or several edge sets")
@@ -36,16 +57,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
         is_reverse = is_flip != is_upstream
         downstream = replace_attributes(conv, {"flow": "source_to_target"})
         with context.directed(number, is_reverse) as edges, downstream:
-
-            def turn(key: str, value: Any) -> Any:
-                if value is given:
-                    return edges
-                return _turn(name, key, value, context) if is_reverse else value
-
-            return original(
-                *(turn("", value) for value in args),
-                **{key: turn(key, value) for key, value in kwargs.items()},
-            )
+            return call(args, kwargs, given, edges, is_reverse)
 
     return run
 

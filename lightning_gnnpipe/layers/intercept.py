@@ -30,6 +30,7 @@ from lightning_gnnpipe._compat_pyg import (
     arguments_of_edge_updater,
     arguments_of_propagate,
     arguments_of_update,
+    multiplies_matrix,
 )
 from lightning_gnnpipe._compat_torch import BATCH_NORM
 from lightning_gnnpipe.errors import UnsupportedError
@@ -42,7 +43,6 @@ from lightning_gnnpipe.passing import (
     ROWS,
     LinearRule,
     MessageContext,
-    aggregate,
     linear_rule,
     replace_attributes,
 )
@@ -141,7 +141,8 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
-        with context.along(edge_index):
+        entries = context.entries_of(edge_index)
+        with context.along(edge_index if entries is None else entries.edges):
             return run_along(edge_index, kwargs)
 
     def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -149,7 +150,7 @@ def _wrap(
             check_order(name, conv, edge_index, context)
         call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":
-            summed = _aggregate((name, call), rule, edge_index, kwargs, context)
+            summed = _aggregate((name, call), conv, rule, edge_index, kwargs, context)
             if summed is not None:
                 return summed
         chunk = context.chunk
@@ -171,8 +172,9 @@ def _wrap(
 
 def _aggregate(
     call: tuple[str, int],
+    conv: MessagePassing,
     rule: LinearRule,
-    edge_index: Tensor,
+    edge_index: Any,
     kwargs: Mapping[str, Any],
     context: MessageContext,
 ) -> Tensor | None:
@@ -180,16 +182,17 @@ def _aggregate(
     value = kwargs.get(ROWS)
     rows = value[0] if isinstance(value, tuple | list) else value
     weight = None if rule.weight is None else kwargs.get(rule.weight)
-    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
-        return None
-    if rows.size(0) != context.chunk.num_nodes:
-        return None
-    if weight is not None and (weight.requires_grad or weight.dim() != 1):
-        return None
-    if weight is not None:  # the dtype of messages times weights
-        rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))
-    aggregation = context.aggregation((*call, ROWS), edge_index, weight, is_mean=rule.is_mean)
-    return None if aggregation is None else aggregate(rows, aggregation)
+    entries = context.entries_of(edge_index)
+    if entries is not None:
+        edge_index = entries.edges
+        if conv.fuse:
+            if not multiplies_matrix(conv):
+                return None
+            drops_values = entries.layout is None and rule.weight is None  # of a SparseTensor
+            weight = None if drops_values else entries.weight
+        elif rule.weight == "edge_weight" and weight is None:
+            weight = entries.weight
+    return context.weighted_sum((*call, ROWS), edge_index, rows, weight, is_mean=rule.is_mean)
 
 
 def _in_pieces(

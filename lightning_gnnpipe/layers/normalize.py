@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any, cast
@@ -17,10 +18,23 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, add_self_loops, degree, scatter
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    degree,
+    scatter,
+    to_edge_index,
+)
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import InLayer, MessageContext, replace_attributes, replaces
+from lightning_gnnpipe.passing import (
+    Entries,
+    InLayer,
+    MessageContext,
+    is_matrix,
+    replace_attributes,
+    replaces,
+)
 
 _LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
 
@@ -100,6 +114,9 @@ def _local_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`gcn_norm` for one chunk: local edges with self-loops, and the whole graph's weights."""
+    entries = context.entries_of(edge_index)
+    if entries is not None:
+        return _local_matrix_norm(context, entries, improved, add_self_loops, flow, dtype)
     num_nodes = context.chunk.num_nodes
     options = (improved, add_self_loops, flow, dtype)
     if flow != "source_to_target":  # called by the model itself, or with edges that it changed
@@ -130,12 +147,47 @@ def _local_norm(
         edge_index, weight = add_remaining_self_loops(edge_index, edge_weight, loop, num_nodes)
     else:
         weight = edge_weight
-    # Push the chunk's degrees to the power of -1/2, and pull the halo's.
+    return edge_index, _by_degrees(context, edge_index, weight)
+
+
+def _by_degrees(context: MessageContext, edge_index: Tensor, weight: Tensor) -> Tensor:
+    """Return normalised weights: push the chunk's degrees to the power of -1/2, pull the halo's."""
     source, target = edge_index
-    root = scatter(weight, target, dim=0, dim_size=num_nodes, reduce="sum").pow(-0.5)
+    root = scatter(weight, target, 0, context.chunk.num_nodes, reduce="sum").pow(-0.5)
     own = root.masked_fill(root == float("inf"), 0.0)
     wide = context.widen("gcn_norm", context.next_call("gcn_norm"), "degree", own)
-    return edge_index, wide[source] * weight * wide[target]
+    return wide[source] * weight * wide[target]
+
+
+def _local_matrix_norm(
+    context: MessageContext,
+    entries: Entries,
+    improved: bool,
+    adds_loops: bool,
+    flow: str,
+    dtype: torch.dtype | None,
+) -> Any:
+    """`gcn_norm` of a sparse matrix, which treats self-loops otherwise, for one chunk."""
+    options = (improved, adds_loops, flow, dtype)
+
+    def normalise(edges: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        num_nodes = context.whole.num_nodes
+        matrix = replace(entries, edges=edges, weight=weight).build(num_nodes, num_nodes)
+        found = gcn_norm(matrix, None, num_nodes, *options)
+        index, values = to_edge_index(found[0] if isinstance(found, tuple) else found)
+        return index.flip(0), values
+
+    edges, weight = entries.edges, entries.weight
+    key = ("gcn_norm", *options, entries.layout, entries.dtype)
+    known = _of_the_batch(context, key, edges, weight, normalise)
+    if known is None:
+        assert weight is not None
+        if adds_loops:
+            loop, num_nodes = 2.0 if improved else 1.0, context.chunk.num_nodes
+            edges, weight = add_self_loops(edges, weight, loop, num_nodes)
+        known = edges, _by_degrees(context, edges, weight)
+    matrix = context.as_matrix(replace(entries, edges=known[0], weight=known[1]))
+    return matrix if entries.layout is None else (matrix, None)
 
 
 def _local_laplacian(
@@ -206,7 +258,7 @@ def _local_loops(
     num_nodes: Any = None,
 ) -> tuple[Tensor, Any]:
     """Self-loops for the nodes of one chunk, if a layer does not pass `num_nodes`."""
-    if num_nodes is not None:
+    if num_nodes is not None or is_matrix(edge_index):
         return cast(tuple[Tensor, Any], original(edge_index, edge_attr, fill_value, num_nodes))
     if context.edges_key[0] is None:
         raise UnsupportedError(

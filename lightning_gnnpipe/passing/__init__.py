@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightning_gnnpipe.passing.aggregate import (
     ROWS,
     LinearRule,
-    aggregate,
     linear_rule,
     push_pull,
 )
@@ -22,20 +21,35 @@ from lightning_gnnpipe.passing.interfaces import (
     ShardLink,
     Tape,
 )
+from lightning_gnnpipe.passing.matrix import (
+    ChunkMatrix,
+    Entries,
+    Matrices,
+    assemble,
+    is_matrix,
+    multiply_matrix,
+    refuse_shape,
+)
 
 __all__ = [
     "ROWS",
     "CallKey",
+    "ChunkMatrix",
     "EdgeLeaves",
+    "Entries",
     "InLayer",
     "LinearRule",
+    "Matrices",
     "MessageContext",
     "ShardLink",
     "Tape",
     "TapedContext",
-    "aggregate",
+    "assemble",
+    "is_matrix",
     "linear_rule",
+    "multiply_matrix",
     "push_pull",
+    "refuse_shape",
     "replace_attributes",
     "replaces",
 ]

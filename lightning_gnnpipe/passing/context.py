@@ -21,8 +21,9 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing.aggregate import Aggregation, push_pull
+from lightning_gnnpipe.passing.aggregate import Aggregation, aggregate, push_pull
 from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, Tape
+from lightning_gnnpipe.passing.matrix import RUNNING, Entries
 from lightning_gnnpipe.passing.whole import EdgeFunctions
 
 _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  # per thread
@@ -39,6 +40,7 @@ class Scope:
     is_reverse: bool = False  # whether messages flow against the batch's edges
     calls: dict[str, int] = field(default_factory=dict)
     widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    matrices: dict[int, tuple[Any, Entries]] = field(default_factory=dict)  # by id, of layers
 
 
 class TapedContext:
@@ -84,10 +86,12 @@ class MessageContext(TapedContext):
         """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
         names = {id(tensor): (name, version_of(tensor)) for name, tensor in (leaves or {}).items()}
         self._scope = Scope(chunk, segment, names, 0 if self._plan.num_edge_sets == 1 else None)
+        RUNNING.set(self)
 
     def leave(self) -> None:
         """Forget the running chunk and the tensors that it widened."""
         self._scope = None
+        RUNNING.set(None)
 
     @property
     def chunk(self) -> Chunk:
@@ -251,6 +255,49 @@ class MessageContext(TapedContext):
             return None
         full_key = CallKey(scope.segment, *key)
         return Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
+
+    def weighted_sum(
+        self,
+        key: tuple[str, int, str],
+        edges: Tensor,
+        rows: Any,
+        weight: Tensor | None,
+        *,
+        is_mean: bool,
+    ) -> Tensor | None:
+        """Return sums of source rows times `weight` by one product; None if not possible."""
+        if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+            return None
+        if rows.size(0) != self.chunk.num_nodes:
+            return None
+        if weight is not None:
+            if weight.requires_grad or weight.dim() != 1:
+                return None
+            rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))  # of messages
+        aggregation = self.aggregation(key, edges, weight, is_mean=is_mean)
+        return None if aggregation is None else aggregate(rows, aggregation)
+
+    def as_matrix(self, entries: Entries) -> Any:
+        """Return local entries as a layer receives them, `[num_nodes, num_nodes + num_halo]`."""
+        chunk, (edges, weight) = self.chunk, (entries.edges, entries.weight)
+        whole = None if weight is None else self.whole_leaf(weight)
+        source = weight if whole is None else whole
+        known = self.functions.matrices.get(id(edges))
+        if known is not None and known[0] is edges and known[1] is source:
+            matrix = known[2]
+        else:
+            layout = entries.layout and torch.sparse_csr
+            with torch.inference_mode(False):
+                size = chunk.num_nodes, chunk.num_nodes + chunk.num_halo
+                matrix = replace(entries, layout=layout).build(*size)
+            if weight is None or not weight.requires_grad:
+                self.functions.matrices[id(edges)] = edges, source, matrix
+        self._running.matrices[id(matrix)] = matrix, entries
+        return matrix
+
+    def entries_of(self, edges: Any) -> Entries | None:
+        """Return the entries of a matrix that `as_matrix` returned; None for all else."""
+        return self._running.matrices.get(id(edges), (None, None))[1]
 
     def widen(
         self,

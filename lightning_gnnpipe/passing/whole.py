@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class EdgeFunctions:
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, tuple[WholeEdges, int]] = {}
         self._has_groups: dict[tuple[ChunkPlan, int], bool] = {}
+        # Sparse matrices for layers, by the id of their edges: edges, source of the values, matrix.
+        self.matrices: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
 
     def has_groups(self, edges: ChunkPlan, size: int) -> bool:
         """Whether every `size` user edges share a target and stay together in the plan `edges`."""

@@ -10,6 +10,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dis import get_instructions
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages.reads import names_in
+from lightning_gnnpipe.user_code import is_users
 
 LAYER_BY_LAYER = (
     "Where training_step calls layer after layer, put the calls into a method, and call that:\n"
@@ -30,11 +32,42 @@ LAYER_BY_LAYER = (
 )
 
 _OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network has them in its code
+_PRODUCTS = {"spmm", "mm", "matmul", "@", "BINARY_MATRIX_MULTIPLY"}  # the last in Python 3.10
 
 
 def contains_passing(module: nn.Module) -> bool:
     """Whether `module` is or holds a message-passing layer."""
-    return any(isinstance(m, MessagePassing) for m in module.modules())
+    return any(map(_is_layer, module.modules()))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def is_library(module: nn.Module) -> bool:
+    """Whether torch, PyG or Lightning defines the forward of `module`."""
+    forward = type(module).forward
+    return _is_library(forward) or forward.__module__.startswith("torch_geometric.")
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Whether the forward of the user's `module`, or a function that it names, has a product."""
+    seen: set[FunctionType] = set()
+    functions: list[Any] = [] if is_library(module) else [type(module).forward]
+    while functions:
+        function = functions.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        code = function.__code__
+        if not is_users(code):
+            continue
+        steps = [word for step in get_instructions(code) for word in (step.opname, step.argrepr)]
+        if _PRODUCTS & {*code.co_names, *steps}:
+            return True
+        owners = [*map(vars, type(module).__mro__), function.__globals__]
+        functions += [owner.get(name) for name in code.co_names for owner in owners]
+    return False
 
 
 @contextmanager
@@ -115,10 +148,13 @@ class Pipelined(NamedTuple):
 
 
 def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
-    """Find what to pipeline in `module`; `name` is that of a submodule or method, if given."""
+    """Find what to pipeline in `module`; `name` is that of a submodule or method, if given.
+
+    Without any message-passing layer, modules that multiply matrices count as layers.
+    """
     if name is None:
         _check_passing(module)
-        path, found = _descend("", module)
+        path, found = _descend("", module, contains_passing(module))
         return Pipelined(path, found, _find_methods(found, module))
     chosen = _find_named(module, name)
     if chosen is None:
@@ -153,7 +189,9 @@ def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
 
     First come the ones that the training_step of `root` names, in its order.
     """
-    parts = {name for name, child in module.named_children() if contains_passing(child)}
+    is_layer = _is_layer if contains_passing(root) else multiplies
+    children = module.named_children()
+    parts = {name for name, child in children if any(map(is_layer, child.modules()))}
     kind = type(module)
     found = ["forward"] if _has_forward(module) else []
     for name, method in _methods(kind):
@@ -191,16 +229,16 @@ def _names_behind(kind: type, *methods: str) -> list[str]:
     return list(found)
 
 
-def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    holders = _find_holders(module)
+def _descend(name: str, module: nn.Module, has_layers: bool) -> tuple[str, nn.Module]:
+    holders = _find_holders(module, has_layers)
     is_bare = not name and not _has_forward(module)
     if is_bare:
         called = _names_behind(type(module), "training_step")
         holders = [one for one in holders if one[0].partition(".")[0] in called] or holders
-    if len(holders) == 1:
+    if len(holders) == 1 and (has_layers or not multiplies(module)):
         child_name, child = holders[0]
         if not isinstance(child, MessagePassing):
-            found = _descend(f"{name}.{child_name}" if name else child_name, child)
+            found = _descend(f"{name}.{child_name}" if name else child_name, child, has_layers)
             if not _is_container(found[1]):
                 return found
     if is_bare and _find_methods(module, module) == ("forward",):
@@ -220,19 +258,20 @@ def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     return name, module
 
 
-def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _find_holders(module: nn.Module, has_layers: bool) -> list[tuple[str, nn.Module]]:
     """Return submodules that hold message passing, without second names of the same layers.
 
     If `module` has no forward and one holder is trainable, frozen holders (teachers) are left out.
     """
+    is_layer = _is_layer if has_layers else multiplies
     children: dict[nn.Module, str] = {}
     for name, child in itertools.starmap(without_compile, module.named_children()):
         children.setdefault(child, name)
     held = {
-        (name, child): {id(m) for m in child.modules() if isinstance(m, MessagePassing)}
+        (name, child): {id(m) for m in child.modules() if is_layer(m)}
         for child, name in children.items()
-        if contains_passing(child)
     }
+    held = {one: layers for one, layers in held.items() if layers}
     holders = [
         (name, child)
         for (name, child), layers in held.items()
@@ -274,8 +313,11 @@ def _check_passing(module: nn.Module) -> None:
                 found=f"'{name or 'the module itself'}', which torch.jit has compiled",
                 remedy="Use the module as it was before torch.jit.script or torch.jit.trace.",
             )
+    if any(map(multiplies, module.modules())):
+        return
     raise UnsupportedError(
-        expected="a module with message-passing layers (torch_geometric.nn.MessagePassing)",
+        expected="a module with message-passing layers (torch_geometric.nn.MessagePassing), or "
+        "with products of a sparse matrix (torch.spmm, adj @ x)",
         found=f"none in {type(module).__name__}",
         remedy="Build the layers in __init__. Train a model without message passing with "
         "another strategy.",

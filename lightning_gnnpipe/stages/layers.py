@@ -128,7 +128,7 @@ def cut_layers(
     """
     nodes: Sequence[fx.Node] = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    calls = _find_calls(nodes, module)
+    calls = _find_calls(nodes, module, values)
     cutter = _Cutter(nodes, output, values, [nodes[call] for call in calls])
     end = None
     if Kind.GRAPH not in output_kinds:  # in a batch of graphs, pools run on chunks
@@ -152,16 +152,24 @@ def cut_layers(
     return Layers(tuple(segments), crossing, values, outputs, output.args[0], head=head)
 
 
-def _find_calls(nodes: Sequence[fx.Node], module: nn.Module) -> list[int]:
+def _find_calls(
+    nodes: Sequence[fx.Node], module: nn.Module, values: Mapping[str, Value]
+) -> list[int]:
+    """Return the positions of calls of layers, and of products of a sparse matrix and rows."""
     root = root_of(module)
-    calls = [
-        i
-        for i, node in enumerate(nodes)
-        if node.op == "call_module" and contains_passing(root.get_submodule(str(node.target)))
-    ]
+    matrices = {name for name, value in values.items() if value.kind is Kind.EDGE_INDEX}
+
+    def passes(node: fx.Node) -> bool:
+        if node.op == "call_module" and contains_passing(root.get_submodule(str(node.target))):
+            return True
+        is_rows = node.name in values and values[node.name].kind is Kind.NODE
+        return is_rows and any(source.name in matrices for source in node.all_input_nodes)
+
+    calls = [i for i, node in enumerate(nodes) if passes(node)]
     if not calls:
         raise UnsupportedError(
-            expected="the forward of the pipelined module to call message-passing layers",
+            expected="the forward of the pipelined module to call message-passing layers, or to "
+            "multiply a sparse matrix that is an argument by rows of nodes",
             found=f"none in {type(module).__name__}",
             remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
         )

@@ -23,9 +23,19 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import UnsupportedError, first_line
-from lightning_gnnpipe.passing import replace_attributes
+from lightning_gnnpipe.passing import (
+    assemble,
+    multiply_matrix,
+    replace_attributes,
+)
 from lightning_gnnpipe.stages.content import Watched, content_of, watching
-from lightning_gnnpipe.stages.find import contains_passing, is_listed, listed_parts, run_listed
+from lightning_gnnpipe.stages.find import (
+    contains_passing,
+    is_library,
+    is_listed,
+    listed_parts,
+    run_listed,
+)
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.shapes import (
     UNKNOWN,
@@ -64,8 +74,8 @@ _REMEDY = (
 _REMEDIES = {
     "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
     "h), which makes a new tensor.",
-    "the graph has no": "Pass 'edge_index' instead of a sparse matrix, and use lists and objects "
-    "in training_step: they do not reach the pipelined module.",
+    "the graph has no": "Use lists, objects and sparse features in training_step: they do not "
+    "reach the pipelined module.",
 }
 
 # Error texts of torch.fx, and descriptions of the user's line.
@@ -296,20 +306,21 @@ class _Tracer(fx.Tracer):
             if callable(function := getattr(torch_geometric.utils, name))
         )
         listed = listed_parts(module)
+        self._listed = listed
         self._traced = {
             id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
         }
         norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
         super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
         self._contexts = _contexts()
-        passing = [m for m in module.modules() if contains_passing(m)]
+        passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
         own = (sys.modules[type(m).__module__] for m in passing)
         search_in(self, {*_SEARCHED, *user_modules(), *own})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) not in self._traced
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if _contexts() != self._contexts and not _is_checkpointed():
             raise UnsupportedError(
                 expected="forward to call all layers in one mode of autograd and of autocast",
@@ -318,7 +329,8 @@ class _Tracer(fx.Tracer):
                 "requires_grad_(False) on layers. Move code in another precision into a "
                 "submodule without message passing.",
             )
-        node = super().create_node(*args, **kwargs)
+        target = multiply_matrix if target is torch_geometric.utils.spmm else target
+        node = super().create_node(kind, target, *args, **kwargs)
         node.meta[_LINE] = line_here()
         mark(node)
         return node
@@ -359,6 +371,9 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        takes_matrix = any(map(_is_of_matrix, (*args, *kwargs.values())))
+        if takes_matrix and not is_library(m) and not isinstance(m, MessagePassing):
+            self._traced |= {id(m)} - self._listed  # it may multiply the matrix several times
         result = super().call_module(m, forward, args, kwargs)
         types = _node_types(m)
         if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
@@ -375,6 +390,15 @@ class _Tracer(fx.Tracer):
         if call.has_graphs:
             leaves.append(self.create_proxy("placeholder", NUM_GRAPHS, (), {}))
         return type(self.root).forward, [self.root, *leaves]
+
+
+def _is_of_matrix(value: Any) -> bool:
+    """Whether `value` stands for a sparse matrix, or its transpose."""
+    node = value.node if isinstance(value, fx.Proxy) else value
+    if not isinstance(node, fx.Node):
+        return False
+    is_transpose = node.op == "call_method" and node.target in ("t", "coalesce")
+    return node.target is assemble or (is_transpose and _is_of_matrix(node.args[0]))
 
 
 def _contexts() -> tuple[bool, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.passing import is_matrix
 from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
 from lightning_gnnpipe.stages.trace import line_of_node, refill, root_of
 from lightning_gnnpipe.user_code import at
@@ -70,6 +71,8 @@ class Value:
     @property
     def words(self) -> str:
         """Description of its rows for a message."""
+        if self.kind is Kind.EDGE_INDEX:
+            return "a sparse matrix"
         if self.kind is Kind.WHOLE:
             return "a tensor without one row for each node, edge or graph"
         counted = "graph" if self.kind is Kind.NONEMPTY_PREFIX else self.kind.value
@@ -201,7 +204,11 @@ def learn_values(
     values, kinds = dict[str, Value](), sample.row_kinds
 
     def note(node: fx.Node, result: Any) -> None:
-        if isinstance(result, Tensor):
+        if is_matrix(result):
+            flows = result.requires_grad
+            flows = flows if isinstance(flows, bool) else flows()  # torch-sparse
+            values[node.name] = Value(Kind.EDGE_INDEX, 0, (), torch.int64, flows)
+        elif isinstance(result, Tensor):
             values[node.name] = _value_of(result, kinds if node.op != "get_attr" else {})
             node.meta[SIZES] = tuple(result.shape)
             same = [slot for slot, leaf in enumerate(sample.leaves) if leaf is result]

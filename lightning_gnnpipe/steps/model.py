@@ -22,6 +22,7 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
+from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors, switched
 from lightning_gnnpipe.stages import (
     Layers,
@@ -87,6 +88,7 @@ class PipelinedModel:
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
+        self.matrices = Matrices()  # sparse matrices among the arguments
         self.reads = WeightReads(
             transport, lambda: (self._weights, *self._copies), lambda: self._users
         )

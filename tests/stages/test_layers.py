@@ -281,8 +281,8 @@ def test_inputs_are_told_apart() -> None:
     call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
     with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
         classify(call)
-    with pytest.raises(UnsupportedError, match="sparse adjacency"):
-        flatten_call(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
+    with pytest.raises(UnsupportedError, match="a dense tensor or a sparse matrix"):
+        flatten_call(module, (torch.randn(N, D), torch.eye(N + 1).to_sparse_bsr((2, 2))), {})
 
 
 class Branches(nn.Module):

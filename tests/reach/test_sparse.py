@@ -1,0 +1,559 @@
+"""Sparse adjacency matrices: the numbers of plain PyG, in one chunk and in several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+import torch_geometric.transforms as T
+from torch import Tensor, nn
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import scatter, spmm, to_edge_index
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.calls import classify, flatten_call
+from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
+from lightning_gnnpipe.passing import Matrices, assemble, matrix
+from lightning_gnnpipe.stages import find_pipelined
+from tests.helpers.cases import some
+
+N, D, C = 13, 6, 3
+LAYOUTS = {"csr": torch.sparse_csr, "coo": torch.sparse_coo, "csc": torch.sparse_csc}
+
+Takes = Callable[[Data], tuple[Any, ...]]
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def graph(*, weighted: bool = True, has_loop: bool = True) -> Data:
+    """A directed graph, maybe with a self-loop; `adj_csr` and so on hold edges and weights."""
+    torch.manual_seed(3)
+    dense = (torch.rand(N, N) < 0.25).double().fill_diagonal_(0.0)
+    dense[4, 4] = float(has_loop)
+    if weighted:
+        dense = dense * (0.2 + torch.rand(N, N))
+    data = Data(x=torch.randn(N, D), y=torch.arange(N) % C)
+    for name, layout in LAYOUTS.items():
+        data[f"adj_{name}"] = dense.to_sparse(layout=layout)
+    row, column = dense.nonzero().t()  # row-major, as CSR
+    data.edge_index, data.edge_weight = torch.stack([column, row]), dense[row, column]
+    return data
+
+
+def normalised(data: Data) -> Data:
+    """Replace the matrices by GCN's normalised ones."""
+    [matrix, _] = gcn_norm(data.adj_csr, None, N)
+    index, weight = to_edge_index(matrix)
+    dense = matrix.to_dense()
+    for name, layout in LAYOUTS.items():
+        data[f"adj_{name}"] = dense.to_sparse(layout=layout)
+    data.edge_index, data.edge_weight = index.flip(0), weight
+    return data
+
+
+class Stack(nn.Module):
+    """Layers `conv(x, *edges)`, with a residual."""
+
+    def __init__(self, *convs: nn.Module) -> None:
+        super().__init__()
+        self.lin, self.head = nn.Linear(D, 8), nn.Linear(8, C)
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, x: Tensor, *edges: Any) -> Tensor:
+        x = self.lin(x).relu()
+        for conv in self.convs:
+            x = x + conv(x, *edges).tanh()
+        return self.head(x)
+
+
+class Initial(Stack):
+    """GCNII: layers also read the first rows."""
+
+    def forward(self, x: Tensor, *edges: Any) -> Tensor:
+        x = first = self.lin(x).relu()
+        for conv in self.convs:
+            x = conv(x, first, *edges).relu()
+        return self.head(x)
+
+
+class Chain(Stack):
+    """Reversible blocks, which must not see their inputs used twice."""
+
+    def forward(self, x: Tensor, *edges: Any) -> Tensor:
+        x = self.lin(x)
+        for conv in self.convs:
+            x = conv(x, *edges)
+        return self.head(x)
+
+
+def reversible() -> nn.Module:
+    return Chain(*(gnn.GroupAddRev(gnn.SAGEConv(4, 4), num_groups=2) for _ in range(3)))
+
+
+class GraphConvolution(nn.Module):
+    """The layer of the original GCNII, written with a sparse product."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.weight = nn.Parameter(torch.randn(8, 8) / 8)
+
+    def forward(self, x: Tensor, first: Tensor, adj: Any) -> Tensor:
+        theta = math.log(0.5 / self.number + 1)
+        support = 0.9 * torch.spmm(adj, x) + 0.1 * first
+        return theta * torch.mm(support, self.weight) + (1 - theta) * support
+
+
+class ByLayer(GraphConvolution):
+    """The same with a layer of PyG."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.sum = gnn.SimpleConv(aggr="sum")
+
+    def forward(self, x: Tensor, first: Tensor, *edges: Any) -> Tensor:
+        theta = math.log(0.5 / self.number + 1)
+        support = 0.9 * self.sum(x, *edges) + 0.1 * first
+        return theta * torch.mm(support, self.weight) + (1 - theta) * support
+
+
+class Kipf(nn.Module):
+    """Products in the forward of the network itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.mid, self.head = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, C)
+
+    def times(self, edges: Any, x: Tensor) -> Tensor:
+        return edges @ x
+
+    def forward(self, x: Tensor, *edges: Any) -> Tensor:
+        x = self.times(*edges, self.lin(x)).relu()
+        x = self.times(*edges, self.mid(x)).relu()
+        return self.times(*edges, self.head(x))
+
+
+class KipfByLayer(Kipf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = gnn.SimpleConv(aggr="sum")
+
+    def times(self, edge_index: Tensor, weight: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.sum(x, edge_index, weight)
+
+
+def stack(kind: Callable[..., nn.Module], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: Stack(*(kind(8, 8, **options) for _ in range(3)))
+
+
+def gcn2() -> nn.Module:
+    convs = (gnn.GCN2Conv(8, 0.1, 0.5, i + 1, cached=True, normalize=False) for i in range(3))
+    return Initial(*convs)
+
+
+# name: (network, the same on edges and weights if that is another one, values of the matrix)
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str]] = {
+    "gcn": (stack(gnn.GCNConv), None, "ones"),
+    "gcn weighted": (stack(gnn.GCNConv, cached=True), None, "weights"),
+    "graph": (stack(gnn.GraphConv), None, "weights"),
+    "sage": (stack(gnn.SAGEConv), None, "ones"),
+    "sage weighted": (stack(gnn.SAGEConv), None, "weights"),
+    "gin max": (
+        lambda: Stack(*(gnn.GINConv(nn.Linear(8, 8), aggr="max") for _ in range(3))),
+        None,
+        "ones",
+    ),
+    "gat": (stack(gnn.GATConv, heads=2, concat=False), None, "ones"),
+    "transformer": (stack(gnn.TransformerConv), None, "ones"),
+    "gcn2": (gcn2, None, "normalised"),
+    "appnp": (lambda: Stack(gnn.APPNP(3, 0.1), gnn.APPNP(2, 0.2)), None, "weights"),
+    "gcnii by hand": (
+        lambda: Initial(*map(GraphConvolution, (1, 2, 3))),
+        lambda: Initial(*map(ByLayer, (1, 2, 3))),
+        "normalised",
+    ),
+    "basic": (lambda: gnn.GCN(D, 8, 3, C), None, "weights"),
+    "cluster": (stack(gnn.ClusterGCNConv), None, "weights"),
+    "reversible": (reversible, None, "ones"),
+    "kipf by hand": (Kipf, KipfByLayer, "normalised"),
+}
+WITHOUT_CSC = ("gcn", "gcn weighted", "gat", "transformer", "appnp", "basic", "cluster")  # in PyG
+WITHOUT_WEIGHT = ("sage", "gin max", "gat", "transformer", "cluster", "reversible")
+CASES = [(name, layout) for name in NETS for layout in LAYOUTS]
+CASES = [one for one in CASES if one[1] != "csc" or one[0] not in WITHOUT_CSC]
+
+
+def data_of(values: str, *, has_loop: bool = True) -> Data:
+    data = graph(weighted=values != "ones", has_loop=has_loop)
+    return normalised(data) if values == "normalised" else data
+
+
+class Task(L.LightningModule):
+    def __init__(self, net: nn.Module, takes: Takes) -> None:
+        super().__init__()
+        self.net, self.takes = net, takes
+        self.losses: list[float] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(*self.takes(data)), data.y)
+        self.losses.append(float(loss))
+        return loss
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        self.outputs = self.net(*self.takes(data))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+
+def fit(
+    make: Callable[[], nn.Module],
+    data: Data,
+    takes: Takes,
+    num_chunks: int = 0,
+    epochs: int = 3,
+    num_stages: int = 1,
+) -> Task:
+    """Train; `num_chunks` is 0 for a plain Trainer."""
+    torch.manual_seed(1)
+    task = Task(make(), takes)
+    strategy: Any = "auto"
+    if num_chunks:
+        partition = torch.arange(N) % num_chunks if num_chunks > 1 else "metis"
+        strategy = GNNPipeStrategy(num_chunks=num_chunks, partition=partition, start_method="fork")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=strategy,
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, datamodule=FullGraphDataModule(data))
+    return task
+
+
+def assert_same(found: Task, expected: Task, tolerance: float) -> None:
+    state = expected.state_dict()
+    assert found.state_dict().keys() == state.keys()
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.outputs, expected.outputs, rtol=0, atol=tolerance)
+
+
+def takes_matrix(layout: str) -> Takes:
+    return lambda data: (data.x, data[f"adj_{layout}"])
+
+
+@pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
+def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
+    make, _, values = NETS[name]
+    data, takes = data_of(values), takes_matrix(layout)
+    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
+    """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""
+    make, on_edges, values = NETS[name]
+    data, takes = data_of(values, has_loop=False), takes_matrix("csr")
+    found = fit(make, data, takes, 3, epochs=5)
+    assert found.losses != fit(make, data, takes, 1, epochs=5).losses
+    with torch.no_grad():
+        plain = found.net(*takes(data))
+    torch.testing.assert_close(found.outputs, plain, rtol=0, atol=1e-10)
+    if name != "sage weighted":  # only matrices weigh the messages of SAGE
+        expected = fit(on_edges or make, data, takes_edges(name), 3, epochs=5)
+        assert_same(found, expected, 1e-10)
+
+
+def takes_edges(name: str) -> Takes:
+    if name in WITHOUT_WEIGHT:
+        return lambda data: (data.x, data.edge_index)
+    return lambda data: (data.x, data.edge_index, data.edge_weight)
+
+
+@pytest.mark.parametrize("name", ["gat", "gcnii by hand"])
+def test_two_stages_equal_one(name: str) -> None:
+    make, _, values = NETS[name]
+    runs = [fit(make, data_of(values), takes_matrix("coo"), 3, 4, stages) for stages in (1, 2)]
+    for key, value in runs[0].state_dict().items():
+        torch.testing.assert_close(runs[1].state_dict()[key], value, rtol=0, atol=1e-10)
+
+
+def transformed(data: Data) -> Data:
+    transform = T.Compose([T.ToUndirected(), T.ToSparseTensor(layout=torch.sparse_csr)])
+    return transform(Data(x=data.x, y=data.y, edge_index=data.edge_index))
+
+
+def test_a_graph_after_transforms_is_passed_whole() -> None:
+    class Net(Stack):
+        def forward(self, data: Data) -> Tensor:
+            return super().forward(data.x, data.adj_t)
+
+    data = transformed(graph())
+    assert "edge_index" not in data
+
+    def make() -> nn.Module:
+        return Net(*(gnn.GCNConv(8, 8) for _ in range(3)))
+
+    def takes(data: Data) -> tuple[Any, ...]:
+        return (data,)
+
+    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+    found = fit(make, data, takes, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(found.outputs, found.net(data), rtol=0, atol=1e-10)
+
+
+def test_an_edge_index_of_pyg_is_a_tensor_of_edges() -> None:
+    data = graph(weighted=False, has_loop=False)
+    made = EdgeIndex(data.edge_index, sparse_size=(N, N))
+    data.sorted_edges = made.sort_by("col").values
+    make, takes = stack(gnn.SAGEConv), lambda data: (data.x, data.sorted_edges)
+    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+    assert_same(fit(make, data, takes, 3), fit(make, data, takes_matrix("csr"), 3), 1e-10)
+
+
+class Products(nn.Module):
+    """Ways to multiply, to transpose and to ask for sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, C)])
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        x = torch.sparse.mm(adj, self.lins[0](x)).tanh()
+        x = x + adj.matmul(x) / adj.size(0) ** 0 + spmm(adj, x, reduce="mean")
+        x = torch.mm(adj.t(), self.lins[1](x)) + x.new_ones(adj.shape[0], 1)
+        return (adj.coalesce() @ (adj @ self.lins[2](x.tanh()))).tanh()
+
+
+class ProductsByHand(Products):
+    """The same with gathers and scatters."""
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        index, weight = to_edge_index(adj)
+
+        def times(x: Tensor, reduce: str = "sum", turn: int = 0) -> Tensor:
+            messages = weight[:, None] * x[index[1 - turn]]
+            return scatter(messages, index[turn], 0, N, reduce)
+
+        x = times(self.lins[0](x)).tanh()
+        x = x + times(x) + times(x, "mean")
+        x = times(self.lins[1](x), turn=1) + 1.0
+        return times(times(self.lins[2](x.tanh()))).tanh()
+
+
+def test_products_by_hand() -> None:
+    data, takes = graph(), takes_matrix("coo")
+    plain = fit(ProductsByHand, data, takes)
+    assert_same(fit(Products, data, takes), plain, 1e-9)
+    assert_same(fit(Products, data, takes, 1), plain, 1e-9)
+    found = fit(Products, data, takes, 3, epochs=5)
+    with torch.no_grad():
+        torch.testing.assert_close(found.outputs, found.net(*takes(data)), rtol=0, atol=1e-10)
+
+
+def test_layers_take_a_transpose() -> None:
+    class Both(Stack):
+        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+            x = self.lin(x)
+            for conv in self.convs:
+                x = x + conv(x, adj).tanh() - conv(x, adj.t())
+            return self.head(x)
+
+    def make() -> nn.Module:
+        return Both(gnn.GraphConv(8, 8), gnn.SAGEConv(8, 8))
+
+    data, takes = graph(), takes_matrix("csr")
+    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+    found = fit(make, data, takes, 3, epochs=5)
+    with torch.no_grad():
+        torch.testing.assert_close(found.outputs, found.net(*takes(data)), rtol=0, atol=1e-10)
+
+
+def test_values_that_need_a_gradient_get_it() -> None:
+    class Learned(Task):
+        def __init__(self, net: nn.Module, takes: Takes) -> None:
+            super().__init__(net, takes)
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def takes(data: Data) -> tuple[Any, ...]:
+        return (data.x, data.adj_coo * tasks[-1].scale)
+
+    tasks: list[Any] = []
+    results = []
+    for num_chunks in (0, 1, 3):
+        torch.manual_seed(1)
+        tasks.append(Learned(Kipf(), takes))
+        strategy: Any = "auto"
+        if num_chunks:
+            strategy = GNNPipeStrategy(num_chunks=num_chunks)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(tasks[-1], datamodule=FullGraphDataModule(graph()))
+        results.append(tasks[-1].scale.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-9)  # the first step is exact
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.adj_csr.to_dense()[:, :9].to_sparse_csr(), "13 rows and 9 columns"),
+        (lambda data: torch.eye(9).to_sparse_csr(), "9 rows for 13 nodes"),
+    ],
+)
+def test_matrices_that_are_not_over_the_nodes_are_refused(change: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"one row and one column for each node.*{words}"):
+        fit(Kipf, graph(), lambda data: (data.x, change(data)), 3)
+
+
+class Dense(Kipf):
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        return super().forward(x + adj.to_dense().sum(1, keepdim=True), adj)
+
+
+def test_other_uses_of_the_matrix_are_refused() -> None:
+    with pytest.raises(GNNPipeError, match=r"multiplied by rows of nodes.*to_dense"):
+        fit(Dense, graph(), takes_matrix("csr"), 3)
+
+
+def test_a_network_without_products_is_refused() -> None:
+    class Perceptron(Kipf):
+        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+            return self.head(self.lin(x) @ self.mid.weight)
+
+    with pytest.raises(UnsupportedError, match="multiply a sparse matrix"):
+        fit(Perceptron, graph(), takes_matrix("csr"), 3)
+
+
+def test_the_pipelined_module_holds_the_products() -> None:
+    class Own(Task):
+        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+            return self.net(x, adj)
+
+        def training_step(self, data: Data, batch_idx: int) -> Tensor:
+            out = self(*self.takes(data))
+            return (out @ out.t()).mean()
+
+    for make in (Kipf, lambda: Initial(*map(GraphConvolution, (1, 2)))):
+        name, found, _ = find_pipelined(Own(make(), takes_matrix("csr")), None)
+        assert (name, isinstance(found, Kipf | Initial)) == ("net", True)
+    with pytest.raises(UnsupportedError, match="products of a sparse matrix"):
+        find_pipelined(nn.Sequential(nn.Linear(2, 2)), None)
+
+
+def test_the_parts_of_a_matrix_stay_the_same_tensors() -> None:
+    """Each step asks for them; the same tensors have known fingerprints."""
+    known, net = Matrices(), Kipf()
+    adj = graph(weighted=False).adj_csr
+    x = torch.randn(N, D)
+    first, second = (flatten_call(net, (x, adj), {}, matrices=known) for _ in range(2))
+    assert [a is b for a, b in zip(first.leaves, second.leaves, strict=True)] == [True] * 3
+    assert first.names == ("x", "args.1.edge_index", "args.1.nodes")
+    assert classify(first).num_nodes == N
+    adj.values().mul_(2.0)  # ones no more
+    assert len(flatten_call(net, (x, adj), {}, matrices=known).leaves) == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_matrix_is_put_together_as_it_was(layout: str) -> None:
+    given = graph()[f"adj_{layout}"]
+    entries, nodes = Matrices().take_apart("adj", given)
+    again = assemble(entries.edges, entries.weight, nodes, entries.layout, entries.dtype)
+    assert again.layout is given.layout
+    assert torch.equal(again.to_dense(), given.to_dense())
+
+
+class StandIn(matrix.SparseTensor):  # type: ignore[misc]
+    """What PyG calls of torch-sparse's `SparseTensor`, which is not installed here."""
+
+    def __init__(
+        self, row: Tensor, col: Tensor, value: Tensor | None, sparse_sizes: tuple[int, int]
+    ) -> None:
+        self.parts, self.shape = (row, col, value), sparse_sizes
+
+    def coo(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.parts
+
+    def csr(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        counts = torch.bincount(self.parts[0], minlength=self.shape[0])
+        return F.pad(counts.cumsum(0), (1, 0)), *self.parts[1:]
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def nnz(self) -> int:
+        return self.parts[0].numel()
+
+    def has_value(self) -> bool:
+        return self.parts[2] is not None
+
+    def set_value(self, value: Tensor | None, layout: str | None = None) -> StandIn:
+        return StandIn(*self.parts[:2], value, self.shape)
+
+    def is_cuda(self) -> bool:
+        return False
+
+    def requires_grad(self) -> bool:
+        return False
+
+    def to_torch_sparse_csr_tensor(self) -> Tensor:
+        row, col, value = self.parts
+        value = torch.ones(len(row)) if value is None else value
+        return torch.sparse_coo_tensor(torch.stack([row, col]), value, self.shape).to_sparse_csr()
+
+    def matmul(self, other: Tensor, reduce: str = "sum") -> Tensor:
+        return torch.sparse.mm(self.to_torch_sparse_csr_tensor(), other, reduce)
+
+    __matmul__ = matmul
+
+    def to(self, *args: Any, **kwargs: Any) -> StandIn:
+        return self
+
+
+@pytest.mark.parametrize("name", ["graph", "sage weighted", "kipf by hand", "transformer"])
+def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "SparseTensor", StandIn)
+    monkeypatch.setattr(matrix, "WITH_TORCH_SPARSE", True)
+    make, on_edges, _ = NETS[name]
+    data = graph()
+    column, row = data.edge_index
+    data.adj_t = StandIn(row, column, data.edge_weight, (N, N))
+
+    def takes(data: Data) -> tuple[Any, ...]:
+        return (data.x, data.adj_t)
+
+    names = takes_edges("sage" if name == "sage weighted" else name)
+    expected = fit(on_edges or make, data, names, 3)
+    found = fit(make, data, takes, 3)
+    if name != "transformer":  # reads values as features of edges
+        assert_same(found, expected, 1e-10)
+    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
