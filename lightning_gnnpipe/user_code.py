@@ -18,7 +18,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 
 from torch import nn
 
-from lightning_gnnpipe.errors import GNNPipeError, PeerError
+from lightning_gnnpipe.errors import GNNPipeError, PeerError, UnsupportedError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -156,3 +156,42 @@ def _joined(frames: Iterable[TracebackType]) -> TracebackType | None:
     for one in reversed(list(frames)):
         trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return trace
+
+
+_REMEDY = (
+    "Move self.log and control flow on the values of tensors into training_step, or into "
+    "a submodule without message passing. Or choose a smaller module with "
+    "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
+    "docs/choosing.md)."
+)
+_REMEDIES = {
+    "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
+    "h), which makes a new tensor.",
+    "the graph has no": "Use lists, objects and sparse features in training_step: they do not "
+    "reach the pipelined module.",
+}
+
+# Error texts of torch.fx, and descriptions of the user's line.
+_FAULTS = {
+    "item assignment": "an assignment to some rows of a tensor",
+    "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
+    "cannot be iterated": "a loop over a tensor",
+    "'len' is not supported": "len() of a tensor, where x.size(0) is supported",
+}
+
+
+def _words(error: Exception) -> str:
+    for text, words in _FAULTS.items():
+        if text in str(error):
+            return words
+    text = first_line(error).replace("'Proxy' object", "a tensor of the trace")
+    return f"{type(error).__name__}: {text.replace('Proxy', 'a tensor of the trace')}"
+
+
+def untraceable(name: str, error: Exception) -> UnsupportedError:
+    """Return the error for a forward, or a method `name`, in which a trace failed with `error`."""
+    return UnsupportedError(
+        expected=f"the {name} to be traceable by torch.fx",
+        found=f"{_words(error)}{at(line_of(error))}",
+        remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -269,3 +269,23 @@ def _check_progress(name: str, frame: FrameType | None) -> None:
         remedy="Set an attribute in on_train_epoch_start and read it in forward. Log in "
         "training_step.",
     )
+
+
+@contextmanager
+def undone_on_errors(owners: Iterable[dict[str, Any]]) -> Iterator[ExitStack]:
+    """If the block fails, restore containers among the attributes `owners`, and call the stack."""
+    attributes = list(owners)
+    held = [*(one for named in attributes for one in named.values()), *attributes]
+    with ExitStack() as undo:
+        for one in held:
+            if isinstance(one, list | dict | set):
+                undo.callback(refill, one, one.copy())
+        yield undo
+        undo.pop_all()
+
+
+def refill(container: Any, items: Any) -> None:
+    """Replace the contents of a list, dict or set."""
+    container.clear()
+    add = container.extend if isinstance(container, list) else container.update
+    add(items)

@@ -22,13 +22,18 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
 from lightning_gnnpipe.calls import Call
-from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import (
     assemble,
     multiply_matrix,
     replace_attributes,
 )
-from lightning_gnnpipe.stages.content import Watched, content_of, watching
+from lightning_gnnpipe.stages.content import (
+    Watched,
+    content_of,
+    undone_on_errors,
+    watching,
+)
 from lightning_gnnpipe.stages.find import (
     contains_passing,
     is_library,
@@ -46,7 +51,7 @@ from lightning_gnnpipe.stages.shapes import (
     is_of_shapes,
     mark,
 )
-from lightning_gnnpipe.user_code import at, line_here, line_of, user_modules
+from lightning_gnnpipe.user_code import line_here, untraceable, user_modules
 
 _ROOT = "module"
 _LINE = "line"
@@ -65,35 +70,6 @@ _SEARCHED = (
 )
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 
-_REMEDY = (
-    "Move self.log and control flow on the values of tensors into training_step, or into "
-    "a submodule without message passing. Or choose a smaller module with "
-    "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
-    "docs/choosing.md)."
-)
-_REMEDIES = {
-    "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
-    "h), which makes a new tensor.",
-    "the graph has no": "Use lists, objects and sparse features in training_step: they do not "
-    "reach the pipelined module.",
-}
-
-# Error texts of torch.fx, and descriptions of the user's line.
-_FAULTS = {
-    "item assignment": "an assignment to some rows of a tensor",
-    "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
-    "cannot be iterated": "a loop over a tensor",
-    "'len' is not supported": "len() of a tensor, where x.size(0) is supported",
-}
-
-
-def _words(error: Exception) -> str:
-    for text, words in _FAULTS.items():
-        if text in str(error):
-            return words
-    text = first_line(error).replace("'Proxy' object", "a tensor of the trace")
-    return f"{type(error).__name__}: {text.replace('Proxy', 'a tensor of the trace')}"
-
 
 def trace(
     module: nn.Module,
@@ -110,7 +86,10 @@ def trace(
     """
     random_numbers, name = _random_states(), _name_of(module, call)
     questions = questions or Questions()
-    with _undone_on_errors(module) as undo, torch.set_grad_enabled(is_grad_enabled):
+    with (
+        undone_on_errors(_attributes(module)) as undo,
+        torch.set_grad_enabled(is_grad_enabled),
+    ):
         graph, first = _trace_once(module, call, questions, undo)
         before = first.values()
         again, reads = _trace_once(module, call, questions, undo, is_second=True)
@@ -142,7 +121,7 @@ def _trace_once(
     caller, tracer = _Caller(module, call), _Tracer(module, questions)
     undo.callback(caller.watched.undo)
     try:
-        with _undone_on_errors(module) as attempt, traceable(module):
+        with undone_on_errors(_attributes(module)) as attempt, traceable(module):
             attempt.callback(caller.watched.undo)
             graph = tracer.trace(caller)
     except UnsupportedError:
@@ -153,11 +132,7 @@ def _trace_once(
         questions.answers |= {str(asked): Answer(None, UNKNOWN)} | found
         return _trace_once(module, call, questions, undo, is_second=is_second)
     except Exception as error:
-        raise UnsupportedError(
-            expected=f"the {_name_of(module, call)} to be traceable by torch.fx",
-            found=f"{_words(error)}{at(line_of(error))}",
-            remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
-        ) from error
+        raise untraceable(_name_of(module, call), error) from error
     for node in reversed(graph.nodes):  # questions keep no tensor alive
         if is_of_shapes(node) and not node.users:
             graph.erase_node(node)
@@ -177,6 +152,10 @@ def _name_of(module: nn.Module, call: Call) -> str:
     return f"{call.method} of {type(module).__name__}"
 
 
+def _attributes(module: nn.Module) -> list[dict[str, Any]]:
+    return [vars(m) for m in module.modules() if is_traced_through(m)]
+
+
 def _refuse_chance(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
         expected=f"the {name} to compute the same in every call",
@@ -189,26 +168,6 @@ def _refuse_chance(name: str, found: str) -> UnsupportedError:
 def _random_states() -> Hashable:
     numbers = [random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()]
     return content_of(numbers)
-
-
-@contextmanager
-def _undone_on_errors(module: nn.Module) -> Iterator[ExitStack]:
-    """If the block fails, restore containers of traced modules and call the yielded stack."""
-    attributes = [vars(m) for m in module.modules() if is_traced_through(m)]
-    held = [*(one for named in attributes for one in named.values()), *attributes]
-    with ExitStack() as undo:
-        for one in held:
-            if isinstance(one, list | dict | set):
-                undo.callback(refill, one, one.copy())
-        yield undo
-        undo.pop_all()
-
-
-def refill(container: Any, items: Any) -> None:
-    """Replace the contents of a list, dict or set."""
-    container.clear()
-    add = container.extend if isinstance(container, list) else container.update
-    add(items)
 
 
 @contextmanager

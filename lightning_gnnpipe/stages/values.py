@@ -20,8 +20,9 @@ from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import is_matrix
+from lightning_gnnpipe.stages.content import refill
 from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
-from lightning_gnnpipe.stages.trace import line_of_node, refill, root_of
+from lightning_gnnpipe.stages.trace import line_of_node, root_of
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_SIZES = (

@@ -71,10 +71,8 @@ class PipelinedModel:
         check: Check,
         is_cut: Callable[[Inputs], bool],
     ) -> None:
-        self.module = module
-        self.intercepted = find_layers(module)
-        self._transport = transport
-        self._options = options
+        self.module, self.intercepted = module, find_layers(module)
+        self._transport, self._options = transport, options
         self._check, self._is_cut = check, is_cut
         self._modes: dict[Key, Mode] = {}  # least recently used first
         self._num_changes = 0  # of options that forward reads
