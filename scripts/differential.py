@@ -4,8 +4,8 @@
 
 A program is a network, a graph and a few habits of users. It is trained with one chunk, with four
 and exact steps, with stale rows against the oracle of the tests, and one in five on two stages. A
-difference, an error that is no refusal in words, or a wait is a failure: the program is cut down to
-what fails, and printed. The exit status is 1 then.
+difference, an error that is no refusal in words, or a wait is a failure: the program is printed.
+The exit status is 1 then.
 """
 
 from __future__ import annotations

@@ -35,11 +35,14 @@ def double() -> Iterator[None]:
 def leaves_nothing_behind() -> Iterator[None]:
     """Restore ``os.environ``; fail on child processes and process groups that are still there."""
     environment = dict(os.environ)
-    before = {child.pid for child in _children()}
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     os.environ.clear()
     os.environ.update(environment)
-    leaks = [*_end_leaked_processes(before), *_end_leaked_group()]
+    leaks = _end_leaked_processes(before)
+    if dist.is_available() and dist.is_initialized():
+        leaks.append(f"a torch.distributed group of {dist.get_world_size()} rank(s)")
+        dist.destroy_process_group()
     if leaks:
         pytest.fail(f"The test left behind: {', '.join(leaks)}", pytrace=False)
 
@@ -47,9 +50,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def says_nothing_of_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail on errors of the package, of this process, whose text is not for users."""
-    texts: list[str] = []
-
-    build = GNNPipeError.__init__
+    texts, build = list[str](), GNNPipeError.__init__
 
     def note(self: GNNPipeError, *args: str, **parts: str) -> None:
         build(self, *args, **parts)
@@ -62,12 +63,8 @@ def says_nothing_of_insides(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.fail(f"Errors have names of insides: {found}", pytrace=False)
 
 
-def _children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
 def _end_leaked_processes(before: set[int]) -> list[str]:
-    new = [child for child in _children() if child.pid not in before]
+    new = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
     _, alive = psutil.wait_procs(new, timeout=GRACE_S if new else 0)
     leaks = []
     for child in alive:
@@ -81,11 +78,3 @@ def _end_leaked_processes(before: set[int]) -> list[str]:
             continue
     psutil.wait_procs(alive, timeout=0.1)
     return leaks
-
-
-def _end_leaked_group() -> list[str]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    leak = f"a torch.distributed group of {dist.get_world_size()} rank(s)"
-    dist.destroy_process_group()
-    return [leak]

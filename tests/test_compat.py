@@ -18,122 +18,89 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from packaging.requirements import Requirement
 from torch import nn
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import _compat_torch
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_gnnpipe"
 COMPAT = sorted(PACKAGE.rglob("_compat*.py"))
 
-LAUNCHERS = "lightning.pytorch.strategies.launchers"
-CONNECTOR = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 PYG = "torch_geometric.nn"
+FABRIC = "lightning.fabric.utilities"
+LIGHTNING = "lightning.pytorch"
 
 # Where each is defined: a module, a class in it, and what belongs to that class or its instances.
-NAMES = [
-    "lightning.fabric.utilities.cloud_io:_load",
-    "lightning.fabric.utilities.distributed:_get_default_process_group_backend_for_device",
-    "lightning.fabric.utilities.distributed:_init_dist_connection",
-    "lightning.fabric.utilities.distributed:_sync_ddp_if_available",
-    "lightning.fabric.utilities.imports:_IS_INTERACTIVE",
-    "lightning.fabric.utilities.optimizer:_optimizers_to_device",
-    "lightning.fabric.utilities.types:_PATH",
-    f"{LAUNCHERS}:_MultiProcessingLauncher._collect_rank_zero_results",
-    f"{LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
-    f"{LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
-    f"{LAUNCHERS}:_SubprocessScriptLauncher",
-    "lightning.pytorch.trainer.call:_interrupt",
-    "lightning.pytorch.loops.fetchers:_DataLoaderIterDataFetcher",
-    "lightning.pytorch:LightningModule._trainer",
-    "lightning.pytorch:Trainer._accelerator_connector",
-    "lightning.pytorch:Trainer._active_loop",
-    "lightning.pytorch:Trainer._signal_connector",
-    "lightning.pytorch:Trainer._teardown",
-    "lightning.pytorch:Trainer.fit_loop._data_fetcher",
-    "lightning.pytorch:Trainer.fit_loop._skip_backward",
-    "lightning.pytorch:Trainer.fit_loop.epoch_loop._should_check_val_fx",
-    "lightning.pytorch:Trainer.predict_loop._data_fetcher",
-    "lightning.pytorch.callbacks:ModelCheckpoint._last_global_step_saved",
-    "lightning.pytorch.callbacks:StochasticWeightAveraging._average_model",
-    "lightning.pytorch.strategies:ParallelStrategy._checkpoint_io",
-    "lightning.pytorch.strategies:ParallelStrategy._configure_launcher",
-    "lightning.pytorch.strategies:ParallelStrategy._launcher",
-    "lightning.pytorch.strategies:ParallelStrategy._layer_sync",
-    "lightning.pytorch.strategies:ParallelStrategy._reset_optimizers_and_schedulers",
-    f"{CONNECTOR}._sigterm_notifier_fn",
-    f"{CONNECTOR}._slurm_sigusr_handler_fn",
-    f"{CONNECTOR}.received_sigterm",
-    "torch:Tensor._backward_hooks",
-    "torch:Tensor._post_accumulate_grad_hooks",
-    "os:_exit",
-    "sys:_current_frames",
-    "torch:Tensor._version",
-    "torch:_C._will_engine_execute_node",
-    "torch._dynamo:config.error_on_nested_fx_trace",
-    "torch:_C.DisableTorchFunctionSubclass",
-    "torch.amp:GradScaler._unscale_grads_",
-    "torch.fx:Tracer._autowrap_search",
-    "torch.distributed.checkpoint.filesystem:_StorageInfo",
-    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
-    "torch.distributed.distributed_c10d:_get_default_store",
-    "torch.distributed.distributed_c10d:_set_pg_timeout",
-    "torch.distributed.distributed_c10d:_world.pg_map",
-    "torch.distributed:ProcessGroup._get_backend",
-    "torch.nn.modules.batchnorm:_BatchNorm",
-    "torch.nn.modules.instancenorm:_InstanceNorm",
-    "torch.nn:Module._backward_hooks",
-    "torch.nn:Module._backward_pre_hooks",
-    "torch.nn:Module._buffers",
-    "torch.nn:Module._call_impl",
-    "torch.nn:Module._compiled_call_impl",
-    "torch.nn:Module._forward_hooks",
-    "torch.nn:Module._forward_pre_hooks",
-    "torch.nn:Module._modules",
-    "torch.nn:Module._parameters",
-    "torch.nn.utils.parametrizations:_SpectralNorm",
-    "torch.nn.utils.spectral_norm:SpectralNorm",
-    "torch.serialization:_get_layout",
-    "torch_geometric.data:Batch._inc_dict",
-    "torch_geometric.data:Batch._slice_dict",
-    f"{PYG}:APPNP._cached_adj_t",
-    f"{PYG}:APPNP._cached_edge_index",
-    f"{PYG}:HGTConv._construct_src_node_feat",
-    f"{PYG}:MessagePassing._aggregate_forward_hooks",
-    f"{PYG}:MessagePassing._decomposed_layers",
-    f"{PYG}:MessagePassing._edge_user_args",
-    f"{PYG}:MessagePassing._message_forward_hooks",
-    f"{PYG}:MessagePassing._propagate_forward_hooks",
-    f"{PYG}:MessagePassing._user_args",
-    f"{PYG}:MessagePassing.inspector.get_param_names",
-    f"{PYG}:MessagePassing.special_args",
-    f"{PYG}:SGConv._cached_x",
-    f"{PYG}:SSGConv._cached_h",
-]
+OWNERS = {
+    f"{FABRIC}.cloud_io:": "_load",
+    f"{FABRIC}.distributed:": "_get_default_process_group_backend_for_device "
+    "_init_dist_connection _sync_ddp_if_available",
+    f"{FABRIC}.imports:": "_IS_INTERACTIVE",
+    f"{FABRIC}.optimizer:": "_optimizers_to_device",
+    f"{FABRIC}.types:": "_PATH",
+    f"{LIGHTNING}.strategies.launchers:": "_SubprocessScriptLauncher",
+    f"{LIGHTNING}.strategies.launchers:_MultiProcessingLauncher.": "_wrapping_function "
+    "_collect_rank_zero_results _recover_results_in_main_process",
+    f"{LIGHTNING}.trainer.call:": "_interrupt",
+    f"{LIGHTNING}.loops.fetchers:": "_DataLoaderIterDataFetcher",
+    f"{LIGHTNING}:LightningModule.": "_trainer",
+    f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop _signal_connector _teardown "
+    "fit_loop._data_fetcher fit_loop._skip_backward fit_loop.epoch_loop._should_check_val_fx "
+    "predict_loop._data_fetcher",
+    f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_global_step_saved "
+    "StochasticWeightAveraging._average_model",
+    f"{LIGHTNING}.strategies:ParallelStrategy.": "_checkpoint_io _configure_launcher _launcher "
+    "_layer_sync _reset_optimizers_and_schedulers",
+    f"{LIGHTNING}.trainer.connectors.signal_connector:_SignalConnector.": "_sigterm_notifier_fn "
+    "_slurm_sigusr_handler_fn received_sigterm",
+    "os:": "_exit",
+    "sys:": "_current_frames",
+    "torch:Tensor.": "_backward_hooks _post_accumulate_grad_hooks _version",
+    "torch:_C.": "_will_engine_execute_node DisableTorchFunctionSubclass",
+    "torch._dynamo:config.": "error_on_nested_fx_trace",
+    "torch.amp:GradScaler.": "_unscale_grads_",
+    "torch.fx:Tracer.": "_autowrap_search",
+    "torch.distributed.checkpoint.filesystem:": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata:": "_MEM_FORMAT_ENCODING",
+    "torch.distributed.distributed_c10d:": "_get_default_store _set_pg_timeout _world.pg_map",
+    "torch.distributed:ProcessGroup.": "_get_backend",
+    "torch.nn.modules.batchnorm:": "_BatchNorm",
+    "torch.nn.modules.instancenorm:": "_InstanceNorm",
+    "torch.nn:Module.": "_backward_hooks _backward_pre_hooks _buffers _call_impl "
+    "_compiled_call_impl _forward_hooks _forward_pre_hooks _modules _parameters",
+    "torch.nn.utils.parametrizations:": "_SpectralNorm",
+    "torch.nn.utils.spectral_norm:": "SpectralNorm",
+    "torch.serialization:": "_get_layout",
+    "torch_geometric.data:Batch.": "_inc_dict _slice_dict",
+    f"{PYG}:": "APPNP._cached_adj_t APPNP._cached_edge_index HGTConv._construct_src_node_feat "
+    "SGConv._cached_x SSGConv._cached_h",
+    f"{PYG}:MessagePassing.": "_aggregate_forward_hooks _decomposed_layers _edge_user_args "
+    "_message_forward_hooks _propagate_forward_hooks _user_args inspector.get_param_names "
+    "special_args",
+}
+NAMES = [owner + name for owner, names in OWNERS.items() for name in names.split()]
 # Attributes that only instances have, and how to make one.
-INSTANCES: dict[str, Any] = {
+INSTANCES: dict[str, tuple[Any, ...]] = {
     "APPNP": (1, 0.1),
-    "MessagePassing": (),
     "SGConv": (2, 2),
     "SSGConv": (2, 2, 0.1),
-    "ModelCheckpoint": (),
     "StochasticWeightAveraging": (0.1,),
-    "Module": (),
     "_SignalConnector": (None,),
-    "ParallelStrategy": None,
 }
 # Not attributes of anything before they are set: torch.compile's, and prefixes of names.
 UNLISTED = {
-    "_saved_",
-    "_orig_mod",
-    "_torchdynamo_orig_callable",
-    "_propagate_",
-    "_message_",
-    "_aggregate_",
-    "_edge_update_",
-    "_propagate",
+    *("_saved_", "_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_"),
+    *("_propagate", "_global_", "_torchdynamo_orig_callable"),
+    *("_input_metadata", "_optimizer_step_post_hooks"),  # of instances alone
 }
-UNLISTED |= {"_input_metadata", "_optimizer_step_post_hooks"}  # of instances alone
-UNLISTED |= {"_global_"}
+# Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
+HARMLESS = {
+    *("_batch", "_ptr", "_edge_index", "_mask", "_acc", "_loss", "_metric"),
+    *("_i", "_j", "_fields", "_shard_"),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,12 +116,8 @@ def test_a_private_name_is_where_it_was(name: str) -> None:
 
 def instance_of(kind: type) -> Any:
     if kind.__name__ == "ParallelStrategy":
-        from lightning.pytorch.strategies import DDPStrategy
-
         return DDPStrategy()
     if kind.__name__ == "Batch":
-        from torch_geometric.data import Data
-
         return kind.from_data_list([Data(x=torch.zeros(1, 1))])
     if kind.__name__ == "Trainer":
         return kind(logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -166,14 +129,13 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
 
     A name that the file itself defines is its own; names of `self` are looked at separately.
     """
-    tree = ast.parse(path.read_text())
-    own = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-    }
+    tree, own = ast.parse(path.read_text()), set[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_of_self(node) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        elif (
+            isinstance(node, ast.Attribute) and is_of_self(node) and isinstance(node.ctx, ast.Store)
+        ):
             own.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
@@ -182,14 +144,11 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
             if node.attr not in own or is_of_super(node):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("__"):
-            ours = (node.module or "").split(".")[0] == PACKAGE.name
-            names = [alias.name for alias in node.names]
-            names += [] if ours else (node.module or "").split(".")
-            yield from (
-                (node.lineno, one)
-                for one in names
-                if is_private(one) and not (ours and one.startswith("_compat"))
-            )
+            parts = (node.module or "").split(".")
+            ours = parts[0] == PACKAGE.name
+            for one in (*(alias.name for alias in node.names), *(() if ours else parts)):
+                if is_private(one) and not (ours and one.startswith("_compat")):
+                    yield node.lineno, one
         elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-zA-Z]\w*", str(node.value)):
             yield node.lineno, str(node.value)
 
@@ -203,26 +162,7 @@ def is_of_self(node: ast.Attribute) -> bool:
 
 
 def is_of_super(node: ast.Attribute) -> bool:
-    call = node.value
-    return (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "super"
-    )
-
-
-# Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
-HARMLESS = {
-    "_batch",
-    "_ptr",
-    "_edge_index",
-    "_mask",
-    "_acc",
-    "_loss",
-    "_metric",
-    "_i",
-    "_j",
-    "_fields",
-    "_shard_",
-}
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
 
 
 @pytest.mark.parametrize(
@@ -285,8 +225,6 @@ def test_our_classes_touch_no_private_names_of_their_bases() -> None:
 
 
 def test_what_compat_finds_is_what_users_write() -> None:
-    from lightning_gnnpipe import _compat_torch
-
     linear = nn.Linear(2, 2)
     assert not _compat_torch.has_spectral_norm(linear)
     assert _compat_torch.has_spectral_norm(torch.nn.utils.spectral_norm(nn.Linear(2, 2)))
@@ -299,12 +237,8 @@ def test_what_compat_finds_is_what_users_write() -> None:
     assert _compat_torch.is_compiled(torch.compile(linear))
 
 
-def test_timeouts_of_groups_are_set_by_the_public_function_of_newer_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timeouts_of_groups_are_set_by_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The private one prints a deprecation there."""
-    from lightning_gnnpipe import _compat_torch
-
     given: list[Any] = []
     monkeypatch.setattr(dist, "set_timeout", lambda *args: given.append(args), raising=False)
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", None)
@@ -316,14 +250,11 @@ def test_timeouts_of_groups_are_set_by_the_public_function_of_newer_torch(
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
 def test_compromised_releases_are_not_installed(name: str) -> None:
     """GHSA-w37p-236h-pfx3."""
-    tomllib = pytest.importorskip("tomllib")  # from Python 3.11
+    tomllib, bad = pytest.importorskip("tomllib"), {"2.6.2", "2.6.3"}  # from Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    required = map(Requirement, [*project["dependencies"], *chain.from_iterable(extras)])
-    for one in required:
-        if one.name == name:
-            assert not {"2.6.2", "2.6.3"} & set(one.specifier.filter(["2.6.2", "2.6.3"]))
-    files = [ROOT / "constraints.txt", ROOT / "constraints-oldest.txt"]
-    pinned = [line.strip() for path in files for line in path.read_text().splitlines()]
-    assert not {f"{name}==2.6.2", f"{name}==2.6.3"} & set(pinned)
-    assert any(Requirement(one).name == "lightning" for one in project["dependencies"])
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    required = [Requirement(one) for one in (*project["dependencies"], *extras)]
+    assert any(one.name == "lightning" for one in required)
+    assert not any(bad & set(one.specifier.filter(bad)) for one in required if one.name == name)
+    for file in ("constraints.txt", "constraints-oldest.txt"):
+        assert not {f"{name}=={one}" for one in bad} & set((ROOT / file).read_text().split())

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -20,15 +21,9 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule
-from tests.helpers.realistic import realistic_graph
-from tests.helpers.trainers import double_precision, make_trainer, weights
+from tests.helpers.trainers import datamodule, make_trainer
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    with double_precision():
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Net(nn.Module):
@@ -58,11 +53,24 @@ class Module(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
-def zeroed(net: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    return net
+Make = Callable[[], Module]
+
+
+def run(make: Make, num_stages: int, num_shards: int = 1) -> Module:
+    """Train for three epochs; 0 stages is plain Lightning."""
+    L.seed_everything(1, verbose=False)
+    module = make()
+    trainer = make_trainer(num_stages, 3, num_shards=num_shards)
+    trainer.fit(module, datamodule=datamodule())
+    return module
+
+
+def assert_as_plain(make: Make, num_stages: int, num_shards: int = 1) -> Module:
+    """Compare weights, buffers and what the module has seen; return ours."""
+    plain, ours = run(make, 0), run(make, num_stages, num_shards)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), check_dtype=False)
+    torch.testing.assert_close(ours.seen, plain.seen)
+    return ours
 
 
 def saved_and_loaded(net: nn.Module) -> Any:
@@ -90,55 +98,40 @@ class Copies(Module):
         self.how = how
 
     def on_train_batch_end(self, outputs: Any, data: Data, batch_idx: int) -> None:
-        made = COPIES[self.how](self.net)
+        made, args = COPIES[self.how](self.net), (data.x, data.edge_index)
         assert type(getattr(made, "module", made)) is Net
         with torch.no_grad():
-            self.seen += [made(data.x, data.edge_index), self.net(data.x, data.edge_index)]
-            self.seen += [zeroed(made)(data.x, data.edge_index)]
-        loss = made(data.x, data.edge_index).square().sum()
+            self.seen += [made(*args), self.net(*args)]
+            for parameter in made.parameters():
+                parameter.zero_()
+            self.seen.append(made(*args))
+        loss = made(*args).square().sum()
         assert len(torch.autograd.grad(loss, list(made.parameters()), allow_unused=True)) == 10
-
-
-def run(module: Module, num_stages: int, *callbacks: L.Callback, epochs: int = 3) -> Module:
-    trainer = make_trainer(num_stages, epochs, *callbacks)
-    trainer.fit(module, datamodule=FullGraphDataModule(realistic_graph()))
-    return module
-
-
-def seeded(kind: Callable[..., Any], *args: Any) -> Any:
-    L.seed_everything(1, verbose=False)
-    return kind(*args)
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_has_a_life_of_its_own(how: str) -> None:
-    plain, ours = run(seeded(Copies, how), 0), run(seeded(Copies, how), 1)
-    torch.testing.assert_close(ours.seen, plain.seen)
-    assert all(not out.any() for out in ours.seen[2::3])
-    torch.testing.assert_close(weights(ours.net), weights(plain.net))
+    ours = assert_as_plain(lambda: Copies(how), 1)
+    assert len(ours.seen) == 9 and all(not out.any() for out in ours.seen[2::3])
+
+
+class Keeps(Module):
+    def on_train_end(self) -> None:
+        self.made = [copy.deepcopy(self.net)]
 
 
 def test_a_copy_trains() -> None:
-    class Keeps(Module):
-        def on_train_end(self) -> None:
-            self.made = [copy.deepcopy(self.net)]
-
     def fit_twice(num_stages: int) -> Module:
-        again = seeded(Module)
-        again.net = run(seeded(Keeps), num_stages).made[0]
-        return run(again, num_stages)
+        first, again = run(Keeps, num_stages), Module()
+        again.net = first.made[0]
+        return run(lambda: again, num_stages)
 
-    torch.testing.assert_close(weights(fit_twice(1).net), weights(fit_twice(0).net))
+    torch.testing.assert_close(fit_twice(1).state_dict(), fit_twice(0).state_dict())
 
 
 class Copying(Module):
     def on_train_epoch_end(self) -> None:
-        COPIES["deep"](self.net)
-
-
-def test_a_copy_on_stages_is_refused() -> None:
-    with pytest.raises(Exception, match=r"weights of its own stage.*Copy it before training"):
-        run(seeded(Copying), 2)
+        copy.deepcopy(self.net)
 
 
 class Taught(Module):
@@ -160,35 +153,17 @@ class Taught(Module):
                 mine.lerp_(theirs.detach(), 0.5)
 
 
-@pytest.mark.parametrize(("moves", "num_stages"), [(True, 1), (False, 1), (False, 2)])
-def test_a_teacher_runs_beside_the_pipeline(moves: bool, num_stages: int) -> None:
-    plain, ours = run(seeded(Taught, moves), 0), run(seeded(Taught, moves), num_stages)
-    torch.testing.assert_close(weights(ours), weights(plain))
-
-
 class Aliased(Module):
     """Its layers have a second name."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         convs = self.net.convs
-        if how == "list":
-            self.backbone = convs
-        else:
-            kind = nn.ModuleList if how == "other list" else nn.Sequential
-            self.backbone = kind(*convs[:2]) if how == "part" else kind(list(convs))
+        part = nn.Sequential(*convs[:2])
+        self.backbone = {"list": convs, "other list": nn.ModuleList(convs), "part": part}[how]
 
-
-def unfreezing() -> L.Callback:
-    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("how", ["list", "other list", "part"])
-def test_an_alias_of_the_layers_changes_nothing(how: str, num_stages: int) -> None:
-    plain = run(seeded(Aliased, how), 0, unfreezing())
-    ours = run(seeded(Aliased, how), num_stages, unfreezing())
-    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
+    def configure_callbacks(self) -> L.Callback:
+        return BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
 
 
 class Tied(Module):
@@ -196,13 +171,9 @@ class Tied(Module):
 
     def __init__(self, is_layer: bool) -> None:
         super().__init__()
-        self.decode = nn.Linear(3, 8, bias=False)
         self.is_layer = is_layer
         if is_layer:
-            self.decode.weight = nn.Parameter(torch.randn(8, 3))
-            self.net.scale = nn.Parameter(torch.ones(8))
-            self.net.convs[2].lin_l.weight = nn.Parameter(torch.randn(8, 8))
-            self.net.convs[2] = gnn.SAGEConv(8, 8)
+            self.net.scale, self.net.convs[2] = nn.Parameter(torch.ones(8)), gnn.SAGEConv(8, 8)
             self.decode = nn.Linear(8, 8, bias=False)
             self.decode.weight = self.net.convs[1].lin_l.weight
 
@@ -210,17 +181,6 @@ class Tied(Module):
         out = self.net(data.x, data.edge_index)
         back = self.decode(out) if self.is_layer else out @ self.net.convs[2].lin_l.weight
         return F.cross_entropy(out, data.y) + back.square().mean()
-
-
-@pytest.mark.parametrize("is_layer", [True, False])
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (1, 2)])
-def test_weights_may_be_read_outside(is_layer: bool, num_stages: int, num_shards: int) -> None:
-    modules = []
-    for stages, shards in ((0, 1), (num_stages, num_shards)):
-        modules.append(seeded(Tied, is_layer))
-        trainer = make_trainer(stages, 3, num_shards=shards)
-        trainer.fit(modules[-1], datamodule=FullGraphDataModule(realistic_graph()))
-    torch.testing.assert_close(weights(modules[1]), weights(modules[0]))
 
 
 class Normed(Module):
@@ -235,14 +195,6 @@ class Normed(Module):
                 parametrizations.orthogonal(conv.lin_l)
         if how == "new":
             parametrizations.weight_norm(self.net, "scale")
-
-
-@pytest.mark.parametrize(
-    ("how", "num_stages"), [("new", 1), ("new", 2), ("old", 1), ("orthogonal", 2)]
-)
-def test_parametrized_weights_train(how: str, num_stages: int) -> None:
-    plain, ours = run(seeded(Normed, how), 0), run(seeded(Normed, how), num_stages)
-    torch.testing.assert_close(weights(ours.net), weights(plain.net))
 
 
 class Swapped(Module):
@@ -263,17 +215,6 @@ class Swapped(Module):
             self.seen.append(functional_call(self.net, self.average, args))
 
 
-def test_other_weights_by_functional_call() -> None:
-    plain, ours = run(seeded(Swapped), 0), run(seeded(Swapped), 1)
-    torch.testing.assert_close(ours.seen, plain.seen)
-    torch.testing.assert_close(weights(ours.net), weights(plain.net))
-
-
-def test_other_weights_are_refused_on_stages() -> None:
-    with pytest.raises(Exception, match=r"a new tensor as .*cannot give them other weights"):
-        run(seeded(Swapped, False), 2)
-
-
 class Fast(Module):
     """Takes a step of its own before the loss."""
 
@@ -281,11 +222,6 @@ class Fast(Module):
         fast = {name: p * 0.9 for name, p in self.net.named_parameters()}
         out = functional_call(self.net, fast, (data.x, data.edge_index))
         return F.cross_entropy(out, data.y)
-
-
-def test_computed_weights_are_refused() -> None:
-    with pytest.raises(Exception, match="a computed tensor as 'scale', for example"):
-        run(seeded(Fast), 1)
 
 
 class Reloads(Module):
@@ -297,12 +233,6 @@ class Reloads(Module):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 1:
             self.net.load_state_dict(self.first)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_weights_loaded_by_hand(num_stages: int) -> None:
-    plain, ours = run(seeded(Reloads), 0), run(seeded(Reloads), num_stages)
-    torch.testing.assert_close(weights(ours.net), weights(plain.net))
 
 
 class Cast(Module):
@@ -317,7 +247,32 @@ class Cast(Module):
         return F.cross_entropy(out, data.y)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_another_precision(num_stages: int) -> None:
-    plain, ours = run(seeded(Cast), 0), run(seeded(Cast), num_stages)
-    torch.testing.assert_close(weights(ours.net).float(), weights(plain.net))
+AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
+    *((partial(Taught, moves), stages, 1) for moves, stages in ((True, 1), (False, 1), (False, 2))),
+    *((partial(Aliased, how), n, 1) for how in ("list", "other list", "part") for n in (1, 2)),
+    *((partial(Tied, is_layer), 1, n) for is_layer in (True, False) for n in (1, 2)),
+    *((partial(Normed, how), n, 1) for how in ("new", "orthogonal") for n in (1, 2)),
+    (partial(Normed, "old"), 1, 1),
+    (Swapped, 1, 1),
+    *((kind, n, 1) for kind in (Reloads, Cast) for n in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("make", "num_stages", "num_shards"), AS_PLAIN)
+def test_what_shares_or_changes_weights_trains_as_plainly(
+    make: Make, num_stages: int, num_shards: int
+) -> None:
+    assert_as_plain(make, num_stages, num_shards)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_stages", "text"),
+    [
+        (Copying, 2, r"weights of its own stage.*Copy it before training"),
+        (lambda: Swapped(moves=False), 2, r"a new tensor as .*cannot give them other weights"),
+        (Fast, 1, "a computed tensor as 'scale', for example"),
+    ],
+)
+def test_what_has_no_weights_of_its_own_is_refused(make: Make, num_stages: int, text: str) -> None:
+    with pytest.raises(Exception, match=text):
+        run(make, num_stages)

@@ -45,53 +45,46 @@ class OgbLike(OneGraph):
     """What an OGB node data set adds: labels ``[num_nodes, 1]`` and lists of nodes a split."""
 
     def get_idx_split(self) -> dict[str, torch.Tensor]:
-        return {
-            "train": torch.tensor([0, 3, 5]),
-            "valid": torch.tensor([1]),
-            "test": torch.tensor([2, 9]),
-        }
+        nodes = {"train": [0, 3, 5], "valid": [1], "test": [2, 9]}
+        return {name: torch.tensor(one) for name, one in nodes.items()}
 
 
-def test_every_loop_gets_the_same_object_once_an_epoch():
-    datamodule = FullGraphDataModule(build_graph())
+def nodes_of(data: Data) -> list[list[int]]:
+    """Return the nodes of the three masks."""
+    return [data[name].nonzero().flatten().tolist() for name in MASKS]
+
+
+def test_every_loop_gets_the_graph_once_an_epoch_and_leaves_the_given_one():
+    graph = build_graph()
+    datamodule = FullGraphDataModule(graph)
     for name in ("train", "val", "test", "predict"):
         loader = getattr(datamodule, f"{name}_dataloader")()
         assert len(loader) == 1
         for _epoch in range(2):
             [batch] = loader
             assert batch is datamodule.data
-
-
-def test_the_given_graph_is_not_changed_and_its_tensors_are_shared():
-    graph = build_graph()
-    datamodule = FullGraphDataModule(graph)
     assert "train_mask" not in graph
     assert datamodule.data.x is graph.x
     assert datamodule.data.edge_index is graph.edge_index
-
-
-def test_sizes_for_building_a_model():
-    datamodule = FullGraphDataModule(build_graph())
     assert (datamodule.num_features, datamodule.num_classes) == (NUM_NODES, 3)
 
 
-def test_masks_of_the_graph_are_used():
-    data = FullGraphDataModule(build_graph(**masks_of(4))).data
-    assert [data[name].nonzero().item() for name in MASKS] == [4, 5, 6]
+ONE_TEST_MASK = masks_of(0, num_splits=5) | {"test_mask": torch.arange(NUM_NODES) == 9}
 
 
-@pytest.mark.parametrize("split", [0, 3])
-def test_split_chooses_the_column_of_the_masks(split):
-    data = FullGraphDataModule(build_graph(**masks_of(0, num_splits=5)), split=split).data
-    assert [data[name].nonzero().item() for name in MASKS] == [split, split + 1, split + 2]
+@pytest.mark.parametrize(
+    ("masks", "split", "nodes"),
+    [
+        (masks_of(4), 0, [[4], [5], [6]]),
+        (masks_of(0, num_splits=5), 0, [[0], [1], [2]]),
+        (masks_of(0, num_splits=5), 3, [[3], [4], [5]]),
+        (ONE_TEST_MASK, 2, [[2], [3], [9]]),  # as in WikiCS
+    ],
+)
+def test_masks_of_the_graph_are_used(masks, split, nodes):
+    data = FullGraphDataModule(build_graph(**masks), split=split).data
+    assert nodes_of(data) == nodes
     assert all(data[name].shape == (NUM_NODES,) for name in MASKS)
-
-
-def test_one_test_mask_may_serve_several_splits():
-    """As in WikiCS: training and validation masks have columns, the test mask has none."""
-    masks = masks_of(0, num_splits=5) | {"test_mask": torch.arange(NUM_NODES) == 9}
-    data = FullGraphDataModule(build_graph(**masks), split=2).data
-    assert [data[name].nonzero().item() for name in MASKS] == [2, 3, 9]
 
 
 @pytest.mark.parametrize("num_splits", [None, 5])
@@ -104,35 +97,24 @@ def test_a_graph_may_lack_masks_that_no_step_asks_for(num_splits, missing):
 
 
 def test_random_masks_are_disjoint_seeded_and_of_the_given_shares():
-    data = FullGraphDataModule(build_graph(), seed=1).data
+    def drawn(seed=0, global_seed=0, **options):
+        torch.manual_seed(global_seed)
+        return FullGraphDataModule(build_graph(), seed=seed, **options).data
+
+    data = drawn(1)
     assert [int(data[name].sum()) for name in MASKS] == [6, 2, 2]
     assert (sum(data[name].int() for name in MASKS) == 1).all()
-    again, other = (FullGraphDataModule(build_graph(), seed=seed).data for seed in (1, 2))
-    assert torch.equal(data.train_mask, again.train_mask)
-    assert not torch.equal(data.train_mask, other.train_mask)
+    assert nodes_of(data) == nodes_of(drawn(1)) != nodes_of(drawn(2))
+    few = drawn(split_fracs=(0.3, 0.1, 0.2))
+    assert [int(few[name].sum()) for name in MASKS] == [3, 1, 2]
+    assert nodes_of(few) == nodes_of(drawn(global_seed=1, split_fracs=(0.3, 0.1, 0.2)))
 
 
-def test_random_masks_may_leave_nodes_out_and_ignore_the_global_seed():
-    fracs = (0.3, 0.1, 0.2)
-    torch.manual_seed(0)
-    data = FullGraphDataModule(build_graph(), split_fracs=fracs).data
-    torch.manual_seed(1)
-    again = FullGraphDataModule(build_graph(), split_fracs=fracs).data
-    assert [int(data[name].sum()) for name in MASKS] == [3, 1, 2]
-    assert torch.equal(data.test_mask, again.test_mask)
-
-
-def test_takes_a_data_set_of_one_graph():
-    data = FullGraphDataModule(OneGraph([build_graph()])).data
-    assert data.num_nodes == NUM_NODES
-
-
-def test_takes_the_split_of_an_ogb_data_set_and_flattens_its_labels():
+def test_takes_data_sets_of_one_graph_and_their_splits():
+    assert FullGraphDataModule(OneGraph([build_graph()])).data.num_nodes == NUM_NODES
     dataset = OgbLike([build_graph(y=torch.arange(NUM_NODES)[:, None])])
     data = FullGraphDataModule(dataset).data
-    assert data.train_mask.nonzero().flatten().tolist() == [0, 3, 5]
-    assert data.val_mask.nonzero().flatten().tolist() == [1]
-    assert data.test_mask.nonzero().flatten().tolist() == [2, 9]
+    assert nodes_of(data) == [[0, 3, 5], [1], [2, 9]]
     assert data.y.shape == (NUM_NODES,)
 
 
@@ -144,7 +126,7 @@ def test_ogb_node_data_set_is_read_and_read_again(tmp_path):
         data = FullGraphDataModule(load_ogb_node_dataset("ogbn-products", str(tmp_path))).data
         assert data.num_nodes == NUM_NODES
         assert data.y.tolist() == (torch.arange(NUM_NODES) % 3).tolist()
-        assert [data[name].nonzero().item() for name in MASKS] == [7, 8, 9]
+        assert nodes_of(data) == [[7], [8], [9]]
 
 
 def write_ogb_folder(folder: Path, graph: Data) -> None:
@@ -200,27 +182,36 @@ def test_bad_graph_is_refused_with_what_was_found_and_the_remedy(changes, text):
         FullGraphDataModule(build_graph(**changes))
 
 
-def test_more_or_other_graphs_are_refused():
-    with pytest.raises(GraphError, match=r"one graph \(got OneGraph with 2 graphs\).*dataset\[0\]"):
-        FullGraphDataModule(OneGraph([build_graph(), build_graph()]))
-    with pytest.raises(GraphError, match=r"got HeteroData\).*to_homogeneous"):
-        FullGraphDataModule(HeteroData())
-    with pytest.raises(GraphError, match=r"homogeneous graph.*got dict"):
-        FullGraphDataModule({"x": torch.ones(3, 1)})
+@pytest.mark.parametrize(
+    ("graph", "text"),
+    [
+        (
+            OneGraph([build_graph(), build_graph()]),
+            r"one graph \(got OneGraph with 2 graphs\).*dataset\[0\]",
+        ),
+        (HeteroData(), r"got HeteroData\).*to_homogeneous"),
+        ({"x": torch.ones(3, 1)}, r"homogeneous graph.*got dict"),
+    ],
+)
+def test_more_or_other_graphs_are_refused(graph, text):
+    with pytest.raises(GraphError, match=text):
+        FullGraphDataModule(graph)
 
 
-@pytest.mark.parametrize("split", [-1, 5])
-def test_split_beyond_the_columns_is_refused(split):
-    with pytest.raises(ConfigError, match=f"between 0 and 4 .got {split}."):
-        FullGraphDataModule(build_graph(**masks_of(0, num_splits=5)), split=split)
+FIVE, SHARES = masks_of(0, num_splits=5), "three shares that add up to at most 1"
 
 
-def test_split_of_a_graph_without_masks_points_to_the_seed():
-    with pytest.raises(ConfigError, match=r"between 0 and 0 \(got 2\).*'seed'"):
-        FullGraphDataModule(build_graph(), split=2)
-
-
-@pytest.mark.parametrize("fracs", [(0.8, 0.2, 0.2), (-0.1, 0.5, 0.5), (0.5, 0.5)])
-def test_shares_that_do_not_add_up_are_refused(fracs):
-    with pytest.raises(ConfigError, match="three shares that add up to at most 1"):
-        FullGraphDataModule(build_graph(), split_fracs=fracs)
+@pytest.mark.parametrize(
+    ("masks", "options", "text"),
+    [
+        (FIVE, {"split": -1}, r"between 0 and 4 \(got -1\)"),
+        (FIVE, {"split": 5}, r"between 0 and 4 \(got 5\)"),
+        ({}, {"split": 2}, r"between 0 and 0 \(got 2\).*'seed'"),
+        ({}, {"split_fracs": (0.8, 0.2, 0.2)}, SHARES),
+        ({}, {"split_fracs": (-0.1, 0.5, 0.5)}, SHARES),
+        ({}, {"split_fracs": (0.5, 0.5)}, SHARES),
+    ],
+)
+def test_splits_that_are_not_there_are_refused(masks, options, text):
+    with pytest.raises(ConfigError, match=text):
+        FullGraphDataModule(build_graph(**masks), **options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,91 +15,25 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.cli.commands import SaveFitConfig
 from lightning_gnnpipe.comm import groups as wire
-from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.models import NodeClassifier
 from tests.docs.messages import PACKAGE, fallbacks, package_messages
-from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data
+from tests.helpers.observed import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    WIDTH,
+    make_data,
+    make_module,
+    make_trainer,
+)
 
-TESTS = Path(__file__).parent
-HERE = "test_fallbacks.py::"
-VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
-TOLD = {  # the first words of each, and the test that meets it
-    "'…' computes statistics over all nodes": VALIDATION,
-    "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
-    "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
-    "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
-    "Edges connect different graphs": HERE + "test_a_batch_whose_graphs_are_joined",
-    "In a notebook": "launchers/test_notebook.py::"
-    "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
-    "Message passing on chunks cannot be compiled": "reach/test_compilers.py::"
-    "test_what_is_compiled_trains_as_it_is_written_and_says_so",
-    "No graph of a batch is cut": HERE + "test_options_for_one_graph_and_batches_of_graphs",
-    "No validation has run": VALIDATION,
-    "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",
-    "The checkpoint has no histories": "test_checkpoints.py::"
-    "test_without_its_histories_a_checkpoint_goes_on_exactly_and_says_so",
-    "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
-    "Histories are kept for": "promises/test_p10_inputs.py::"
-    "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
-    "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
-    "The last step failed midway": HERE + "test_a_loss_of_nan",
-    "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
-    "The module does not run on a part": "test_planning.py::"
-    "test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_trainer",
-    "The module runs in a new mode": HERE + "test_a_layer_that_is_frozen_in_between",
-    "The training loss jumped": "engine/test_loss_guard.py::"
-    "test_a_jump_makes_one_step_exact_and_warns_once",
-    "Validation is given other inputs": VALIDATION,
-    "Validation may run with averages": VALIDATION,
-    "With async_halo": HERE + "test_shards_that_do_not_wait",
-    "cross_chunk_edges='drop'": "promises/test_dropped_edges.py::"
-    "test_the_share_of_lost_edges_is_told_once",
-    "history_dtype …": HERE + "test_gradients_that_do_not_fit_into_float16",
-    "repeat_encoder=True": "promises/test_repeat.py::test_a_wish_that_cannot_be_met_is_told",
-    "… exists and is kept": HERE + "test_a_config_that_is_in_the_way",
-    "… is on remote storage": HERE + "test_histories_on_remote_storage",
-}
-
-
-def test_every_fallback_has_a_test() -> None:
-    found = fallbacks()
-    for text in found:
-        assert [one for one in TOLD if text.startswith(one)], f"Give it a test: {text}"
-    for words, place in TOLD.items():
-        assert any(text.startswith(words) for text in found), f"Nobody says any more: {words}"
-        name, _, test = place.partition("::")
-        tree = ast.parse((TESTS / name).read_text())
-        assert test in {one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
-
-
-def test_no_fallback_is_told_elsewhere() -> None:
-    """All go through `Fallbacks`, so that the list above has them all."""
-    for text in set(package_messages()) - fallbacks():
-        is_refusal = text.startswith("Expected ")
-        assert is_refusal or not (" from " in text and " to " in text), f"{text} ({PACKAGE})"
-
-
-class Module(NodeClassifier):
-    """May be given something else to do before a step."""
-
-    before: Callable[[Any], None] = staticmethod(lambda module: None)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before(self)
-
-
-def make_module(norm: Any = None) -> Module:
-    L.seed_everything(3, verbose=False)
-    net: Any = GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, 3)
-    if norm is not None:
-        net = gnn.models.GCN(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, norm=norm)
-    return Module(net, NUM_CLASSES)
+Logs = pytest.LogCaptureFixture
 
 
 def fit(
@@ -105,123 +41,18 @@ def fit(
     data: Any,
     *callbacks: L.Callback,
     devices: int = 1,
-    strategy: dict[str, Any] | None = None,
+    num_chunks: Any = 3,
     **options: Any,
-) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=GNNPipeStrategy(
-            **{"num_chunks": 3, "balance": "uniform", "start_method": "fork", **(strategy or {})}
-        ),
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 4, "enable_checkpointing": False, **options},
-    )
-    trainer.fit(module, data)
-    return trainer
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the fallbacks that were told."""
-    return [text for text in caplog.messages if ": from " in text]
-
-
-class OtherGraph(FullGraphDataModule):
-    """Validates on other features."""
-
-    def val_dataloader(self) -> Any:
-        other = self.data.clone()
-        other.x = other.x + 1
-        return FullGraphDataModule(other).val_dataloader()
-
-
-@pytest.mark.parametrize(
-    ("why", "options", "norm"),
-    [
-        ("No validation has run just before", {"limit_val_batches": 0}, None),
-        ("No validation has run just before", {"check_val_every_n_epoch": 2}, None),
-        ("'norms.0' computes statistics over all nodes", {}, "BatchNorm"),
-        ("Validation may run with averages", {"callbacks": [EMAWeightAveraging(decay=0.5)]}, None),
-        ("Validation is given other inputs", {"data": OtherGraph(make_data().data)}, None),
-    ],
-)
-def test_without_rows_of_validation_it_is_told_why(
-    why: str, options: dict[str, Any], norm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = dict(options)
-    callbacks, data = options.pop("callbacks", []), options.pop("data", make_data())
-    fit(make_module(norm), data, *callbacks, **options)
-    [text] = told(caplog)
-    assert text.startswith(why)
-    assert ": from stale rows of validation to stale rows of the last step." in text
+    options = {"max_epochs": 4, **options}
+    make_trainer(devices, num_chunks, *callbacks, **options).fit(module, data)
+
+
+def told(caplog: Logs) -> list[str]:
+    """Return the fallbacks that were told since the last call."""
+    texts = [text for text in caplog.messages if ": from " in text]
     caplog.clear()
-    strategy = {"staleness": "constant"}  # the remedy
-    fit(make_module(norm), data, *callbacks, strategy=strategy, **options)
-    assert told(caplog) == []
-
-
-def test_with_validation_after_every_epoch_nothing_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fit(make_module(), make_data())
-    assert told(caplog) == []
-
-
-def test_shards_that_do_not_wait(tmp_path: Path) -> None:
-    log, handler = logging.getLogger("lightning_gnnpipe"), logging.FileHandler(tmp_path / "log")
-    log.addHandler(handler)
-    try:
-        strategy = {"graph_parallel": 2, "async_halo": True}
-        fit(make_module(), make_data(), devices=2, strategy=strategy)
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-    assert (tmp_path / "log").read_text().count("With async_halo shards do not wait") == 1
-
-
-def test_a_graph_that_changes(caplog: pytest.LogCaptureFixture) -> None:
-    class Two(FullGraphDataModule):
-        def train_dataloader(self) -> Any:
-            other = self.data.clone()
-            other.edge_index = other.edge_index.flip(0)
-            return torch.utils.data.DataLoader([self.data, other], batch_size=None)
-
-    fit(make_module(), Two(make_data().data), limit_val_batches=0)
-    text, *_ = told(caplog)
-    assert text.startswith("'edge_index' of the pipelined module changed")
-    assert "NeighborLoader" in text
-
-
-def test_a_loss_of_nan(caplog: pytest.LogCaptureFixture) -> None:
-    def spoil(module: Any) -> None:
-        if module.current_epoch == 2:
-            module.trainer.optimizers[0].param_groups[0]["lr"] = float("nan")
-
-    module = make_module()
-    module.before = spoil
-    fit(module, make_data())
-    [text] = told(caplog)
-    assert text.startswith("The last step failed midway, or its loss or gradients were not finite")
-
-
-def test_a_layer_that_is_frozen_in_between(caplog: pytest.LogCaptureFixture) -> None:
-    module = make_module()
-    module.before = lambda one: one.net.convs[0].requires_grad_(one.current_epoch != 2)
-    fit(module, make_data(), strategy={"staleness": "constant"})
-    [text] = told(caplog)
-    assert text.startswith("The module runs in a new mode (train or eval, frozen weights, options)")
-
-
-def test_gradients_that_do_not_fit_into_float16(caplog: pytest.LogCaptureFixture) -> None:
-    fit(make_module(), make_data(), strategy={"history_dtype": "float16"})
-    [text] = told(caplog)
-    assert text.startswith("history_dtype torch.float16 has no room for small gradients")
-    caplog.clear()
-    fit(make_module(), make_data(), strategy={"history_dtype": "bfloat16"})
-    assert told(caplog) == []
+    return texts
 
 
 class OfBatches(L.LightningModule):
@@ -247,34 +78,189 @@ def batches() -> Any:
     return torch.utils.data.DataLoader([Batch.from_data_list(graphs)], batch_size=None)
 
 
-def test_a_batch_of_fewer_graphs_than_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
-    fit(OfBatches(), batches())
+def before_steps(call: Callable[[L.Trainer, Any], object]) -> L.Callback:
+    return LambdaCallback(on_train_batch_start=lambda trainer, module, *_: call(trainer, module))
+
+
+def spoil(trainer: L.Trainer, module: Any) -> None:
+    if trainer.current_epoch == 2:
+        trainer.optimizers[0].param_groups[0]["lr"] = float("nan")
+
+
+def freeze(trainer: L.Trainer, module: Any) -> None:
+    module.net.convs[0].requires_grad_(trainer.current_epoch != 2)
+
+
+def fit_nodes(*callbacks: L.Callback, **options: Any) -> None:
+    fit(make_module(), make_data(), *callbacks, **options)
+
+
+def fit_graphs(joins: bool = False, **options: Any) -> None:
+    fit(OfBatches(joins), batches(), **options)
+
+
+CONSTANT = {"staleness": "constant"}
+# The first words of each; what meets it, what else it says, and what has none of it.
+CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
+    "A batch has … graphs with nodes": (
+        fit_graphs,
+        "A batch has 2 graphs with nodes: from num_chunks=3 to one micro-batch",
+        [lambda: fit_graphs(num_chunks=2), lambda: fit_graphs(num_chunks="auto")],
+    ),
+    "Edges connect different graphs": (lambda: fit_graphs(True, strategy=CONSTANT), "", []),
+    "No graph of a batch is cut": (
+        lambda: fit_graphs(num_chunks=2, strategy={**CONSTANT, "partition": "random"}),
+        ": from what partition and staleness say to micro-batches of whole graphs.",
+        [],
+    ),
+    "The last step failed midway": (
+        lambda: fit_nodes(before_steps(spoil)),
+        ", or its loss or gradients were not finite",
+        [fit_nodes],  # with validation after every epoch nothing is told
+    ),
+    "The module runs in a new mode": (
+        lambda: fit_nodes(before_steps(freeze), strategy=CONSTANT),
+        "(train or eval, frozen weights, options)",
+        [],
+    ),
+    "history_dtype …": (
+        lambda: fit_nodes(strategy={"history_dtype": "float16"}),
+        "history_dtype torch.float16 has no room for small gradients",
+        [lambda: fit_nodes(strategy={"history_dtype": "bfloat16"})],
+    ),
+    "… is on remote storage": (
+        lambda: fit_nodes(
+            ModelCheckpoint("memory://checkpoints", save_top_k=-1), enable_checkpointing=True
+        ),
+        "where histories are not saved: from resuming with",
+        [],
+    ),
+}
+HERE = "test_fallbacks.py::"
+VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
+TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and the test that meets it
+    "'…' computes statistics over all nodes": VALIDATION,
+    "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
+    "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
+    "No validation has run": VALIDATION,
+    "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",
+    "The checkpoint has no histories": "test_checkpoints.py::"
+    "test_without_its_histories_a_checkpoint_goes_on_exactly",
+    "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
+    "Histories are kept for": "promises/test_p10_inputs.py::"
+    "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
+    "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
+    "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
+    "The module does not run on a part": "test_planning.py::"
+    "test_a_module_of_the_whole_graph_is_planned_without_plain_trainer",
+    "The training loss jumped": "engine/test_loss_guard.py::"
+    "test_a_jump_makes_one_step_exact_and_warns_once",
+    "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
+    "In a notebook": "launchers/test_notebook.py::"
+    "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
+    "Message passing on chunks cannot be compiled": "reach/test_compilers.py::"
+    "test_what_is_compiled_trains_as_it_is_written_and_says_so",
+    "Validation is given other inputs": VALIDATION,
+    "Validation may run with averages": VALIDATION,
+    "With async_halo": HERE + "test_shards_that_do_not_wait",
+    "cross_chunk_edges='drop'": "promises/test_dropped_edges.py::"
+    "test_the_share_of_lost_edges_is_told_once",
+    "repeat_encoder=True": "promises/test_repeat.py::test_a_wish_that_cannot_be_met_is_told",
+    "… exists and is kept": HERE + "test_a_config_in_the_way",
+}
+
+
+def test_every_fallback_has_a_test() -> None:
+    found = fallbacks()
+    for text in found:
+        assert [one for one in TOLD if text.startswith(one)], f"Give it a test: {text}"
+    for words, place in TOLD.items():
+        assert any(text.startswith(words) for text in found), f"Nobody says any more: {words}"
+        name, _, test = place.partition("::")
+        tree = ast.parse((Path(__file__).parent / name).read_text())
+        assert test in {one.name for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+
+
+def test_no_fallback_is_told_elsewhere() -> None:
+    """All go through `Fallbacks`, so that the list above has them all."""
+    for text in set(package_messages()) - fallbacks():
+        is_refusal = text.startswith("Expected ")
+        assert is_refusal or not (" from " in text and " to " in text), f"{text} ({PACKAGE})"
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_a_fallback_is_told_once(words: str, caplog: Logs) -> None:
+    run, more, quiet = CASES[words]
+    run()
     [text] = told(caplog)
-    assert text.startswith("A batch has 2 graphs with nodes: from num_chunks=3 to one micro-batch")
-    caplog.clear()
-    for num_chunks in (2, "auto"):
-        fit(OfBatches(), batches(), strategy={"num_chunks": num_chunks})
+    assert re.match(re.escape(words).replace("…", ".+"), text) and more in text
+    for other in quiet:
+        other()
+        assert told(caplog) == []
+
+
+class OtherGraph(FullGraphDataModule):
+    """Validates on other features."""
+
+    def val_dataloader(self) -> Any:
+        other = self.data.clone()
+        other.x = other.x + 1
+        return FullGraphDataModule(other).val_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("why", "options", "norm"),
+    [
+        ("No validation has run just before", {"limit_val_batches": 0}, None),
+        ("No validation has run just before", {"check_val_every_n_epoch": 2}, None),
+        ("'norms.0' computes statistics over all nodes", {}, "BatchNorm"),
+        ("Validation may run with averages", {"callbacks": [EMAWeightAveraging(decay=0.5)]}, None),
+        ("Validation is given other inputs", {"data": OtherGraph(make_data().data)}, None),
+    ],
+)
+def test_without_rows_of_validation_it_is_told_why(
+    why: str, options: dict[str, Any], norm: Any, caplog: Logs
+) -> None:
+    module = make_module()
+    if norm:
+        net = gnn.models.GCN(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, norm=norm)
+        module = NodeClassifier(net, NUM_CLASSES)
+    options = dict(options)
+    callbacks, data = options.pop("callbacks", []), options.pop("data", make_data())
+    fit(copy.deepcopy(module), data, *callbacks, **options)
+    [text] = told(caplog)
+    assert text.startswith(why)
+    assert ": from stale rows of validation to stale rows of the last step." in text
+    fit(module, data, *callbacks, strategy=CONSTANT, **options)  # the remedy
     assert told(caplog) == []
 
 
-def test_options_for_one_graph_and_batches_of_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"num_chunks": 2, "staleness": "constant", "partition": "random"}
-    fit(OfBatches(), batches(), strategy=options)
-    [text] = told(caplog)
-    assert text.endswith(
-        ": from what partition and staleness say to micro-batches of whole graphs."
-    )
+def test_shards_that_do_not_wait(tmp_path: Path) -> None:
+    log, handler = logging.getLogger("lightning_gnnpipe"), logging.FileHandler(tmp_path / "log")
+    log.addHandler(handler)
+    try:
+        strategy = {"graph_parallel": 2, "async_halo": True}
+        fit_nodes(devices=2, strategy=strategy)
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    assert (tmp_path / "log").read_text().count("With async_halo shards do not wait") == 1
 
 
-def test_a_batch_whose_graphs_are_joined(caplog: pytest.LogCaptureFixture) -> None:
-    fit(OfBatches(joins=True), batches(), strategy={"staleness": "constant"})
-    [text] = told(caplog)
-    assert text.startswith("Edges connect different graphs of the batch")
+def test_a_graph_that_changes(caplog: Logs) -> None:
+    class Two(FullGraphDataModule):
+        def train_dataloader(self) -> Any:
+            other = self.data.clone()
+            other.edge_index = other.edge_index.flip(0)
+            return torch.utils.data.DataLoader([self.data, other], batch_size=None)
+
+    fit(make_module(), Two(make_data().data), limit_val_batches=0)
+    text, *_ = told(caplog)
+    assert text.startswith("'edge_index' of the pipelined module changed")
+    assert "NeighborLoader" in text
 
 
-def test_ranks_on_one_gpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_on_one_gpu(monkeypatch: Any, caplog: Logs) -> None:
     def gather(found: list[str], own: str) -> None:
         found[:] = [own] * len(found)
 
@@ -288,9 +274,7 @@ def test_ranks_on_one_gpu(
     assert text.startswith("Ranks 0 and 1 share a GPU, which NCCL does not support: from NCCL")
 
 
-def test_a_config_that_is_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_config_in_the_way(tmp_path: Path, monkeypatch: Any, caplog: Logs) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("")
     trainer = L.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
@@ -298,11 +282,3 @@ def test_a_config_that_is_in_the_way(
     assert SaveFitConfig(parser=None, config=None)._leaves_another(trainer)  # type: ignore[arg-type]
     [text] = told(caplog)
     assert text.endswith("exists and is kept: from saving the config of this run to not saving it.")
-
-
-def test_histories_on_remote_storage(caplog: pytest.LogCaptureFixture) -> None:
-    folder = "memory://checkpoints"
-    checkpoint = ModelCheckpoint(folder, save_top_k=-1)
-    fit(make_module(), make_data(), checkpoint, enable_checkpointing=True)
-    [text] = told(caplog)
-    assert "is on remote storage, where histories are not saved: from resuming with" in text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks as stock
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_geometric.data import Data
@@ -24,46 +19,29 @@ from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.engine import PipelineEngine
 from tests.helpers.cases import slow
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import (
-    assert_same,
-    datamodule,
-    double_precision,
-    make_trainer,
-    weights,
-)
+from tests.helpers.trainers import assert_same, datamodule, make_trainer, weights
 
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    with double_precision():
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class NormNet(nn.Module):
-    """Norms with running statistics in all stages, and no bias before them, without effect."""
+    """Norms with running statistics in all stages, and no bias before them, without effect.
 
-    def __init__(self) -> None:
+    Args:
+        has_encoder: Every layer reads what one makes of the batch: stages share its weights.
+    """
+
+    def __init__(self, has_encoder: bool = False) -> None:
         super().__init__()
         self.convs = nn.ModuleList(gnn.SAGEConv(8, 8, bias=False) for _ in range(3))
         self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+        self.lin_in = nn.Linear(8, 8) if has_encoder else None
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
+        x = x_0 = x if self.lin_in is None else self.lin_in(x).relu()
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = norm(conv(x, edge_index)).relu()
-        return {"h": x, "both": (x, x * 2)}
-
-
-class EncoderNet(NormNet):
-    """Every layer reads what an encoder makes of the batch, so that stages share its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin_in = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
-        x = x_0 = self.lin_in(x).relu()
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = norm(conv(x, edge_index)).relu() + x_0
+            x = x if self.lin_in is None else x + x_0
         return {"h": x, "both": (x, x * 2)}
 
 
@@ -78,7 +56,7 @@ class Frozen(Realistic):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.02)
 
 
-class Unfreezing(BaseFinetuning):
+class Unfreezing(stock.BaseFinetuning):
     """Trains head and norms alone, then the first layer as well, then the others.
 
     The others are compared with what the optimizer has: on some rank both are empty.
@@ -97,30 +75,23 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group([convs[1], convs[2], pl_module.encode], optimizer)
 
 
-class FilesAreWhole(L.Callback):
-    """No tensor that is saved may be empty."""
-
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        assert all(tensor.numel() for tensor in checkpoint["state_dict"].values())
-
-
-def averaging(kind: str) -> L.Callback:
-    if kind == "ema":
-        return EMAWeightAveraging(decay=0.7)
-    if kind == "ema, parameters alone":
-        return EMAWeightAveraging(decay=0.7, use_buffers=False, update_starting_at_step=2)
-    if kind == "swa, linear":
-        return StochasticWeightAveraging(0.03, swa_epoch_start=1, annealing_strategy="linear")
-    return StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2)
+AVERAGES: dict[str, Callable[[], L.Callback]] = {
+    "ema": lambda: stock.EMAWeightAveraging(decay=0.7),
+    "ema, parameters alone": lambda: stock.EMAWeightAveraging(
+        decay=0.7, use_buffers=False, update_starting_at_step=2
+    ),
+    "swa": lambda: stock.StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2),
+    "swa, linear": lambda: stock.StochasticWeightAveraging(
+        0.03, swa_epoch_start=1, annealing_strategy="linear"
+    ),
+}
 
 
-def seeded(has_norms: bool = False, has_encoder: bool = False, **kwargs: Any) -> Realistic:
+def seeded(has_norms: bool = False, has_encoder: bool = False) -> Realistic:
     L.seed_everything(1, verbose=False)
-    module = Realistic(**kwargs)
+    module = Realistic()
     if has_norms:
-        module.net = EncoderNet() if has_encoder else NormNet()
+        module.net = NormNet(has_encoder)
     return module
 
 
@@ -133,16 +104,19 @@ def fit(
     **kwargs: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the metrics, and the checkpoint that was saved after the last epoch."""
-    saver = ModelCheckpoint(folder, save_last=True, monitor="val_loss", save_top_k=-1)
+    saver = stock.ModelCheckpoint(folder, save_last=True, monitor="val_loss", save_top_k=-1)
     ckpt_path = kwargs.pop("ckpt_path", None)
-    trainer = make_trainer(num_stages, epochs, *callbacks, saver, FilesAreWhole(), **kwargs)
+    trainer = make_trainer(num_stages, epochs, *callbacks, saver, **kwargs)
     trainer.fit(module, datamodule=datamodule(), ckpt_path=ckpt_path)
+    for path in folder.glob("*.ckpt"):
+        saved = torch.load(path, weights_only=False)
+        assert all(tensor.numel() for tensor in saved["state_dict"].values())
     saved = torch.load(folder / "last.ckpt", weights_only=False)
     saved.pop("loops")
     saved.pop("gnnpipe", None)
-    for state in [*saved["callbacks"]]:
-        if "Averaging" not in state and state != "Unfreezing":
-            del saved["callbacks"][state]
+    kept = ("Averaging", "Unfreezing")
+    callbacks = saved["callbacks"].items()
+    saved["callbacks"] = {k: v for k, v in callbacks if any(one in k for one in kept)}
     return trainer.callback_metrics, saved
 
 
@@ -170,8 +144,8 @@ def test_averaged_weights_equal_plain_lightning(
 ) -> None:
     """In validation, in all that a checkpoint holds, and in the module at the end."""
     plain, ours = seeded(has_norms, has_encoder), seeded(has_norms, has_encoder)
-    expected, plain_saved = fit(tmp_path / "0", 0, plain, averaging(kind))
-    found, saved = fit(tmp_path / "1", num_stages, ours, averaging(kind))
+    expected, plain_saved = fit(tmp_path / "0", 0, plain, AVERAGES[kind]())
+    found, saved = fit(tmp_path / "1", num_stages, ours, AVERAGES[kind]())
     assert_same(ours, plain)
     assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
     for name in ("val_loss", "train_loss"):
@@ -191,29 +165,25 @@ def test_averaged_weights_equal_plain_lightning(
     ("kind", "first", "second"),
     [("ema", 2, 3), ("swa", 0, 2), slow("ema", 0, 2), slow("swa", 2, 3)],
 )
-def test_p6_averages_go_on_under_any_number_of_stages(
+def test_p6_averages_go_on_under_any_stages(
     kind: str, first: int, second: int, tmp_path: Path
 ) -> None:
-    plain = seeded(has_norms=True)
-    fit(tmp_path / "0", 0, plain, averaging(kind))
-    saver = ModelCheckpoint(
-        tmp_path / "half", monitor="val_loss", save_top_k=-1, filename="{epoch}"
-    )
-    trainer = make_trainer(first, 6, averaging(kind), saver)
+    plain, resumed = seeded(has_norms=True), seeded(has_norms=True)
+    fit(tmp_path / "0", 0, plain, AVERAGES[kind]())
+    half, options = tmp_path / "half", {"monitor": "val_loss", "save_top_k": -1}
+    saver = stock.ModelCheckpoint(half, filename="{epoch}", **options)
+    trainer = make_trainer(first, 6, AVERAGES[kind](), saver)
     trainer.fit(seeded(has_norms=True), datamodule=datamodule())
-    resumed = seeded(has_norms=True)
     with torch.no_grad():
         for p in resumed.parameters():
             p.zero_()
-    half = str(tmp_path / "half" / "epoch=4.ckpt")
-    fit(tmp_path / "1", second, resumed, averaging(kind), ckpt_path=half)
+    path = half / "epoch=4.ckpt"
+    fit(tmp_path / "1", second, resumed, AVERAGES[kind](), ckpt_path=path)
     assert_same(resumed, plain)
     assert_close(dict(resumed.named_buffers()), dict(plain.named_buffers()))
 
 
-def test_the_last_pass_over_averaged_weights_reads_no_stale_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_pass_over_averages_reads_no_stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories, and their statistics, are of the weights before the average."""
     exact: list[bool] = []
     train = PipelineEngine._train
@@ -223,7 +193,7 @@ def test_the_last_pass_over_averaged_weights_reads_no_stale_row(
         return train(self, *args)
 
     monkeypatch.setattr(PipelineEngine, "_train", watched)
-    trainer = make_trainer(1, 4, averaging("swa"))
+    trainer = make_trainer(1, 4, AVERAGES["swa"]())
     trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "StalenessWarmup"]
     trainer.fit(seeded(has_norms=True), datamodule=datamodule())
     assert exact == [False] * 4 + [True]
@@ -231,7 +201,7 @@ def test_the_last_pass_over_averaged_weights_reads_no_stale_row(
 
 def test_averages_in_a_sharded_checkpoint_are_refused() -> None:
     strategy = GNNPipeStrategy(start_method="fork", save_distributed_checkpoint=True)
-    trainer = make_trainer(2, 1, averaging("ema"), strategy=strategy)
+    trainer = make_trainer(2, 1, AVERAGES["ema"](), strategy=strategy)
     with pytest.raises(Exception, match=r"one set of weights.*got EMAWeight"):
         trainer.fit(seeded(), datamodule=datamodule())
 
@@ -260,28 +230,22 @@ def test_the_module_may_be_the_pipelined_one(tmp_path: Path) -> None:
         L.seed_everything(1, verbose=False)
         modules.append(Whole())
         folder = tmp_path / str(num_stages)
-        saved.append(fit(folder, num_stages, modules[-1], averaging("ema"))[1])
+        saved.append(fit(folder, num_stages, modules[-1], AVERAGES["ema"]())[1])
     assert_same(modules[1], modules[0])
     assert_close(saved[1]["state_dict"], saved[0]["state_dict"])
 
 
 @pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
-def test_layers_that_are_unfrozen_train_as_in_plain_lightning(
-    num_stages: int, tmp_path: Path
-) -> None:
+def test_layers_that_are_unfrozen_train_as_plainly(num_stages: int, tmp_path: Path) -> None:
     modules, saved = [], []
     for number in (0, num_stages):
         L.seed_everything(1, verbose=False)
         modules.append(Frozen())
         saved.append(fit(tmp_path / str(number), number, modules[-1], Unfreezing())[1])
-    expected, found = saved
-    assert len(expected["optimizer_states"][0]["param_groups"]) == 3
-    assert (
-        found["optimizer_states"][0]["param_groups"]
-        == (expected["optimizer_states"][0]["param_groups"])
-    )
-    assert found["callbacks"] == expected["callbacks"]
-    assert_close(found["optimizer_states"][0]["state"], expected["optimizer_states"][0]["state"])
+    assert saved[1]["callbacks"] == saved[0]["callbacks"]
+    expected, found = (one["optimizer_states"][0] for one in saved)
+    assert len(expected["param_groups"]) == 3 and found["param_groups"] == expected["param_groups"]
+    assert_close(found["state"], expected["state"])
     assert_same(modules[1], modules[0])
     assert not torch.equal(weights(modules[0].net), weights(Frozen().net))
 
@@ -292,7 +256,7 @@ def test_p6_a_resumed_run_knows_what_was_unfrozen(tmp_path: Path) -> None:
     fit(tmp_path / "half", 2, Frozen(), Unfreezing(), epochs=3)
     resumed = [Frozen(), Frozen()]
     for num_stages, module in zip((0, 3), resumed, strict=True):
-        ckpt_path = str(tmp_path / "half" / "last.ckpt")
+        ckpt_path = tmp_path / "half" / "last.ckpt"
         fit(tmp_path / str(num_stages), num_stages, module, Unfreezing(), ckpt_path=ckpt_path)
     assert_same(*resumed)
 
@@ -303,19 +267,18 @@ class GivenBack(L.Callback):
     def __init__(self, ema: L.Callback, unfreezing: L.Callback) -> None:
         self.ema, self.unfreezing = ema, unfreezing
 
-    def changes(self) -> list[bool]:
-        names = ("finetune_function", "state_dict")
-        owners = (vars(self.unfreezing), vars(self.ema._average_model.module))
-        return [name in vs for name, vs in zip(names, owners, strict=True)]
+    def are_changed(self) -> tuple[bool, bool]:
+        average = vars(self.ema._average_model.module)
+        return "finetune_function" in vars(self.unfreezing), "state_dict" in average
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.changes() == [True, True]
+    def on_fit_start(self, *_: Any) -> None:
+        assert self.are_changed() == (True, True)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.changes() == [False, False]
+    def on_fit_end(self, *_: Any) -> None:
+        assert self.are_changed() == (False, False)
 
 
 def test_callbacks_are_given_back() -> None:
-    callbacks = averaging("ema"), Unfreezing()
+    callbacks = AVERAGES["ema"](), Unfreezing()
     trainer = make_trainer(2, 1, *callbacks, GivenBack(*callbacks))
     trainer.fit(Frozen(), datamodule=datamodule())

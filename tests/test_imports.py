@@ -1,18 +1,30 @@
-"""P9: folders import one way, heavy imports stay where they belong, and files can be found."""
+"""P9: folders import one way, heavy imports stay where they belong, and files can be found.
+
+A reader can follow a training step: it enters at most 50 files of the package.
+"""
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import lightning as L
 import pytest
+
+from lightning_gnnpipe import FullGraphDataModule
+from tests.helpers.observed import make_trainer
+from tests.test_user_errors import Module, graph
 
 PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
 MAX_LINES = 400
 MAX_FILES = 14
+MAX_FILES_OF_A_STEP = 50
 
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
@@ -25,14 +37,7 @@ LINE = (
     "__init__",
 )
 LIGHTNING = {
-    "__init__",
-    "strategy",
-    "trainer",
-    "planning",
-    "callbacks",
-    "datamodule",
-    "models",
-    "cli",
+    *("__init__", "strategy", "trainer", "planning", "callbacks", "datamodule", "models", "cli"),
     "preview",
 }
 DISTRIBUTED = {"comm", "saving", "trainer", "_compat_torch"}
@@ -58,22 +63,12 @@ def imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_p9_imports_go_one_way(path: Path) -> None:
+def test_p9_imports_go_one_way_and_heavy_ones_stay_in_their_place(path: Path) -> None:
     part = part_of(path)
     for name in imports(path):
         target = name.split(".")[1] if name.startswith(f"{NAME}.") else part
         if target != part and target in LINE:
             assert LINE.index(target) < LINE.index(part), f"{part} imports {target}"
-
-
-def test_p9_the_line_has_all_parts() -> None:
-    assert sorted({part_of(path) for path in modules()}) == sorted(LINE)
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_p9_heavy_imports_stay_in_their_place(path: Path) -> None:
-    part = part_of(path)
-    for name in imports(path):
         root = name.split(".")[0]
         if root in ("lightning", "pytorch_lightning"):
             assert part in LIGHTNING, f"{part} imports {name}"
@@ -89,6 +84,10 @@ def test_p9_heavy_imports_stay_in_their_place(path: Path) -> None:
             assert root != NAME or path.name == "__init__.py", "models import nothing of ours"
 
 
+def test_p9_the_line_has_all_parts() -> None:
+    assert sorted({part_of(path) for path in modules()}) == sorted(LINE)
+
+
 def test_no_base_name_stands_twice() -> None:
     names = Counter(path.name for path in modules() if path.name != "__init__.py")
     assert [name for name, number in names.items() if number > 1] == []
@@ -99,3 +98,38 @@ def test_folders_and_files_are_small_enough_to_find_things() -> None:
     assert {folder.name: n for folder, n in folders.items() if n > MAX_FILES} == {}
     lengths = {path.name: len(path.read_text().splitlines()) for path in modules()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+class Profile(L.Callback):
+    """Notes the files whose functions the step of one epoch calls."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.files: set[str] = set()
+        self.before: Callable[[FrameType, str, Any], object] | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            self.before = sys.getprofile()
+            sys.setprofile(self.note)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            sys.setprofile(self.before)
+
+    def note(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            self.files.add(frame.f_code.co_filename)
+
+
+class Validated(Module):
+    def validation_step(self, data: Any, batch_idx: int) -> None:
+        self.net(data.x, data.edge_index)
+
+
+def test_p9_a_step_enters_at_most_50_files() -> None:
+    profile = Profile(epoch=5)
+    make_trainer(1, 4, profile, max_epochs=7).fit(Validated(), FullGraphDataModule(graph()))
+    names = sorted(Path(one).relative_to(PACKAGE).as_posix() for one in profile.files)
+    assert "staleness/store.py" in names  # it was a pipelined step
+    assert len(names) <= MAX_FILES_OF_A_STEP, names

@@ -1,25 +1,32 @@
-"""A run leaves the process as it was, also one that an error ends."""
+"""A run leaves the process as it was, also one that an error ends, and does not grow with time."""
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
 import torch
 import torch_geometric.nn as gnn
 import torch_geometric.utils
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch_geometric.data import Data
 from torch_geometric.nn.conv import gcn_conv, han_conv
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+from tests.helpers.observed import NUM_CLASSES, make_data, make_module, make_trainer
 
 MODULES = (torch, torch.distributed, torch_geometric.utils, gnn, gcn_conv, han_conv)
 CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Linear, gnn.MessagePassing, gnn.GCNConv)
@@ -59,7 +66,7 @@ def process_state(trainer: L.Trainer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_leaves_the_process_as_it_was(fails: bool, tmp_path: Any) -> None:
+def test_a_run_leaves_the_process_as_it_was(fails: bool) -> None:
     class Module(NodeClassifier):
         def training_step(self, *args: Any) -> Any:
             loss = super().training_step(*args)
@@ -67,28 +74,77 @@ def test_a_run_leaves_the_process_as_it_was(fails: bool, tmp_path: Any) -> None:
                 raise KeyError("a mistake")
             return loss
 
-    ring = torch.arange(30)
-    data = Data(x=torch.eye(30), edge_index=torch.stack([ring, (ring + 1) % 30]), y=ring % 3)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=3,
-        logger=False,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        strategy=GNNPipeStrategy(num_chunks=3),
-    )
-    module = Module(GNN(30, 8, 3, num_layers=4), 3)
-    loader = FullGraphDataModule(data)
+    trainer, module, data = make_trainer(1, 3), Module(make_module().net, NUM_CLASSES), make_data()
     before = process_state(trainer)
     if fails:
         with pytest.raises(KeyError, match="a mistake"):
-            trainer.fit(module, datamodule=loader)
+            trainer.fit(module, data)
     else:
-        trainer.fit(module, datamodule=loader)
-        trainer.validate(module, datamodule=loader, verbose=False)
+        trainer.fit(module, data)
+        trainer.validate(module, data, verbose=False)
     after = process_state(trainer)
     for key, value in before.items():
         assert after[key] == value, key
+
+
+WARM, LAST, NUM_LOOKS = 60, 200, 5
+MIB = 2**20
+
+
+class Watch(L.Callback):
+    """Writes the least that this rank's process holds, around epoch `WARM` and at the end.
+
+    The least of some epochs: a message that is still on its way holds a tensor for a moment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[int, dict[str, int]] = {}
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for end in (WARM, LAST):
+            if end - NUM_LOOKS < trainer.current_epoch + 1 <= end:
+                now = look()
+                before = self.found.setdefault(end, now)
+                self.found[end] = {name: min(before[name], now[name]) for name in now}
+        path = self.folder / f"rank_{trainer.global_rank}.json"
+        path.write_text(json.dumps([*self.found.values()]))
+
+
+def look() -> dict[str, int]:
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "rss": process.memory_info().rss,
+        "files": process.num_fds(),
+        "threads": process.num_threads(),
+        "tensors": sum(isinstance(one, torch.Tensor) for one in gc.get_objects()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_hundred_epochs_leave_nothing(num_stages: int, recompute: bool, tmp_path: Path) -> None:
+    """With all there is: no growth of memory, file handles or threads."""
+    trainer = make_trainer(
+        num_stages,
+        6,
+        *(StalenessWarmup(num_epochs=3), StalenessMonitor(), Watch(tmp_path)),
+        ModelCheckpoint(tmp_path, every_n_epochs=10),
+        strategy={"recompute": recompute, "staleness": "gnnpipe"},
+        max_epochs=LAST,
+        enable_checkpointing=True,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+    )
+    torch.manual_seed(0)
+    data = Data(x=torch.randn(400, 8), edge_index=torch.randint(400, (2, 2000)))
+    data.y = torch.randint(3, (400,))
+    net = GCNII(8, 16, 3, num_layers=6, dropout=0.2)
+    trainer.fit(NodeClassifier(net, 3), FullGraphDataModule(data))
+    for rank in range(num_stages):
+        warm, last = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        for name in ("files", "threads", "tensors"):
+            assert last[name] <= warm[name], (rank, name, warm, last)
+        assert last["rss"] - warm["rss"] < 12 * MIB, (rank, warm, last)

@@ -14,34 +14,48 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-)
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
-from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption, StalenessName
+from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
 from tests.helpers.cases import slow
+from tests.helpers.observed import make_trainer
+from tests.test_bad_input import SharedNorm
+from tests.test_user_errors import Module, graph
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 60, 5, 8, 3
+HISTORIES = 6 * 2 * NUM_NODES * WIDTH * 4  # rows, and their gradients
 
 
-def make() -> tuple[NodeClassifier, Data]:
-    torch.manual_seed(0)
+def masked(edge_index: Tensor, num_nodes: int) -> Data:
+    y = torch.arange(num_nodes) % NUM_CLASSES
+    data = Data(x=torch.randn(num_nodes, NUM_FEATURES), edge_index=edge_index, y=y)
+    data.train_mask = data.val_mask = data.test_mask = y > 0
+    return data
+
+
+def make_data() -> Data:
     number = torch.arange(240)
-    edges = torch.stack([(number * 7 + number // 11) % NUM_NODES, (number * 3 + 1) % NUM_NODES])
-    mask = torch.arange(NUM_NODES) % 2 == 0
-    data = Data(
-        x=torch.randn(NUM_NODES, NUM_FEATURES),
-        edge_index=edges,
-        y=torch.arange(NUM_NODES) % NUM_CLASSES,
-        train_mask=mask,
-        val_mask=~mask,
-        test_mask=~mask,
-    )
-    net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.1)
-    return NodeClassifier(net, NUM_CLASSES), data
+    edges = [(number * 7 + number // 11) % NUM_NODES, (number * 3 + 1) % NUM_NODES]
+    torch.manual_seed(0)
+    return masked(torch.stack(edges), NUM_NODES)
+
+
+def make_module(net: nn.Module | None = None, kind: Any = NodeClassifier) -> Any:
+    net = net or GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.1)
+    return kind(net, NUM_CLASSES)
+
+
+Logs = pytest.LogCaptureFixture
+ASKED = {"num_stages", "num_shards", "num_devices", "link_gbit_per_s", "message_us", "memory_gib"}
+
+
+def plan_of(module: Any = None, data: Any = None, **options: Any) -> PipelinePlan:
+    """Plan with four chunks; `options` are those of the strategy and of the plan."""
+    asked = {name: options.pop(name) for name in ASKED & options.keys()}
+    strategy = GNNPipeStrategy(**{"num_chunks": 4, **options})
+    return strategy.plan(module or make_module(), data or make_data(), **asked)
 
 
 @pytest.mark.parametrize(
@@ -60,38 +74,18 @@ def make() -> tuple[NodeClassifier, Data]:
 def test_counts_are_those_of_a_run(
     num_stages: int, num_shards: int, repeat: RepeatOption, edges: CrossChunkEdges, tmp_path: Path
 ) -> None:
-    module, data = make()
-    L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
-    strategy = GNNPipeStrategy(
-        num_chunks=4,
-        graph_parallel=num_shards,
-        start_method="fork",
-        balance="uniform",
-        repeat_encoder=repeat,
-        cross_chunk_edges=edges,
-    )
-    plan = strategy.plan(module, data, num_stages=num_stages)
-
     class Stats(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            assert isinstance(trainer.strategy, GNNPipeStrategy)
-            stats = trainer.strategy.collect_stats()
+            counts = trainer.strategy.collect_stats().bytes_by_kind
             if trainer.global_rank == 0:
-                counts = stats.bytes_by_kind
                 total = sum(counts[kind] for kind in counts.keys() - {"control"})
                 (tmp_path / "bytes.txt").write_text(str(total))
 
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages * num_shards,
-        strategy=strategy,
-        max_epochs=2,
-        callbacks=[Stats()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    module, data = make_module(), make_data()
+    L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
+    options = {"graph_parallel": num_shards, "repeat_encoder": repeat, "cross_chunk_edges": edges}
+    trainer = make_trainer(num_stages * num_shards, 4, Stats(), max_epochs=2, strategy=options)
+    plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
     assert int((tmp_path / "bytes.txt").read_text()) == plan.step_bytes
     assert plan.layout == (num_stages, num_shards)
@@ -109,18 +103,17 @@ def test_counts_are_those_of_a_run(
 
 
 def test_times_add_up() -> None:
-    module, data = make()
+    module = make_module()
     before = {name: p.clone() for name, p in module.state_dict().items()}
-    strategy = GNNPipeStrategy(num_chunks=4, repeat_encoder=False)
-    free = {"link_gbit_per_s": 1e9, "message_us": 1e-3}
-    plan = strategy.plan(module, data, num_stages=3, **free)
+    free = {"link_gbit_per_s": 1e9, "message_us": 1e-3, "repeat_encoder": False}
+    plan = plan_of(module, num_stages=3, **free)
     compute_s = sum(stage.compute_s for stage in plan.stages)
     assert compute_s + plan.loss_s == pytest.approx(plan.one_device_s)
     assert 0 < plan.loss_s < plan.step_s
     assert plan.one_device_s / 3 < plan.step_s < plan.one_device_s
-    late = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, message_us=1e6)
+    late = plan_of(module, num_stages=3, message_us=1e6)
     assert late.step_s > 2 * 2 + 2 * 1  # two cuts forward and back, two rounds for the outputs
-    slow = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=3, link_gbit_per_s=1e-4)
+    slow = plan_of(module, num_stages=3, link_gbit_per_s=1e-4)
     assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
     assert any("hardly faster" in line for line in slow.advice)
     assert any("6 layers" in line for line in plan.advice)
@@ -147,24 +140,19 @@ def saved_bytes(module: nn.Module, *args: Tensor) -> int:
 
 
 def test_a_plain_trainers_step_is_forecast_from_a_part_of_the_graph() -> None:
-    num_nodes, num_edges = 9000, 40000
     torch.manual_seed(0)
-    x, edges = torch.randn(num_nodes, NUM_FEATURES), torch.randint(num_nodes, (2, num_edges))
-    data = Data(x=x, edge_index=edges, y=torch.arange(num_nodes) % NUM_CLASSES)
-    data.train_mask = data.val_mask = data.test_mask = data.y > 0
+    data = masked(torch.randint(9000, (2, 40000)), 9000)
     net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.0)
-    plan = GNNPipeStrategy(num_chunks=4).plan(NodeClassifier(net, NUM_CLASSES), data)
+    plan = plan_of(make_module(net), data)
     assert plan.plain_s is not None and plan.plain_bytes is not None
     assert plan.plain_s > plan.loss_s
     weights = 4 * sum(p.nbytes for p in net.parameters())
-    outputs = 2 * num_nodes * NUM_CLASSES * 4
-    kept = plan.plain_bytes - weights - outputs - x.nbytes - edges.nbytes
-    assert kept == pytest.approx(saved_bytes(net, x, edges), rel=0.05)
+    outputs = 2 * 9000 * NUM_CLASSES * 4
+    kept = plan.plain_bytes - weights - outputs - data.x.nbytes - data.edge_index.nbytes
+    assert kept == pytest.approx(saved_bytes(net, data.x, data.edge_index), rel=0.05)
 
 
-def test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_trainer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_module_of_the_whole_graph_is_planned_without_plain_trainer(caplog: Logs) -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,113 +163,74 @@ def test_a_module_that_runs_on_the_whole_graph_only_is_planned_without_a_plain_t
             out: Tensor = self.net(x + self.shift, edge_index)
             return out
 
-    data = Data(x=torch.randn(9000, NUM_FEATURES), edge_index=torch.randint(9000, (2, 20000)))
-    data.y = torch.arange(9000) % NUM_CLASSES
-    data.train_mask = data.val_mask = data.test_mask = data.y > 0
-    module = NodeClassifier(Embedded(), NUM_CLASSES)
-    plan = GNNPipeStrategy(num_chunks=1, pipelined_module="net").plan(module, data, num_stages=1)
+    data = masked(torch.randint(9000, (2, 20000)), 9000)
+    options: dict[str, Any] = {"num_chunks": 1, "pipelined_module": "net", "num_stages": 1}
+    plan = plan_of(make_module(Embedded()), data, **options)
     assert plan.plain_s is None and plan.plain_bytes is None
     assert "The module does not run on a part of the graph" in caplog.text
 
 
 def test_stages_take_longer_that_compute_the_encoder_again() -> None:
-    module, data = make()
-    options: dict[str, Any] = {"num_chunks": 4, "balance": "uniform"}
-    plan = GNNPipeStrategy(**options).plan(module, data, num_stages=3)
+    plan = plan_of(balance="uniform", num_stages=3)
     assert sum(stage.compute_s for stage in plan.stages) + plan.loss_s > plan.one_device_s
     assert plan.one_device_s == pytest.approx(
         plan.loss_s + sum(one.forward_s + one.backward_s for one in plan.layer_costs)
     )
 
 
-def test_memory_follows_how_histories_are_kept() -> None:
-    """In half precision they take half the bytes, on another device none; nothing else changes."""
-    module, data = make()
-
-    def memory(**options: Any) -> int:
-        plan = GNNPipeStrategy(num_chunks=4, balance="uniform", **options).plan(module, data)
-        return sum(cost.history_bytes for cost in plan.layer_costs)
-
-    plain = memory()
-    # Rows, and their gradients.
-    assert plain == 6 * 2 * NUM_NODES * WIDTH * 4
-    assert memory(history_dtype=torch.bfloat16) == plain // 2
-    assert memory(history_device="cpu") == plain
-    assert memory(history_device="cpu:0") == 0
+@pytest.mark.parametrize(
+    ("options", "tables"),  # of which one is rows, and one their gradients
+    [
+        ({}, 2),
+        ({"history_dtype": torch.bfloat16}, 1),
+        ({"history_device": "cpu"}, 2),
+        ({"history_device": "cpu:0"}, 0),  # another device
+        ({"staleness": "constant"}, 2),
+        ({"staleness": "constant", "recompute": True}, 2),
+        ({"staleness": "gnnpipe"}, 3),  # a snapshot takes a table
+    ],
+)
+def test_memory_follows_how_histories_are_kept(options: dict[str, Any], tables: int) -> None:
+    plan = plan_of(balance="uniform", **options)
+    assert sum(cost.history_bytes for cost in plan.layer_costs) == tables * HISTORIES // 2
 
 
 def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> None:
-    module, data = make()
-
-    def memory(edges: CrossChunkEdges) -> int:
-        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", cross_chunk_edges=edges)
-        return strategy.plan(module, data, num_stages=1).stages[0].memory_bytes
-
-    histories = 6 * 2 * NUM_NODES * WIDTH * 4
-    assert memory("drop") <= memory("keep") - histories  # and fewer activations
-
-
-def test_memory_follows_how_staleness_is_met() -> None:
-    """A snapshot takes a table; outputs are kept where their gradients come."""
-    module, data = make()
-
-    def tables(staleness: StalenessName, **options: Any) -> float:
-        strategy = GNNPipeStrategy(num_chunks=4, balance="uniform", staleness=staleness, **options)
-        costs = strategy.plan(module, data).layer_costs
-        return sum(cost.history_bytes for cost in costs) / (6 * NUM_NODES * WIDTH * 4)
-
-    assert tables("drift") == tables("constant") == tables("constant", recompute=True) == 2
-    assert tables("gnnpipe") == 3
+    keep, drop = (
+        plan_of(balance="uniform", cross_chunk_edges=edges, num_stages=1).stages[0].memory_bytes
+        for edges in ("keep", "drop")
+    )
+    assert drop <= keep - HISTORIES  # and fewer activations
 
 
 def test_all_layouts_of_the_devices_are_compared() -> None:
-    module, data = make()
-    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_devices=8, link_gbit_per_s=1e9)
+    plan = plan_of(num_devices=8, link_gbit_per_s=1e9)
     pairs = [(one.num_stages, one.num_shards) for one in plan.layouts]
     assert pairs == [(1, 8), (2, 4), (4, 2)]  # eight stages need more than six layers
     assert plan.layout == (plan.best.num_stages, plan.best.num_shards)
     assert plan.step_s == plan.best.step_s == min(one.step_s for one in plan.layouts)
     assert sum(stage.num_layers for stage in plan.stages) == 6
-    asked = GNNPipeStrategy(num_chunks=4, graph_parallel=2).plan(module, data, num_stages=2)
+    asked = plan_of(graph_parallel=2, num_stages=2)
     assert asked.layout == (2, 2) and len(asked.layouts) == 3
 
 
-class SharedNorm(nn.Module):
-    """A norm with running statistics behind each layer: all of them must be in one stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.GCNConv(NUM_FEATURES, NUM_FEATURES) for _ in range(4))
-        self.norm = nn.BatchNorm1d(NUM_FEATURES)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = self.norm(conv(x, edge_index))
-        return x
-
-
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:
-    _, data = make()
-    module = NodeClassifier(SharedNorm(), NUM_CLASSES)
-    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_devices=2, link_gbit_per_s=1e-4)
+    module = Module(SharedNorm())
+    plan = plan_of(module, graph(), num_devices=2, link_gbit_per_s=1e-4)
     assert [one.options for one in plan.layouts] == ["num_stages=1, graph_parallel=2"]
 
 
 def test_more_devices_than_layers_and_nodes_are_refused() -> None:
-    edges = torch.tensor([[0, 1], [1, 0]])
-    mask = torch.ones(2, dtype=torch.bool)
-    data = Data(x=torch.rand(2, 4), edge_index=edges, y=torch.tensor([0, 1]), train_mask=mask)
-    module = NodeClassifier(gnn.GCN(4, 4, 2, 2), 2)
+    data, module = masked(torch.tensor([[0, 1], [1, 0]]), 2), make_module(gnn.GCN(5, 4, 2, 3))
     with pytest.raises(ConfigError, match=r"layout of 3 devices.*2 layers that can be separated"):
-        GNNPipeStrategy(num_chunks=2).plan(module, data, num_devices=3)
+        plan_of(module, data, num_chunks=2, num_devices=3)
 
 
 def test_a_limit_of_memory_counts() -> None:
-    module, data = make()
+    module = make_module()
 
-    def plan(num_shards: int = 1, **options: Any) -> PipelinePlan:
-        strategy = GNNPipeStrategy(num_chunks=4, graph_parallel=num_shards, balance="uniform")
-        return strategy.plan(module, data, **options)
+    def plan(**options: Any) -> PipelinePlan:
+        return plan_of(module, balance="uniform", **options)
 
     free = plan(num_devices=4).layouts
     least, *_, most = sorted(free, key=lambda one: one.memory_bytes)
@@ -290,7 +239,7 @@ def test_a_limit_of_memory_counts() -> None:
     tight = plan(num_devices=4, memory_gib=gib)
     assert [one.fits for one in tight.layouts] == [one.memory_bytes <= gib * 2**30 for one in free]
     assert tight.best.fits and tight.layout != (most.num_stages, most.num_shards)
-    asked = plan(most.num_shards, num_stages=most.num_stages, memory_gib=gib)
+    asked = plan(graph_parallel=most.num_shards, num_stages=most.num_stages, memory_gib=gib)
     assert asked.layout == (most.num_stages, most.num_shards)
     assert any("Another layout" in line for line in asked.advice)
     none = plan(num_devices=4, memory_gib=1e-6)
@@ -299,25 +248,21 @@ def test_a_limit_of_memory_counts() -> None:
 
 
 def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
-    module, data = make()
+    module, shards = make_module(), {"graph_parallel": 2}
 
-    def layouts(num_chunks: int = 4, **options: Any) -> Any:
-        plan = GNNPipeStrategy(num_chunks=num_chunks, balance="uniform", **options)
-        return plan.plan(module, data, num_devices=4).layouts
+    def steps(**options: Any) -> list[int]:
+        layouts = plan_of(module, balance="uniform", num_devices=4, **options).layouts
+        return [one.step_bytes for one in layouts]
 
-    shards: dict[str, Any] = {"graph_parallel": 2, "halo_codec": "bf16"}
-    plain, halo, cut = layouts(), layouts(**shards), layouts(cut_codec="bf16")
-    assert halo[0].step_bytes < plain[0].step_bytes and halo[2].step_bytes == plain[2].step_bytes
-    assert cut[2].step_bytes < plain[2].step_bytes and cut[0].step_bytes == plain[0].step_bytes
-    halo_grads, cut_grads = (
-        layouts(**{**shards, "halo_codec": ("fp32", "bf16")}),
-        layouts(cut_codec=("fp32", "bf16")),
-    )
-    assert halo[0].step_bytes < halo_grads[0].step_bytes < plain[0].step_bytes
-    assert cut[2].step_bytes < cut_grads[2].step_bytes < plain[2].step_bytes
-    one = layouts(num_chunks=1, cut_codec="bf16", **shards)
-    for few, many in zip(one, layouts(num_chunks=1), strict=True):
-        assert few.step_bytes < many.step_bytes
+    plain, halo, cut = steps(), steps(halo_codec="bf16", **shards), steps(cut_codec="bf16")
+    assert halo[0] < plain[0] and halo[2] == plain[2]
+    assert cut[2] < plain[2] and cut[0] == plain[0]
+    halo_grads = steps(halo_codec=("fp32", "bf16"), **shards)
+    cut_grads = steps(cut_codec=("fp32", "bf16"))
+    assert halo[0] < halo_grads[0] < plain[0]
+    assert cut[2] < cut_grads[2] < plain[2]
+    few = steps(num_chunks=1, cut_codec="bf16", halo_codec="bf16", **shards)
+    assert all(one < many for one, many in zip(few, steps(num_chunks=1), strict=True))
 
 
 class Manual(NodeClassifier):
@@ -339,11 +284,8 @@ class Picky(NodeClassifier):
 
 
 @pytest.mark.parametrize("kind", [Manual, Picky])
-def test_a_loss_that_cannot_be_timed_is_left_out(
-    kind: type[NodeClassifier], caplog: pytest.LogCaptureFixture
-) -> None:
-    module, data = make()
-    plan = GNNPipeStrategy(num_chunks=4).plan(kind(module.net, NUM_CLASSES), data)
+def test_a_loss_that_cannot_be_timed_is_left_out(kind: Any, caplog: Logs) -> None:
+    plan = plan_of(make_module(kind=kind))
     assert plan.loss_s == 0
     assert ": from a plan of the whole training step to a plan without the loss" in caplog.text
     assert plan.step_s > 0
@@ -366,9 +308,8 @@ def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
             x = checkpoint(self.first, x, edge_index, use_reentrant=False).relu()
             return self.second(x, edge_index)
 
-    _, data = make()
-    net = Checkpointed()
-    GNNPipeStrategy(num_chunks=4).plan(Counts(net, NUM_CLASSES), data)
+    data, net = make_data(), Checkpointed()
+    plan_of(make_module(net, Counts), data)
     assert "seen" not in data
     assert net.first._cached_edge_index is None and net.second._cached_edge_index is None
 
@@ -382,12 +323,11 @@ def test_planning_checks_what_training_would() -> None:
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.conv(x - x.mean(dim=0), edge_index)
 
-    _, data = make()
-    module = NodeClassifier(Mixes(), NUM_CLASSES)
+    module = make_module(Mixes())
     with pytest.raises(UnsupportedError, match="the same values"):
-        GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=1)
-    GNNPipeStrategy(num_chunks=4, self_check=False).plan(module, data, num_stages=1)
-    GNNPipeStrategy(num_chunks=1, pipelined_module="net").plan(module, data, num_stages=1)
+        plan_of(module, num_stages=1)
+    plan_of(module, self_check=False, num_stages=1)
+    plan_of(module, num_chunks=1, pipelined_module="net", num_stages=1)
 
 
 def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
@@ -408,23 +348,19 @@ def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
         def training_step(self, batch: Data, batch_idx: int) -> Tensor:
             return self(batch.x, batch.edge_index, batch.edge_attr).sum()
 
-    _, data = make()
+    data, module = make_data(), Edges().eval()
     data.edge_attr = torch.rand(240, 2)
-    module = Edges().eval()
-    plan = GNNPipeStrategy(num_chunks=4).plan(module, data, num_stages=2)
+    plan = plan_of(module, data, num_stages=2)
     rows = 2 * NUM_NODES + NUM_NODES  # forth and back, and the outputs
     weights = 2 * NUM_FEATURES + NUM_FEATURES  # of the encoder, which both stages run
     assert plan.step_bytes == (rows * NUM_FEATURES + 2 * weights) * 4
-    strategy = GNNPipeStrategy(num_chunks=4, repeat_encoder=False)
-    plan = strategy.plan(module, data, num_stages=2)
+    plan = plan_of(module, data, repeat_encoder=False, num_stages=2)
     assert plan.step_bytes == (rows + 2 * 240) * NUM_FEATURES * 4
     assert not module.training and not module.convs[0].training
 
 
 def test_options_of_the_strategy_count() -> None:
-    module, data = make()
-    kept = GNNPipeStrategy(num_chunks=4, balance=[1, 5]).plan(module, data)
-    again = GNNPipeStrategy(num_chunks=4, balance=[1, 5], recompute=True).plan(module, data)
+    kept, again = plan_of(balance=[1, 5]), plan_of(balance=[1, 5], recompute=True)
     assert [stage.num_layers for stage in kept.stages] == [1, 5]
     assert again.stages[1].memory_bytes < kept.stages[1].memory_bytes
 
@@ -442,14 +378,12 @@ def test_options_of_the_strategy_count() -> None:
     ],
 )
 def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:
-    module, data = make()
     with pytest.raises(GNNPipeError, match=text):
-        GNNPipeStrategy(num_chunks=4).plan(module, data.update(change), **options)
+        plan_of(None, make_data().update(change), **options)
 
 
 def test_a_data_module_serves_as_well() -> None:
-    module, data = make()
-    plan = GNNPipeStrategy().plan(module, FullGraphDataModule(data))
+    plan = plan_of(None, FullGraphDataModule(make_data()), num_chunks="auto")
     assert len(plan.chunk_rows) == 8 and len(plan.stages) == 2
 
 
@@ -459,17 +393,15 @@ def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
             self.current = self.trainer.current_epoch
             return super().training_step(batch, batch_idx)
 
-    _, data = make()
-    module = Impatient(GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=4), NUM_CLASSES)
     with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
-        GNNPipeStrategy().plan(module, data)
+        plan_of(make_module(kind=Impatient))
 
 
 def test_the_users_own_error_is_raised_as_it_is() -> None:
-    module, data = make()
+    data = make_data()
     data.x = data.x[:, :-1]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        GNNPipeStrategy().plan(module, data)
+        plan_of(None, data)
 
 
 def test_one_graph_with_a_batch_vector_of_zeros_is_planned() -> None:
@@ -477,7 +409,7 @@ def test_one_graph_with_a_batch_vector_of_zeros_is_planned() -> None:
         def training_step(self, batch: Data, batch_idx: int) -> Tensor:
             return self.net(batch.x, batch.edge_index, batch=batch.batch).square().mean()
 
-    _, data = make()
+    data = make_data()
     data.batch = torch.zeros(data.num_nodes, dtype=torch.long)
     net = gnn.GCN(NUM_FEATURES, WIDTH, num_layers=4, norm="graph_norm")
-    assert len(GNNPipeStrategy(num_chunks=4).plan(Vectored(net, 2), data).chunk_rows) == 4
+    assert len(plan_of(make_module(net, Vectored), data).chunk_rows) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from torch_geometric import nn as gnn
@@ -19,21 +21,15 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.trainer.loaders import SameLengthLoader
-from tests.helpers.batches import (
-    NUM_FEATURES,
-    NUM_TARGETS,
-    SIZES,
-    WIDTH,
-    GraphModule,
-    draw_batch,
-)
+from tests.helpers import observed
+from tests.helpers.batches import NUM_FEATURES, NUM_TARGETS, SIZES, WIDTH, GraphModule, draw_batch
 from tests.helpers.cases import slow
 from tests.helpers.launch import FitResult, fit_batches
 from tests.helpers.record import assert_steps_equal
+from tests.test_strategy import metrics_of
 
 
 class Normed(nn.Module):
@@ -116,67 +112,52 @@ class Noisy(Dataset):
         return graph
 
 
-class KeepsBuffers(L.Callback):
+def keeps_buffers(folder: Path) -> L.Callback:
     """Writes the buffers that validation uses, of each rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def save(trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        torch.save(dict(module.named_buffers()), folder / f"buffers_{trainer.global_rank}.pt")
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, *args: Any
-    ) -> None:
-        buffers = dict(module.named_buffers())
-        torch.save(buffers, self.folder / f"buffers_{trainer.global_rank}.pt")
+    return LambdaCallback(on_validation_batch_start=save)
 
 
 @pytest.mark.parametrize(("accumulated", "num_workers"), [(1, 0), (2, 0), slow(1, 1)])
 def test_one_stage_is_lightnings_ddp(accumulated: int, num_workers: int, tmp_path: Path) -> None:
     """The order of batches, losses, gradients, weights, running statistics and what is logged."""
     folders = [tmp_path / "ddp", tmp_path / "piped"]
+    options = {"limit_val_batches": 1.0, "accumulate_grad_batches": accumulated}
     runs: list[FitResult] = []
     for num_stages, folder in enumerate(folders):
         folder.mkdir()
-        data = GraphData(num_workers)
         run = fit_batches(
             NormedModule(),
-            data,
+            GraphData(num_workers),
             tmp_path=folder,
             num_stages=num_stages,
             num_replicas=2,
             max_epochs=3,
-            callbacks=[KeepsBuffers(folder)],
+            callbacks=[keeps_buffers(folder)],
             seeds_workers=True,
-            trainer_kwargs={
-                "limit_val_batches": 1.0,
-                "accumulate_grad_batches": accumulated,
-                "gradient_clip_val": 0.5 if accumulated > 1 else None,
-            },
+            trainer_kwargs={**options, "gradient_clip_val": 0.5 if accumulated > 1 else None},
         )
         runs.append(run)
     ddp, piped = runs
     for steps, expected in zip([piped.steps, *piped.others], [ddp.steps, *ddp.others], strict=True):
         assert_steps_equal(steps, expected)
     assert not torch.allclose(piped.steps[0].outputs, piped.others[0][0].outputs)
-    logged = [
-        {name: value.item() for name, value in run.trainer.callback_metrics.items()} for run in runs
-    ]
+    logged = [metrics_of(run.trainer) for run in runs]
     assert logged[1] == pytest.approx(logged[0], rel=1e-10)
-    for rank in range(2):
-        used, expected_ = (
-            torch.load(folder / f"buffers_{rank}.pt", weights_only=True) for folder in folders
-        )
-        for name, value in expected_.items():
-            torch.testing.assert_close(used[name], value, rtol=1e-10, atol=1e-10)
-    for name, value in ddp.state_dict.items():
-        torch.testing.assert_close(piped.state_dict[name], value, rtol=1e-10, atol=1e-10)
+    states = [[run.state_dict] for run in runs]
+    for own, folder in zip(states, folders, strict=True):
+        own += [torch.load(folder / f"buffers_{rank}.pt") for rank in range(2)]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-10)
 
 
 class Uneven(IterableDataset):
     """Graphs of this process alone: more of them on the second replica."""
 
-    def __init__(self, graphs: list[Data], num_batches: tuple[int, int]) -> None:
-        self.graphs, self.num_batches = graphs, num_batches
-        self.replica: Callable[[], int] = lambda: 0
+    def __init__(self, num_batches: tuple[int, int]) -> None:
+        self.graphs, self.num_batches = draw_batch(SIZES).to_data_list(), num_batches
 
     def __iter__(self) -> Iterator[Data]:
         return iter(self.graphs[: 2 * self.num_batches[self.replica()]])
@@ -187,42 +168,28 @@ class UnevenModule(GraphModule):
 
     def __init__(self, num_batches: tuple[int, int]) -> None:
         super().__init__()
-        self.data = Uneven(draw_batch(SIZES).to_data_list(), num_batches)
+        self.data = Uneven(num_batches)
 
     def train_dataloader(self) -> DataLoader:
         strategy = self.trainer.strategy
         self.data.replica = lambda: strategy.distributed_sampler_kwargs["rank"]
         return DataLoader(self.data, batch_size=2)
 
-    def val_dataloader(self) -> DataLoader:
-        return self.train_dataloader()
+    val_dataloader = train_dataloader
 
 
-def make_trainer(num_ranks: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+def make_trainer(num_ranks: int, **options: Any) -> L.Trainer:
     """Return a Trainer of two replicas."""
-    return L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=GNNPipeStrategy(
-            **{"data_parallel": 2, "num_chunks": 2, "start_method": "fork", **options}
-        ),
-        max_epochs=2,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return observed.make_trainer(
+        num_ranks, 2, max_epochs=2, strategy={"data_parallel": 2, **options}
     )
 
 
 @pytest.mark.parametrize("num_batches", [(3, 3), (2, 3), (3, 2)])
 def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) -> None:
-    trainer = make_trainer(4, timeout=timedelta(seconds=20))
-    if num_batches[0] == num_batches[1]:
-        trainer.fit(UnevenModule(num_batches))
-        return
-    with pytest.raises(Exception, match="Expected the same number of batches on all ranks"):
-        trainer.fit(UnevenModule(num_batches))
+    error = pytest.raises(Exception, match="Expected the same number of batches on all ranks")
+    with nullcontext() if num_batches == (3, 3) else error:
+        make_trainer(4, timeout=timedelta(seconds=20)).fit(UnevenModule(num_batches))
 
 
 @pytest.mark.parametrize(
@@ -234,9 +201,7 @@ def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) 
         ((4, 4), "2, more than 2, by rank"),
     ],
 )
-def test_uneven_loaders_are_refused_on_all_ranks(
-    lengths: tuple[int | None, int | None], found: str
-) -> None:
+def test_uneven_loaders_are_refused(lengths: tuple[int | None, int | None], found: str) -> None:
     """Two threads stand for ranks; the second loader has another batch behind its second."""
 
     def read(rank: int, gather: Any) -> None:
@@ -244,16 +209,6 @@ def test_uneven_loaders_are_refused_on_all_ranks(
 
     for text in in_threads(read):
         assert text.startswith(f"Expected the same number of batches on all ranks (got {found}")
-
-
-def test_even_loaders_yield_everything() -> None:
-    def read(rank: int, gather: Any) -> None:
-        loader = SameLengthLoader(Sized(3, 3), gather)
-        assert len(loader) == 3 and loader.length == 3
-        assert [list(loader), list(loader)] == [[0, 1, 2]] * 2
-        raise ConfigError("done")
-
-    assert in_threads(read) == ["done", "done"]
 
 
 class Sized:
@@ -297,15 +252,11 @@ def in_threads(work: Callable[[int, Any], object]) -> list[str]:
 
 
 def test_one_graph_is_refused() -> None:
-    nodes = torch.arange(12)
-    edges = torch.stack([nodes, (nodes + 1) % 12])
-    ring = Data(x=torch.rand(12, 5), edge_index=edges, y=nodes % 3)
-    module = NodeClassifier(GNN(5, 8, 3, num_layers=2), 3)
+    module, data = observed.make_module(), observed.make_data()
     with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
-        make_trainer(2).fit(module, datamodule=FullGraphDataModule(ring))
-    strategy = GNNPipeStrategy(data_parallel=2, num_chunks=2)
+        make_trainer(2).fit(module, data)
     with pytest.raises(UnsupportedError, match="on which all 2 replicas would compute the same"):
-        strategy.plan(module, FullGraphDataModule(ring))
+        GNNPipeStrategy(data_parallel=2, num_chunks=2).plan(module, data)
 
 
 def test_batches_of_one_graph_are_no_single_graph() -> None:
@@ -315,35 +266,7 @@ def test_batches_of_one_graph_are_no_single_graph() -> None:
         graph.y = torch.zeros(graph.num_nodes, dtype=torch.long)
         graph.train_mask = torch.ones(graph.num_nodes, dtype=torch.bool)
         graph.x = graph.x.float()
-    module = NodeClassifier(GNN(5, 8, 3, num_layers=2), 3)
-    make_trainer(2).fit(module, DataLoader(graphs, batch_size=1))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"data_parallel": 0}, "'data_parallel' to be at least 1"),
-        ({"data_parallel": True}, "'data_parallel' to be at least 1"),
-        ({"data_parallel": 2, "graph_parallel": 2}, "'graph_parallel' to be 1 with data_parallel"),
-    ],
-)
-def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        GNNPipeStrategy(**options)
-
-
-def test_processes_are_dealt_out_to_replicas_first() -> None:
-    options = GNNPipeStrategy(data_parallel=2).options
-    assert options.resolve_layout(2) == (1, 1)
-    assert options.resolve_layout(6) == (3, 1)
-    with pytest.raises(ConfigError, match="'data_parallel' to divide the number of processes, 3"):
-        options.resolve_layout(3)
-    with pytest.raises(
-        ConfigError,
-        match=r"'num_stages' to be 3 for 6 processes .* data_parallel=2 \(got 2\). "
-        r"Use Trainer\(devices=4\)",
-    ):
-        GNNPipeStrategy(data_parallel=2, num_stages=2).options.resolve_layout(6)
+    make_trainer(2).fit(observed.make_module(), DataLoader(graphs, batch_size=1))
 
 
 def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path) -> None:
@@ -351,14 +274,9 @@ def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path)
     batches = [draw_batch(SIZES, seed) for seed in range(3)]
 
     def run(num_stages: int, num_replicas: int) -> FitResult:
-        return fit_batches(
-            GraphModule("gine", dropout=0.3),
-            batches,
-            num_stages=num_stages,
-            num_replicas=num_replicas,
-            num_chunks=3,
-            tmp_path=tmp_path,
-        )
+        options: dict[str, Any] = {"num_stages": num_stages, "num_replicas": num_replicas}
+        module = GraphModule("gine", dropout=0.3)
+        return fit_batches(module, batches, num_chunks=3, tmp_path=tmp_path, **options)
 
     one, two = run(1, 2), run(2, 2)
     for steps, expected in zip([two.steps, *two.others], [one.steps, *one.others], strict=True):
@@ -375,11 +293,8 @@ class Optional(nn.Module):
         self.convs = nn.ModuleList([gnn.SAGEConv(NUM_FEATURES, WIDTH), gnn.SAGEConv(WIDTH, 2)])
         self.more = nn.Linear(1, NUM_FEATURES)
 
-    def forward(
-        self, x: Tensor, edge_index: Tensor, batch: Tensor, extra: Tensor | None = None
-    ) -> Tensor:
-        if extra is not None:
-            x = x + self.more(extra)
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, extra: Any = None) -> Tensor:
+        x = x if extra is None else x + self.more(extra)
         return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,19 @@ class Drawn(NodeClassifier):
         return super().forward(data) if edge_index is None else self.net(data, edge_index)
 
 
+def assert_summaries(folder: Path, num_stages: int, expected: dict[str, Any]) -> None:
+    found = sorted(path.name for path in folder.iterdir())
+    assert found == [f"{r}_{fit}.json" for r in range(num_stages) for fit in range(2)]
+    for path in folder.iterdir():
+        assert json.loads(path.read_text()) == expected
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("has_example", [False, True])
+@pytest.mark.parametrize("make", [Drawn, make_module])
 def test_model_summary_is_right_on_all_ranks_in_every_fit(
-    num_stages: int, has_example: bool, tmp_path: Path
+    num_stages: int, make: Callable[[], L.LightningModule], tmp_path: Path
 ) -> None:
-    module = Drawn() if has_example else make_module()
+    module = make()
     expected = table(module)
     for _ in range(2):
         make_trainer(num_stages, 4, Keep(tmp_path), max_epochs=1).fit(module, make_data())
@@ -71,10 +79,8 @@ def test_model_summary_is_right_on_all_ranks_in_every_fit(
 SCRIPT = """
 import sys
 from pathlib import Path
-from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.observed import make_data, make_trainer
 from tests.test_summary import Drawn, Keep
-
 trainer = make_trainer(2, 4, Keep(Path(sys.argv[1])), max_epochs=1, start_method="popen")
 module = Drawn()
 trainer.fit(module, make_data())
@@ -94,13 +100,6 @@ def test_model_summary_is_right_where_processes_stay(tmp_path: Path) -> None:
     assert_summaries(folder, 2, table(Drawn()))
 
 
-def assert_summaries(folder: Path, num_stages: int, expected: dict[str, Any]) -> None:
-    found = sorted(path.name for path in folder.iterdir())
-    assert found == [f"{r}_{fit}.json" for r in range(num_stages) for fit in range(2)]
-    for path in folder.iterdir():
-        assert json.loads(path.read_text()) == expected
-
-
 def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
     """TensorBoard runs the model on the first rank alone, before training."""
     logger = TensorBoardLogger(tmp_path, name="tb", version=0, log_graph=True)
@@ -109,36 +108,32 @@ def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
     assert trainer.state.finished
 
 
+def rows_of(text: str) -> tuple[list[str], int]:
+    """Return the layers of each row of the table, and the sum of their parameters."""
+    rows = [line.split("│") for line in text.splitlines() if "convs." in line]
+    return [row[2].strip() for row in rows], sum(int(row[3].replace(",", "")) for row in rows)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("bar", [None, TQDMProgressBar])
+@pytest.mark.parametrize("bars", [[], [TQDMProgressBar()]])
 def test_the_stages_are_shown_once_with_the_summary(
-    num_stages: int, bar: type[L.Callback] | None, capfd: pytest.CaptureFixture[str]
+    num_stages: int, bars: list[L.Callback], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    callbacks = [] if bar is None else [bar()]
-    options = {"enable_model_summary": True, "enable_progress_bar": bar is not None}
-    trainer = make_trainer(num_stages, 4, *callbacks, **options)
-    trainer.fit(make_module(), make_data())
+    options = {"enable_model_summary": True, "enable_progress_bar": bool(bars)}
+    make_trainer(num_stages, 4, *bars, **options).fit(make_module(), make_data())
     shown = capfd.readouterr().out
-    text = f"Pipeline: 4 layers in {num_stages} stage"
-    assert shown.count(text) == 1
-    total = sum(p.numel() for p in make_module().parameters())
-    rows = [line.split("│") for line in shown.splitlines() if "convs." in line]
-    assert sum(int(row[3].replace(",", "")) for row in rows) == total
-    ends = [row[2].strip() for row in rows]
+    assert shown.count(f"Pipeline: 4 layers in {num_stages} stage") == 1
     one, two = ["convs.0 .. convs.3 (4)"], ["convs.0 .. convs.1 (2)", "convs.2 .. convs.3 (2)"]
-    assert ends == (one if num_stages == 1 else two)
+    total = sum(p.numel() for p in make_module().parameters())
+    assert rows_of(shown) == (one if num_stages == 1 else two, total)
 
 
 def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     module = NodeClassifier(GCNII(NUM_FEATURES, 8, NUM_CLASSES, num_layers=3), NUM_CLASSES)
-    trainer = make_trainer(2, 4, enable_model_summary=True)
-    trainer.fit(module, make_data())
-    rows = [line.split("│") for line in capfd.readouterr().out.splitlines() if "convs." in line]
-    again = "lin_in (repeated), convs.1 .. convs.2 (2)"
-    assert [row[2].strip() for row in rows] == ["convs.0", again]
-    assert sum(int(row[3].replace(",", "")) for row in rows) == sum(
-        p.numel() for p in module.parameters()
-    )
+    make_trainer(2, 4, enable_model_summary=True).fit(module, make_data())
+    names = ["convs.0", "lin_in (repeated), convs.1 .. convs.2 (2)"]
+    shown = capfd.readouterr().out
+    assert rows_of(shown) == (names, sum(p.numel() for p in module.parameters()))
 
 
 def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
     GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
@@ -40,24 +39,14 @@ from tests.helpers.trainers import (
     start_method,
     weights,
 )
+from tests.test_checkpoints import NotesKind
+from tests.test_strategy import assert_as_plain, first, fit, metrics_of
 
-
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    with double_precision():
-        yield
-
-
-def first(items: list[Any]) -> Any:
-    return items[0]
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def loader(num_batches: int = 1) -> DataLoader:
     return DataLoader([realistic_graph()] * num_batches, collate_fn=first)
-
-
-def metrics_of(trainer: L.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -83,20 +72,22 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("name", "num_stages"), covering(OPTIONS, [2, 1, 3]))
 def test_options_of_the_trainer(name: str, num_stages: int, tmp_path: Path) -> None:
-    def fit(num_stages: int) -> tuple[L.LightningModule, dict[str, float], int]:
-        module, options = make_module(scheduler="step"), OPTIONS[name](tmp_path)
-        callbacks = options.pop("callbacks", [])
-        trainer = make_trainer(num_stages, 3, *callbacks, **options)
-        trainer.fit(module, loader(3), loader(2))
-        return module, metrics_of(trainer), trainer.global_step
+    def run(num_stages: int) -> tuple[L.LightningModule, L.Trainer]:
+        options = OPTIONS[name](tmp_path)
+        callbacks, epochs = options.pop("callbacks", []), options.pop("max_epochs", 3)
+        loaders = loader(3), loader(2)
+        return fit(num_stages, stepping, *callbacks, epochs=epochs, data=loaders, **options)
 
-    plain, metrics, num_steps = fit(0)
-    ours, found, found_steps = fit(num_stages)
+    (plain, expected), (ours, found) = run(0), run(num_stages)
     assert_same(ours, plain)
-    assert found == pytest.approx(metrics, abs=1e-6)
+    assert metrics_of(found) == pytest.approx(metrics_of(expected), abs=1e-6)
     if num_stages == 1:  # forked processes keep it
-        assert found_steps == num_steps
+        assert found.global_step == expected.global_step
     assert not torch.equal(weights(plain), weights(make_module()))
+
+
+def stepping() -> Realistic:
+    return Realistic(scheduler="step")
 
 
 class Collects(Realistic):
@@ -127,79 +118,47 @@ class SumsOutputs(L.Callback):
         pl_module.log("seen", outputs["loss"] * outputs["y"].sum())
 
 
-def test_outputs_of_an_epoch_and_several_loaders() -> None:
-    def fit(num_stages: int) -> tuple[L.LightningModule, dict[str, float]]:
-        L.seed_everything(1, verbose=False)
-        module = Collects()
-        trainer = make_trainer(num_stages, 3, SumsOutputs())
-        trainer.fit(module, {"a": loader(2), "b": loader(2)}, loader(2))
-        return module, metrics_of(trainer)
-
-    plain, metrics = fit(0)
-    assert {"spread", "sum", "seen"} <= metrics.keys()
-    for num_stages in (1, 2, 3):
-        ours, found = fit(num_stages)
-        assert_same(ours, plain)
-        assert found == pytest.approx(metrics, abs=1e-6)
+@pytest.mark.parametrize("num_stages", [1, 2, slow(3)])
+def test_outputs_of_an_epoch_and_several_loaders(num_stages: int) -> None:
+    data = {"a": loader(2), "b": loader(2)}, loader(2)
+    (plain, expected), (ours, found) = (
+        fit(number, Collects, SumsOutputs(), data=data) for number in (0, num_stages)
+    )
+    assert {"spread", "sum", "seen"} <= metrics_of(expected).keys()
+    assert_same(ours, plain)
+    assert metrics_of(found) == pytest.approx(metrics_of(expected), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_compiled_layers() -> None:
-    def fit(num_stages: int) -> L.LightningModule:
-        module = make_module()
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_compiled_layers(num_stages: int) -> None:
+    def compiled() -> Realistic:
+        module = Realistic()
         module.net.shared.compile(backend="eager")
-        make_trainer(num_stages, 2).fit(module, datamodule=datamodule())
         return module
 
-    plain = fit(0)
-    for num_stages in (1, 2):  # compiling takes seconds
-        assert_same(fit(num_stages), plain)
+    assert_as_plain(num_stages, compiled, epochs=2)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_compiled_module_is_refused(num_stages: int) -> None:
     with pytest.raises(RuntimeError, match="compil"):
-        make_trainer(num_stages, 1).fit(torch.compile(make_module()), datamodule=datamodule())
+        fit(num_stages, lambda: torch.compile(make_module()))
 
 
-def test_logged_rates_and_losses(tmp_path: Path) -> None:
-    def fit(num_stages: int) -> list[dict[str, str]]:
+@pytest.mark.parametrize("num_stages", [1, 2, slow(3)])
+def test_logged_rates_and_losses(num_stages: int, tmp_path: Path) -> None:
+    def rows(num_stages: int) -> list[dict[str, Any]]:
         logger = CSVLogger(tmp_path, name=str(num_stages))
-        trainer = make_trainer(
-            num_stages, 4, LearningRateMonitor(), logger=logger, log_every_n_steps=1
-        )
-        trainer.fit(make_module(scheduler="step"), datamodule=datamodule())
+        options = {"epochs": 4, "logger": logger, "log_every_n_steps": 1}
+        fit(num_stages, stepping, LearningRateMonitor(), **options)
         with (tmp_path / str(num_stages) / "version_0" / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
+            return [{k: v and float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
-    expected = fit(0)
+    expected = rows(0)
     assert "lr-Adam/pg2" in expected[0]
-    for num_stages in (1, 2, 3):
-        found = fit(num_stages)
-        for ours, plain in zip(found, expected, strict=True):
-            assert {k: v and float(v) for k, v in ours.items()} == pytest.approx(
-                {k: v and float(v) for k, v in plain.items()}, abs=1e-6
-            )
-
-
-class WritesPredictions(BasePredictionWriter):
-    def __init__(self, folder: Path) -> None:
-        super().__init__("batch")
-        self.folder = folder
-
-    def write_on_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, prediction: Any, *args: Any
-    ) -> None:
-        torch.save(prediction, self.folder / f"{trainer.global_rank}.pt")
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_predictions_are_whole_on_every_rank(num_stages: int, tmp_path: Path) -> None:
-    [expected] = make_trainer(0, 1).predict(make_module(), datamodule=datamodule())
-    trainer = make_trainer(num_stages, 1, WritesPredictions(tmp_path))
-    trainer.predict(make_module(), datamodule=datamodule(), return_predictions=False)
-    for rank in range(num_stages):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
+    for ours, plain in zip(rows(num_stages), expected, strict=True):
+        assert ours == pytest.approx(plain, abs=1e-6)
 
 
 class HasRate(Realistic):
@@ -213,65 +172,13 @@ class HasRate(Realistic):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-def searching_trainer(num_stages: int, folder: Path, *callbacks: L.Callback) -> L.Trainer:
-    """The search runs without the other callbacks: one chunk, so that all steps are exact."""
-    strategy = GNNPipeStrategy(num_chunks=1, start_method=start_method()) if num_stages else "auto"
-    return make_trainer(num_stages, 3, *callbacks, strategy=strategy, default_root_dir=folder)
-
-
-class SavesCurve(LearningRateFinder):
-    """Writes what it found, in the process that found it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(num_training_steps=40, max_lr=0.5)
-        self.folder = folder
-
-    def lr_find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().lr_find(trainer, pl_module)
-        torch.save(self.optimal_lr.results, self.folder / f"{trainer.global_rank}.pt")
-
-
-@pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
-def test_the_search_for_a_rate_equals_plain_lightning(num_stages: int, tmp_path: Path) -> None:
-    """Its curve, and training from the first weights afterwards, with the rate that it found."""
-
-    def fit(num_stages: int) -> tuple[L.LightningModule, list[dict[str, list[float]]]]:
-        L.seed_everything(1, verbose=False)
-        folder, module = tmp_path / str(num_stages), HasRate()
-        folder.mkdir()
-        trainer = searching_trainer(num_stages, folder, SavesCurve(folder))
-        trainer.fit(module, loader(20))
-        return module, [torch.load(path) for path in sorted(folder.glob("*.pt"))]
-
-    plain, [curve] = fit(0)
-    assert len(curve["loss"]) == 40
-    ours, curves = fit(num_stages)
-    assert len(curves) == num_stages
-    for found in curves:
-        assert found["lr"] == pytest.approx(curve["lr"], abs=1e-12)
-        assert found["loss"] == pytest.approx(curve["loss"], abs=1e-9)
-    torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=1e-8)
-    assert list(tmp_path.rglob(".lr_find*")) == []
-
-
-class RecordsExactness(L.Callback):
-    """Absent from the search, which runs with callbacks of its own."""
-
-    def __init__(self) -> None:
-        self.found: list[bool] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.found.append(trainer.strategy.collect_stats().is_exact)
-
-
 def test_no_row_of_the_search_is_read_in_training(tmp_path: Path) -> None:
-    records = RecordsExactness()
-    finder = LearningRateFinder(num_training_steps=10)
+    kinds, finder = NotesKind(), LearningRateFinder(num_training_steps=10)
     strategy = GNNPipeStrategy(num_chunks=4)
-    trainer = make_trainer(1, 3, finder, records, strategy=strategy, default_root_dir=tmp_path)
+    trainer = make_trainer(1, 3, finder, kinds, strategy=strategy, default_root_dir=tmp_path)
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, StalenessWarmup)]
     trainer.fit(HasRate(), datamodule=datamodule())
-    assert records.found == [True, False, False]
+    assert kinds.was_exact == [True, False, False]
 
 
 def script(num_stages: int, folder: Path) -> dict[str, Any]:
@@ -292,11 +199,14 @@ def script(num_stages: int, folder: Path) -> dict[str, Any]:
     found["checkpoint"] = torch.load(folder / "after.ckpt", weights_only=True)["state_dict"]
     L.seed_everything(1, verbose=False)
     module = HasRate()
-    finder = Tuner(searching_trainer(num_stages, folder)).lr_find(
-        module, loader(20), num_training=40, max_lr=0.5
-    )
+    # The search runs without callbacks: one chunk, so that all steps are exact.
+    strategy = GNNPipeStrategy(num_chunks=1, start_method=start_method()) if num_stages else "auto"
+    trainer = make_trainer(num_stages, 3, strategy=strategy, default_root_dir=folder)
+    finder = Tuner(trainer).lr_find(module, loader(20), num_training=40, max_lr=0.5)
     found["rate"], found["losses"] = finder.suggestion(), finder.results["loss"]
     found["rate of the module"], found["weights as they were"] = module.lr, weights(module)
+    trainer.fit(module, loader(20))
+    found["with this rate"], found["files"] = weights(module), len(list(folder.rglob(".lr_f*")))
     return found
 
 
@@ -325,6 +235,7 @@ def test_a_script_of_many_runs_equals_plain_lightning(num_stages: int, tmp_path:
         ranks = [torch.load(tmp_path / "ours" / f"rank{rank}.pt") for rank in range(num_stages)]
     for found in ranks:
         assert found.pop("best file") == expected["best file"]
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
         for name, value in found.items():
             theirs = expected[name]
             torch.testing.assert_close(value, theirs, rtol=1e-8, atol=1e-6, msg=name)

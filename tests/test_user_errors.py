@@ -6,7 +6,6 @@ Every error is one screen at most, and has no names of the package's insides.
 from __future__ import annotations
 
 import re
-import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.errors import GNNPipeError, GraphError, UnsupportedError
+from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from tests.helpers.cases import slow
 from tests.helpers.scripts import ROOT, start_script
 from tests.helpers.texts import INSIDES
@@ -31,6 +30,7 @@ N, E, D = 40, 160, 4
 SCREEN = 24  # lines
 
 Forward = Callable[[Any, Data], Any]
+Make = Callable[[], Any]
 
 
 class Net(nn.Module):
@@ -71,23 +71,31 @@ def graph(**changes: Any) -> Data:
     return data.update(changes)
 
 
-def fit(module: L.LightningModule, data: Data, num_chunks: int = 0, **options: Any) -> None:
-    """Train for two steps; 0 chunks is plain Lightning."""
-    has_pipe = num_chunks > 0
-    trainer = L.Trainer(
+def fit(
+    module: L.LightningModule,
+    data: Any,
+    num_chunks: int = 0,
+    *,
+    devices: int = 1,
+    kind: type[L.Trainer] = L.Trainer,
+    **options: Any,
+) -> L.Trainer:
+    """Train for two steps on a graph or a loader; 0 chunks is plain Lightning."""
+    trainer = kind(
         accelerator="cpu",
-        devices=options.pop("devices", 1),
-        strategy=GNNPipeStrategy(num_chunks=num_chunks, **options) if has_pipe else "auto",
+        devices=devices,
+        strategy=GNNPipeStrategy(num_chunks=num_chunks, **options) if num_chunks else "auto",
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader([data], batch_size=None))
+    trainer.fit(module, DataLoader([data], batch_size=None) if isinstance(data, Data) else data)
+    return trainer
 
 
-def error_of(make: Callable[[], Module], data: Data, num_chunks: int = 0) -> Exception:
+def error_of(make: Make, data: Data, num_chunks: int = 0) -> Exception:
     torch.manual_seed(0)
     with pytest.raises(Exception) as raised:
         fit(make(), data, num_chunks)
@@ -101,20 +109,26 @@ def check_is_readable(error: Exception) -> None:
     assert Path(__file__).name in text  # a line of the user's
 
 
+def assert_trains_as_plainly(make: Make, data: Data, **options: Any) -> None:
+    modules = []
+    for num_chunks in (0, 1):
+        torch.manual_seed(0)
+        modules.append(make())
+        fit(modules[-1], data, num_chunks, **(options if num_chunks else {}))
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def of(kind: Make, *names: str) -> Make:
+    """Return what makes a module whose net is given these parts of the graph."""
+    if not names:
+        return lambda: Module(kind())
+    return lambda: Module(kind(), lambda net, data: net(*(data[name] for name in names)))
+
+
 class NoLayer(Net):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return super().forward(self.lin(x), edge_index)
-
-
-class WrongWidth(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(D + 1, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
-        x = self.lin(x)
-        return self.convs[1](x, edge_index)
 
 
 class TooManyRows(Net):
@@ -128,7 +142,7 @@ class Takes(Net):
         return super().forward(data.x * data.scale, data.edge_index)
 
 
-OWN: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
+OWN: dict[str, tuple[Make, dict[str, Any]]] = {
     "float labels": (Module, {"y": torch.rand(N)}),
     "labels outside of the classes": (Module, {"y": torch.full((N,), 7)}),
     "features of another width": (Module, {"x": torch.rand(N, D + 1)}),
@@ -138,11 +152,10 @@ OWN: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
     "no features": (Module, {"x": None}),
     "no mask": (Module, {"train_mask": None}),
     "a short mask": (Module, {"train_mask": torch.ones(N - 1, dtype=torch.bool)}),
-    "no attribute of the module": (lambda: Module(NoLayer()), {}),
+    "no attribute of the module": (of(NoLayer), {}),
     "no attribute of the graph": (lambda: Module(Takes(), lambda net, data: net(data)), {}),
-    "hidden rows of another width": (lambda: Module(WrongWidth()), {}),
-    "too many rows": (lambda: Module(TooManyRows()), {}),
-    "an argument too few": (lambda: Module(None, lambda net, data: net(data.x)), {}),
+    "too many rows": (of(TooManyRows), {}),
+    "an argument too few": (of(Net, "x"), {}),
     "an argument too many": (
         lambda: Module(None, lambda net, data: net(data.x, data.edge_index, size=3)),
         {},
@@ -151,14 +164,14 @@ OWN: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("num_chunks", [1, 4])
-def test_the_users_own_error_is_raised_as_it_is(name: str, num_chunks: int) -> None:
+def test_the_users_own_error_is_raised_as_it_is(name: str) -> None:
     make, changes = OWN[name]
     plain = error_of(make, graph(**changes))
-    found = error_of(make, graph(**changes), num_chunks)
-    assert type(found) is type(plain) and str(found) == str(plain)
-    assert found.__cause__ is None
-    check_is_readable(found)
+    for num_chunks in (1, 4):
+        found = error_of(make, graph(**changes), num_chunks)
+        assert type(found) is type(plain) and str(found) == str(plain)
+        assert found.__cause__ is None
+        check_is_readable(found)
 
 
 BETTER: dict[str, tuple[dict[str, Any], str]] = {
@@ -200,14 +213,8 @@ def test_a_malformed_graph_reads_better_than_plainly(name: str) -> None:
     ids=["NaN", "no edges", "duplicate edges", "int32 edges", "nobody trains"],
 )
 def test_an_unusual_graph_trains_as_plainly(changes: dict[str, Any]) -> None:
-    modules = []
-    for num_chunks in (0, 1):
-        torch.manual_seed(0)
-        modules.append(Module())
-        fit(modules[-1], graph(**changes), num_chunks)
+    assert_trains_as_plainly(Module, graph(**changes))
     fit(Module(), graph(**changes), 4)
-    for one, other in zip(*(module.parameters() for module in modules), strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 class WeighsEdges(Net):
@@ -249,40 +256,32 @@ class SelectsRows(Net):
         return self.convs[1](x, edge_index)
 
 
-class Branches(L.LightningModule):
+class Branches(Module):
     def __init__(self) -> None:
         super().__init__()
+        del self.net
         self.left, self.right = Net(), Net()
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         out = self.left(data.x, data.edge_index) + self.right(data.x, data.edge_index)
         return F.cross_entropy(out, data.y)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Embeds(nn.Module):
+class Embeds(Net):
     """Rows of nodes are weights; in forward alone, beside features, or looked up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(N, D)
-        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(3))
 
     def forward(self, edge_index: Tensor, x: Tensor | None = None) -> Tensor:
         h = self.emb.weight if x is None else self.emb.weight + x
-        for conv in self.convs:
-            h = conv(h, edge_index).relu()
-        return h
+        return super().forward(h, edge_index)
 
 
 class LooksUp(Embeds):
     def forward(self, node: Tensor, edge_index: Tensor) -> Tensor:
-        h = self.emb(node)
-        for conv in self.convs:
-            h = conv(h, edge_index).relu()
-        return h
+        return Net.forward(self, self.emb(node), edge_index)
 
 
 class WithoutFeatures(nn.Module):
@@ -312,42 +311,22 @@ class Decides(Net):
         return super().forward(x, edge_index) if x.max() > 0 else x
 
 
-def by_edges(net: Any, data: Data) -> Tensor:
-    return net(data.edge_index)
-
-
-def by_type(net: Any, data: Data) -> Tensor:
-    return net(data.edge_index, data.edge_type)
-
-
-def masked(net: Any, data: Data) -> Tensor:
-    return net(data.x, data.edge_index, data.train_mask)
-
-
-def looked_up(net: Any, data: Data) -> Tensor:
-    return net(torch.arange(N), data.edge_index)
-
-
-Make = Callable[[], L.LightningModule]
+MASKED = ("x", "edge_index", "train_mask")
 # What is refused, in which words, and what the remedy makes of it, with what options.
-REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "a mean of an inner layer": (
-        lambda: Module(Means()),
+        of(Means),
         "without one row for each node, edge or graph at .*behind the last message-passing layer",
-        None,
-        {},
     ),
     "a weight an edge": (
-        lambda: Module(WeighsEdges()),
+        of(WeighsEdges),
         "'weight' has one row an edge.*parameter of the LightningModule.*'edge_weight'",
         ModuleWithWeights,
-        {},
     ),
     "rows written": (
-        lambda: Module(WritesRows(), masked),
+        of(WritesRows, *MASKED),
         r"assignment to some rows of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
-        lambda: Module(SelectsRows(), masked),
-        {},
+        of(SelectsRows, *MASKED),
     ),
     "two branches": (
         Branches,
@@ -356,54 +335,43 @@ REFUSED: dict[str, tuple[Make, str, Make | None, dict[str, Any]]] = {
         {"pipelined_module": "left"},
     ),
     "weights of nodes": (
-        lambda: Module(Embeds(), by_edges),
+        of(Embeds, "edge_index"),
         rf"'emb.weight' has one row for each of the {N} nodes. Pass torch.arange\(num_nodes\)",
-        lambda: Module(LooksUp(), looked_up),
-        {},
+        lambda: Module(LooksUp(), lambda net, data: net(torch.arange(N), data.edge_index)),
     ),
     "weights of nodes beside features": (
-        lambda: Module(Embeds(), lambda net, data: net(data.edge_index, data.x)),
+        of(Embeds, "edge_index", "x"),
         r"`h = self.emb.weight if x is None.*or train with num_chunks=1",
-        lambda: Module(Embeds(), lambda net, data: net(data.edge_index, data.x)),
+        of(Embeds, "edge_index", "x"),
         {"num_chunks": 1},
     ),
-    "length": (lambda: Module(Counts()), r"len\(\) of a tensor", None, {}),
-    "a decision": (lambda: Module(Decides()), "a decision on the values of a tensor", None, {}),
+    "length": (of(Counts), r"len\(\) of a tensor"),
+    "a decision": (of(Decides), "a decision on the values of a tensor"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> None:
-    make, text, mended, options = REFUSED[name]
-    error = error_of(make, graph(), 4)  # type: ignore[arg-type]
+    make, text, *mended = REFUSED[name]
+    error = error_of(make, graph(), 4)
     assert isinstance(error, UnsupportedError) and re.search(text, str(error)), error
     check_is_readable(error)
-    if mended is not None:
-        module = mended()
-        fit(module, graph(), **{"num_chunks": 4, **options})
+    if mended:
+        module = mended[0]()
+        fit(module, graph(), **{"num_chunks": 4, **dict(*mended[1:])})
 
 
 @pytest.mark.parametrize(
-    ("make", "call", "devices"),
+    ("make", "options"),
     [
-        (Embeds, by_edges, 1),
-        (Embeds, by_edges, 2),
-        (Embeds, lambda net, data: net(data.edge_index, data.x), 1),
-        (WithoutFeatures, by_type, 1),
-        (lambda: gnn.LINKX(N, D, 8, D, 2), lambda net, data: net(data.x, data.edge_index), 1),
+        (of(Embeds, "edge_index"), {"devices": 2, "start_method": "fork"}),
+        (of(Embeds, "edge_index", "x"), {}),
+        (of(WithoutFeatures, "edge_index", "edge_type"), {}),
+        (of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"), {}),
     ],
 )
-def test_weights_of_nodes_train_with_one_chunk(
-    make: Callable[[], nn.Module], call: Forward, devices: int
-) -> None:
-    modules = []
-    for num_chunks in (0, 1):
-        torch.manual_seed(0)
-        modules.append(Module(make(), call))
-        options = {"devices": devices, "start_method": "fork"} if num_chunks else {}
-        fit(modules[-1], graph(num_nodes=N), num_chunks, **options)
-    for one, other in zip(*(module.parameters() for module in modules), strict=True):
-        torch.testing.assert_close(one, other)
+def test_weights_of_nodes_train_with_one_chunk(make: Make, options: dict[str, Any]) -> None:
+    assert_trains_as_plainly(make, graph(num_nodes=N), **options)
 
 
 SCRIPT = """
@@ -411,27 +379,21 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 from tests.test_user_errors import Module, fit, graph
-module = Module({net})
-fit(module, graph({changes}), 4, devices=2)
+torch.manual_seed(0)
+fit(Module(), graph({changes}), 4, devices=2)
 """
 
 
 @pytest.mark.parametrize(
-    ("net", "changes", "text"),
+    ("changes", "text"),
     [
-        ("", "x=torch.rand(40, 5)", "RuntimeError: mat1 and mat2 shapes"),
-        slow(
-            "", "edge_index=torch.rand(2, 9)", "GraphError: Expected 'edge_index' to hold integers"
-        ),
+        ("x=torch.rand(40, 5)", "RuntimeError: mat1 and mat2 shapes"),
+        slow("edge_index=torch.rand(2, 9)", "GraphError: Expected 'edge_index' to hold integers"),
     ],
 )
-def test_an_error_of_all_ranks_is_printed_once(
-    net: str, changes: str, text: str, tmp_path: Path
-) -> None:
+def test_an_error_of_all_ranks_is_printed_once(changes: str, text: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    seeded = "torch.manual_seed(0); " if "rand" in changes else ""
-    lines = SCRIPT.format(folder=str(ROOT), net=net, changes=changes)
-    script.write_text(textwrap.dedent(lines).replace("module =", f"{seeded}module =", 1))
+    script.write_text(SCRIPT.format(folder=str(ROOT), changes=changes))
     done = start_script(script, is_new=False)
     done.end(120)
     assert done.returncode != 0
@@ -444,6 +406,5 @@ def test_an_error_of_all_ranks_is_printed_once(
 
 def test_the_whole_traceback_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "lightning_gnnpipe.user_code"):
-        error_of(lambda: Module(Means()), graph(), 4)
+        error_of(of(Means), graph(), 4)
     assert "cut_layers" in caplog.text and "_call_and_handle_interrupt" in caplog.text
-    assert issubclass(UnsupportedError, GNNPipeError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -21,15 +21,10 @@ from torch import Tensor, nn
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 from lightning_gnnpipe.trainer.refuse import check_optimizers
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import assert_same, datamodule, double_precision, make_trainer
+from tests.helpers.trainers import assert_same, datamodule, make_trainer
 
+pytestmark = pytest.mark.usefixtures("double")
 EPOCHS = 3
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    with double_precision():
-        yield
 
 
 def norm_of(tensors: Any) -> Tensor:
@@ -50,30 +45,18 @@ class Scaled(Realistic):
         self.seen: list[Any] = []
 
     def look(self, hook: str) -> None:
-        for call in self.hooks.get(hook, ()):
-            self.seen.append(copy.deepcopy(call(self)))
-
-    def on_after_backward(self) -> None:
-        self.look("on_after_backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.look("on_before_optimizer_step")
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.look("on_train_batch_start")
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.look("on_train_batch_end")
-
-    def on_train_epoch_end(self) -> None:
-        self.look("on_train_epoch_end")
-
-    def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.look("on_validation_epoch_end")
+            self.seen += [copy.deepcopy(call(self)) for call in self.hooks.get(hook, ())]
 
-    def on_train_end(self) -> None:
-        self.look("on_train_end")
+
+def looking(hook: str) -> Callable[..., None]:
+    return lambda self, *_: self.look(hook)
+
+
+for name in ("after_backward", "before_optimizer_step", "train_batch_start", "train_batch_end"):
+    setattr(Scaled, f"on_{name}", looking(f"on_{name}"))
+for name in ("train_epoch_end", "validation_epoch_end", "train_end"):
+    setattr(Scaled, f"on_{name}", looking(f"on_{name}"))
 
 
 class Net(nn.Module):
@@ -90,21 +73,19 @@ class Net(nn.Module):
         return {"h": x, "both": (x, x * 2)}
 
 
-class SavesSeen(L.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        torch.save(pl_module.seen, self.folder / f"{trainer.global_rank}.pt")
-
-
 def fit(
     folder: Path, num_stages: int, module: Scaled, *callbacks: L.Callback, **kwargs: Any
 ) -> list[list[Any]]:
     """Return what each rank has seen."""
     folder.mkdir()
     kwargs.setdefault("logger", TensorBoardLogger(folder))
-    trainer = make_trainer(num_stages, EPOCHS, *callbacks, SavesSeen(folder), **kwargs)
+
+    def save(trainer: L.Trainer, module: Any) -> None:
+        torch.save(module.seen, folder / f"{trainer.global_rank}.pt")
+
+    trainer = make_trainer(
+        num_stages, EPOCHS, *callbacks, LambdaCallback(on_fit_end=save), **kwargs
+    )
     trainer.fit(module, datamodule=datamodule())
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))]
 
@@ -154,12 +135,8 @@ def moments(module: Any) -> list[Any]:
 def as_mapping(module: Any) -> list[Any]:
     """Use the states as a dict is used, keys that are absent among them."""
     states, absent = module.trainer.optimizers[0].state, nn.Parameter(torch.zeros(1))
-    found = [
-        states.get(absent),
-        states.pop(absent, 1),
-        states.setdefault("own", 2),
-        "own" in states,
-    ]
+    found = [states.get(absent), states.pop(absent, 1), states.setdefault("own", 2)]
+    found += ["own" in states]
     found += [len(states), len(states.copy()), len(copy.copy(states)), len(states | {3: 4})]
     states |= {"own": 5}
     return [*found, states.pop("own"), states[absent], states.pop(absent), len(states)]
@@ -179,6 +156,10 @@ def load_states(module: Any) -> None:
     for state in found["state"].values():
         state["exp_avg"] = state["exp_avg"] * 0.5
     optimizer.load_state_dict(found)
+
+
+def copied_states(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module.trainer.optimizers[0].state_dict()))
 
 
 READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
@@ -218,9 +199,7 @@ READS: dict[str, dict[str, list[Callable[[Any], Any]]]] = {
         "on_train_batch_end": [states_of, moments],
         "on_train_epoch_end": [each_rank_its_own],
         "on_validation_epoch_end": [lambda m: copy.deepcopy(m.trainer.optimizers[0]).state_dict()],
-        "on_train_end": [
-            lambda m: pickle.loads(pickle.dumps(m.trainer.optimizers[0].state_dict()))
-        ],
+        "on_train_end": [copied_states],
     },
     "optimizer states on one rank": {"on_train_batch_end": [rank_zero_only(moments)]},
     "optimizer states written": {
@@ -261,11 +240,6 @@ class Penalized(Scaled):
         return loss + 0.01 * before + 0.02 * after
 
 
-def test_penalties_on_weights_are_those_of_all_stages(tmp_path: Path) -> None:
-    module = Penalized({"on_after_backward": [lambda m: grad_norm(m, norm_type=2)]})
-    assert_as_plain(module, tmp_path, accumulate_grad_batches=2)
-
-
 class ByHand(Scaled):
     """Clips and steps by hand."""
 
@@ -280,10 +254,6 @@ class ByHand(Scaled):
         self.seen.append(nn.utils.clip_grad_norm_(self.net.parameters(), 0.1))
         optimizer.step()
         self.seen.append(norm_of(self.parameters()))
-
-
-def test_manual_optimization(tmp_path: Path) -> None:
-    assert_as_plain(ByHand(), tmp_path)
 
 
 class Numbered(Net):
@@ -304,15 +274,37 @@ class WithNumbers(Scaled):
         self.net = Numbered()
 
     def forward(self, data: Any) -> Tensor:
-        found = self.net(data.x, data.edge_index, torch.arange(60) % 50)
-        return self.head(found["h"])
+        return self.head(self.net(data.x, data.edge_index, torch.arange(60) % 50)["h"])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_sparse_gradients_of_embeddings(tmp_path: Path) -> None:
-    assert_as_plain(WithNumbers(), tmp_path)
+class PenalizedBefore(Scaled):
+    """Reads weights before the first forward of the run."""
+
+    def training_step(self, data: Any, batch_idx: int) -> Any:
+        penalty = sum(p.pow(2).sum() for p in self.net.parameters())
+        loss = super().training_step(data, batch_idx) + 0.01 * penalty
+        self.seen.append(penalty.detach().clone())
+        return loss
+
+
+NORM = {"on_after_backward": [lambda m: grad_norm(m, norm_type=2)]}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: Penalized(NORM), {"accumulate_grad_batches": 2}),
+        (lambda: PenalizedBefore({}), {"num_sanity_val_steps": 0}),
+        (ByHand, {}),
+        (WithNumbers, {}),
+    ],
+    ids=["penalties", "before the first forward", "manual optimization", "sparse gradients"],
+)
+def test_uses_of_all_weights(make: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    assert_as_plain(make(), tmp_path, **options)
 
 
 class Everything(Scaled):
@@ -322,9 +314,7 @@ class Everything(Scaled):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=True)
 
 
-def test_nothing_is_fetched_that_nobody_reads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nothing_is_fetched_that_nobody_reads(monkeypatch: Any, tmp_path: Path) -> None:
     def refuse(self: WeightReads, asks: str) -> None:
         raise AssertionError(asks)
 
@@ -356,17 +346,18 @@ class FillingGradients(Scaled):
 
 def test_optimizers_that_make_states_for_all_parameters(tmp_path: Path) -> None:
     hooks = {"on_train_batch_end": [states_of], "on_train_epoch_end": [states_of]}
-    saved = []
+    seen, states = [], []
     for num_stages in 0, 2:
-        keeps = ModelCheckpoint(tmp_path / f"saved{num_stages}", save_last=True)
+        folder = tmp_path / f"saved{num_stages}"
         torch.manual_seed(0)
-        saved.append(fit(tmp_path / str(num_stages), num_stages, FillingGradients(hooks), keeps))
-        path = tmp_path / f"saved{num_stages}" / "last.ckpt"
-        saved.append([torch.load(path, weights_only=False)["optimizer_states"][0]["state"]])
-    [expected], [expected_saved], found, [found_saved] = saved
+        keeps = ModelCheckpoint(folder, save_last=True)
+        seen.append(fit(tmp_path / str(num_stages), num_stages, FillingGradients(hooks), keeps))
+        saved = torch.load(folder / "last.ckpt", weights_only=False)
+        states.append(saved["optimizer_states"][0]["state"])
+    [expected], found = seen
     for one in found:
         assert_seen(one, expected)
-    assert_seen([found_saved], [expected_saved])
+    assert_seen(states[1:], states[:1])
 
 
 def alone(module: Any) -> None:
@@ -381,58 +372,34 @@ def gradients_of(module: Any) -> Any:
     return torch.autograd.grad(loss, list(module.net.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (
-            alone,
-            r"all ranks to make the same calls \(got rank 0 wants to evaluate.*on_train_epoch_end",
-        ),
-        (gradients_of, r"gradients of some weights.*loss\.backward"),
-    ],
-)
-def test_what_ranks_cannot_do_together_is_refused(use: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=message):
-        fit(tmp_path / "2", 2, Scaled({"on_train_epoch_end": [use]}))
-
-
 def fails_alone(module: Any) -> None:
     if module.global_rank == 1 and module.current_epoch == 1:
         raise KeyError("my own mistake")
 
 
-def test_an_error_on_one_rank_is_told_as_it_is(tmp_path: Path) -> None:
-    """Neither the hook that a callback has for it, nor the end of the run, takes its place."""
+class Notes(L.Callback):
+    """Has a hook for errors, which must not take the place of this one."""
 
-    class Notes(L.Callback):
-        def on_exception(self, *_: Any) -> None:
-            pass
-
-    with pytest.raises(Exception, match="my own mistake") as found:
-        fit(tmp_path / "2", 2, Scaled({"on_train_batch_end": [fails_alone]}), Notes())
-    assert "weights of pipelined layers" not in str(found.value)
+    def on_exception(self, *_: Any) -> None:
+        pass
 
 
-def squared(module: Any) -> Tensor:
-    return sum(p.pow(2).sum() for p in module.net.parameters())
+ALONE = r"all ranks to make the same calls \(got rank 0 wants to evaluate.*on_train_epoch_end"
 
 
-class PenalizedBefore(Scaled):
-    """Reads weights before the first forward of the run."""
-
-    def training_step(self, data: Any, batch_idx: int) -> Any:
-        penalty = squared(self)
-        loss = super().training_step(data, batch_idx) + 0.01 * penalty
-        self.seen.append(penalty.detach().clone())
-        return loss
-
-
-def test_weights_may_be_read_before_the_first_forward(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module = PenalizedBefore({})
-    (plain,) = fit(tmp_path / "0", 0, copy.deepcopy(module), num_sanity_val_steps=0)
-    for found in fit(tmp_path / "2", 2, module, num_sanity_val_steps=0):
-        torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-8)
+@pytest.mark.parametrize(
+    ("hook", "use", "message"),
+    [
+        ("on_train_epoch_end", alone, ALONE),
+        ("on_train_epoch_end", gradients_of, r"gradients of some weights.*loss\.backward"),
+        ("on_train_batch_end", fails_alone, "my own mistake"),
+    ],
+)
+def test_an_error_is_raised_as_it_is(hook: str, use: Any, message: str, tmp_path: Path) -> None:
+    """Of what ranks cannot do together, or of one rank: the end of the run hides none."""
+    with pytest.raises(Exception, match=message) as found:
+        fit(tmp_path / "2", 2, Scaled({hook: [use]}), Notes())
+    assert use is gradients_of or "weights of pipelined layers" not in str(found.value)
 
 
 class OfOthers(torch.optim.SGD):
@@ -474,4 +441,6 @@ def test_checkpoints_after_resuming_have_the_newest_states(tmp_path: Path) -> No
             trainer.fit(Scaled({}), datamodule=datamodule(), ckpt_path=path)
         saved.append(torch.load(folder / f"epoch={EPOCHS - 1}.ckpt", weights_only=False))
     [expected], [found] = (one["optimizer_states"] for one in saved)
-    assert_seen([found["state"]], [expected["state"]])
+    assert_seen(
+        [found["state"], saved[1]["state_dict"]], [expected["state"], saved[0]["state_dict"]]
+    )

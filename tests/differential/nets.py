@@ -1,11 +1,66 @@
-"""Small networks, drawn: which layers, norms, skips, and how forward is written."""
+"""Small graphs and networks, drawn: kinds of edges, layers, norms, skips, forms of forward."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 
-from tests.differential.graphs import GraphDraw
+
+@dataclass(frozen=True)
+class GraphDraw:
+    """What a graph is like."""
+
+    num_nodes: int = 12
+    num_edges: int = 30  # that are drawn, before some are added
+    is_undirected: bool = True
+    has_isolated: bool = False  # the last two nodes have no edge
+    has_loops: bool = False
+    has_duplicates: bool = False
+    weights: bool = False  # `edge_weight` is there
+    attributes: bool = False  # `edge_attr` is there
+    seed: int = 0
+
+
+def draw_graph(random: Random) -> GraphDraw:
+    """Return any graph."""
+    num_nodes = random.randint(8, 24)
+    return GraphDraw(
+        num_nodes,
+        random.randint(num_nodes, 4 * num_nodes),
+        *(random.random() < share for share in (0.6, 0.3, 0.3, 0.3, 0.4, 0.4)),
+        seed=random.randint(0, 999),
+    )
+
+
+_GRAPH = """
+    draw = torch.Generator().manual_seed(seed + number)
+    last = num_nodes - 2 if has_isolated else num_nodes
+    edge_index = torch.randint(0, last, (2, num_edges), generator=draw)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    if is_undirected:
+        edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
+    edge_index = edge_index.unique(dim=1)
+    loops = torch.tensor([[0, 3], [0, 3]])[:, : 2 * has_loops]
+    edge_index = torch.cat([edge_index, loops, edge_index[:, : 3 * has_duplicates]], 1)
+    node, num_edges = torch.arange(num_nodes), edge_index.size(1)
+    data = Data(
+        x=torch.randn(num_nodes, 5, generator=draw), edge_index=edge_index,
+        y=torch.randint(0, 3, (num_nodes,), generator=draw),
+        train_mask=node % 3 != 1, val_mask=node % 3 == 1, test_mask=node % 4 == 1,
+    )
+    if weights:
+        data.edge_weight = torch.rand(num_edges, generator=draw) + 0.5
+    if attributes:
+        data.edge_attr = torch.randn(num_edges, 3, generator=draw)
+    return data
+"""
+
+
+def graph_text(draw: GraphDraw) -> str:
+    """Return `make_graph`, which makes others of the kind for other numbers."""
+    options = ", ".join(f"{name}={value}" for name, value in asdict(draw).items())
+    return f"def make_graph(number=0, {options}):{_GRAPH.rstrip()}"
+
 
 _MLP = "nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))"
 _DEG = "torch.tensor([1, 3, 5, 4, 2, 1])"
@@ -13,47 +68,33 @@ _DEG = "torch.tensor([1, 3, 5, 4, 2, 1])"
 # name: (how it is made, what it takes beside x and edge_index, whether the oracle knows it)
 CONVS: dict[str, tuple[str, str, bool]] = {
     "GCN": ("gnn.GCNConv(8, 8)", "weight", True),
-    "GCN improved": ("gnn.GCNConv(8, 8, improved=True, bias=False)", "weight", True),
     "SAGE": ("gnn.SAGEConv(8, 8)", "", True),
     "SAGE max": ("gnn.SAGEConv(8, 8, aggr='max', project=True)", "", True),
     "GraphConv": ("gnn.GraphConv(8, 8, aggr='mean')", "weight", True),
     "GAT": ("gnn.GATConv(8, 4, heads=2)", "", True),
     "GAT edges": ("gnn.GATConv(8, 4, heads=2, edge_dim=3)", "attr", True),
     "GATv2": ("gnn.GATv2Conv(8, 4, heads=2)", "", True),
-    "GATv2 shared": ("gnn.GATv2Conv(8, 8, share_weights=True, residual=True)", "", True),
     "GIN": (f"gnn.GINConv({_MLP}, train_eps=True)", "", True),
     "GINE": (f"gnn.GINEConv({_MLP}, edge_dim=3)", "attr", True),
     "Transformer": ("gnn.TransformerConv(8, 4, heads=2, beta=True)", "", True),
-    "Transformer edges": ("gnn.TransformerConv(8, 8, edge_dim=3)", "attr", True),
     "PNA": (f"gnn.PNAConv(8, 8, ['mean', 'max', 'sum'], ['identity', 'amplification'], {_DEG})",
             "", False),
-    "GEN": ("gnn.GENConv(8, 8, learn_t=True)", "", False),
     "GCN2": ("gnn.GCN2Conv(8, alpha=0.2)", "x0", True),
     "TAG": ("gnn.TAGConv(8, 8, K=2)", "weight", True),
     "SG": ("gnn.SGConv(8, 8, K=2)", "weight", True),
     "APPNP": ("gnn.APPNP(K=2, alpha=0.1)", "weight", True),
     "ResGated": ("gnn.ResGatedGraphConv(8, 8)", "", True),
     "EdgeConv": ("gnn.EdgeConv(nn.Linear(16, 8))", "", True),
-    "LE": ("gnn.LEConv(8, 8)", "weight", False),
-    "Cluster": ("gnn.ClusterGCNConv(8, 8)", "", False),
-    "ARMA": ("gnn.ARMAConv(8, 8)", "weight", False),
-    "FiLM": ("gnn.FiLMConv(8, 8)", "", False),
-    "General": ("gnn.GeneralConv(8, 8, attention=True)", "", False),
-    "MF": ("gnn.MFConv(8, 8, max_degree=3)", "", False),
 }  # fmt: skip
 
 # name: (how it is made, whether it sees one row at a time)
 NORMS: dict[str, tuple[str, bool]] = {
     "none": ("nn.Identity()", True),
     "layer": ("nn.LayerNorm(8)", True),
-    "layer by node": ("gnn.LayerNorm(8, mode='node')", True),
     "layer by graph": ("gnn.LayerNorm(8)", False),
     "batch": ("gnn.BatchNorm(8)", False),
-    "torch batch": ("nn.BatchNorm1d(8)", False),
     "graph": ("gnn.GraphNorm(8)", False),
     "pair": ("gnn.PairNorm()", False),
-    "instance": ("gnn.InstanceNorm(8)", False),
-    "mean": ("gnn.MeanSubtractionNorm()", False),
 }
 
 SKIPS = {
@@ -63,72 +104,36 @@ SKIPS = {
     "first": "x = ACT(NORM(h)) + 0.5 * x0",
 }
 
-BASIC = {
-    "basic GCN": "gnn.models.GCN(5, 8, LAYERS, 3)",
-    "basic GCN jk": "gnn.models.GCN(5, 8, LAYERS, 3, jk='cat', norm='LayerNorm')",
-    "basic SAGE": "gnn.models.GraphSAGE(5, 8, LAYERS, 3, jk='max')",
-    "basic GAT": "gnn.models.GAT(5, 8, LAYERS, 3, heads=2, v2=True)",
-    "basic GIN": "gnn.models.GIN(5, 8, LAYERS, 3, norm='BatchNorm')",
-}
-
 
 @dataclass(frozen=True)
 class NetDraw:
-    """A network of 5 features, 8 channels and 3 classes.
+    """A network of 5 features, 8 channels and 3 classes."""
 
-    Attributes:
-        layers: Names of `CONVS`; or so many times a name of `BASIC`.
-        norm: Name of `NORMS`.
-        skip: Name of `SKIPS`.
-        jump: Of JumpingKnowledge; "" for none.
-        act: A function of `torch`.
-        is_loop: Whether forward loops over its layers, where all are alike.
-        dropout: Between layers: plain runs draw other numbers.
-    """
-
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # of `CONVS`
     norm: str = "none"
     skip: str = "none"
-    jump: str = ""
+    jump: str = ""  # of JumpingKnowledge
     act: str = "torch.tanh"
-    is_loop: bool = True
-    dropout: float = 0.0
-
-    @property
-    def is_basic(self) -> bool:
-        """Whether it is one of PyG's."""
-        return self.layers[0] in BASIC
+    is_loop: bool = True  # where all layers are alike
+    dropout: float = 0.0  # between layers: plain runs draw other numbers
 
     @property
     def is_rowwise(self) -> bool:
         """Whether nodes see each other through messages alone that the oracle knows."""
-        if self.is_basic:
-            return self.layers[0] not in ("basic GIN", "basic GCN jk")  # with norms over all nodes
         return NORMS[self.norm][1] and all(CONVS[layer][2] for layer in self.layers)
 
     @property
-    def made_by(self) -> str:
-        """The expression that makes it."""
-        if self.is_basic:
-            return BASIC[self.layers[0]].replace("LAYERS", str(len(self.layers)))
-        return "Net()"
-
-    @property
-    def has(self) -> frozenset[str]:
+    def has(self) -> set[str]:
         """What habits may need."""
-        found = {"net"} if self.is_basic else {"net", "own"}
-        if not self.is_basic and all(layer.startswith("GCN") for layer in self.layers[:2]):
-            found.add("tie")
+        found = {"tie"} if self.layers[:2] == ("GCN", "GCN") else set[str]()
         if len(set(self.layers)) == 1 and self.layers[0] in ("GCN", "SAGE", "GAT"):
             found.add("alike")
-        return frozenset(found - ({"tie", "alike"} if self.layers[0] == "GCN2" else set()))
+        return found
 
 
 def draw_net(random: Random, graph: GraphDraw) -> NetDraw:
     """Return a network for this graph."""
     num_layers = random.randint(2, 6)
-    if random.random() < 0.12:
-        return NetDraw((random.choice(list(BASIC)),) * num_layers)
     known = [n for n, (_, takes, _) in CONVS.items() if takes != "attr" or graph.attributes]
     is_alike = random.random() < 0.6
     names = [random.choice(known)] * num_layers if is_alike else random.choices(known, k=num_layers)
@@ -150,17 +155,13 @@ def call_arguments(draw: NetDraw, graph: GraphDraw) -> str:
 
 
 def _extra(draw: NetDraw, graph: GraphDraw) -> list[str]:
-    if draw.is_basic:
-        return []
     takes = {CONVS[layer][1] for layer in draw.layers}
     weights = ["edge_weight"] if "weight" in takes and graph.weights else []
     return [*weights, *(["edge_attr"] if "attr" in takes else [])]
 
 
 def net_text(draw: NetDraw, graph: GraphDraw) -> str:
-    """Return the class; PyG's own need none."""
-    if draw.is_basic:
-        return ""
+    """Return the class."""
     takes = {CONVS[layer][1] for layer in draw.layers}
     arguments = [*(["edge_weight=None"] if "weight" in takes and graph.weights else [])]
     arguments += ["edge_attr=None"] if "attr" in takes else []

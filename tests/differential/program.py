@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.differential.graphs import GraphDraw, graph_text
-from tests.differential.nets import NetDraw, call_arguments, net_text
+from tests.differential.nets import GraphDraw, NetDraw, call_arguments, graph_text, net_text
 
 NUM_EPOCHS = 3
 SLOTS = (
-    "header",  # of the file
     "net_init",  # last in Net.__init__
     "forward_start",  # x as it is given
     "in_layer",  # h: the output of a layer, before norm and activation
@@ -22,57 +20,32 @@ SLOTS = (
     "step_out",  # out: as the net returns it
     "loss",  # loss: may be changed
     "step_end",  # before training_step returns
-    "validation",  # out
     "methods",  # of Module
-    "classes",  # before make_callbacks
     "loaders",  # train, val: loaders
-    "after_fit",  # module, trainer, found
 )
 
 
 @dataclass(frozen=True)
 class Habit:
-    """What a user does, as lines at some places of the program.
-
-    Attributes:
-        name: Of the habit.
-        slots: Lines by the name of their place.
-        trainer: Arguments of the Trainer, such as `gradient_clip_val=0.1`.
-        callbacks: Expressions for the list of callbacks.
-        optimizer: Body of `configure_optimizers`, if it is another.
-        oracle: Whether the oracle of stale rows does the same.
-        needs: What the net has to have: "own" for one with a forward of its own, "drop", ...
-        group: Habits of one group do not go together.
-    """
+    """What a user does, as lines at some places of the program."""
 
     name: str
-    slots: Mapping[str, str] = field(default_factory=dict)
-    trainer: str = ""
-    callbacks: str = ""
-    optimizer: str = ""
-    oracle: bool = True
-    needs: frozenset[str] = frozenset()
-    group: str = ""
+    slots: Mapping[str, str] = field(default_factory=dict)  # lines by the name of their place
+    trainer: str = ""  # arguments of the Trainer, such as `gradient_clip_val=0.1`
+    callbacks: str = ""  # expressions for the list of callbacks
+    optimizer: str = ""  # body of `configure_optimizers`, if it is another
+    oracle: bool = True  # whether the oracle of stale rows does the same
+    needs: frozenset[str] = frozenset()  # of the net: "tie", "alike", "edges alone" or "plain out"
+    group: str = ""  # habits of one group do not go together
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Two ways to train that have to give the same.
-
-    Attributes:
-        name: Of the setting.
-        expected: Arguments of `results` for what is right.
-        found: The same for what is tried.
-    """
+    """Two ways to train that have to give the same: arguments of `results` for each."""
 
     name: str
     expected: str
     found: str
-
-    @property
-    def has_oracle(self) -> bool:
-        """Whether stale rows are expected."""
-        return "Oracle" in self.expected
 
 
 _EXACT = "[StalenessWarmup(1000)]"
@@ -124,9 +97,6 @@ class Draw:
 _PROGRAM = '''"""Seed SEED. Habits: NAMES."""
 
 import copy
-import io
-import pickle
-import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -142,7 +112,6 @@ from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 
 torch.set_default_dtype(torch.float64)
-<<header>>
 
 
 <<graph>>
@@ -154,7 +123,7 @@ torch.set_default_dtype(torch.float64)
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = NET
+        self.net = Net()
         self.seen = {}
         <<init>>
 
@@ -178,7 +147,6 @@ class Module(L.LightningModule):
         <<step_out_of_validation>>
         loss = F.cross_entropy(out[data.val_mask], data.y[data.val_mask])
         self.log("val_loss", loss, batch_size=1)
-        <<validation>>
 
     def configure_optimizers(self):
         <<optimizer>>
@@ -206,9 +174,6 @@ class Record(L.Callback):
         torch.save(found, f"{self.folder}/rank{trainer.global_rank}.pt")
 
 
-<<classes>>
-
-
 def make_callbacks():
     return [CALLBACKS]
 
@@ -232,13 +197,14 @@ def results(strategy="auto", devices=1, callbacks=()):
         found |= torch.load(path)
     found |= {f"logged {n}": v.detach().double() for n, v in trainer.callback_metrics.items()}
     found |= {f"final {n}": v.detach().clone() for n, v in module.state_dict().items()}
-    <<after_fit>>
     return found
 '''
 
 _MAIN = """
 if __name__ == "__main__":
-IMPORTS    expected = results(EXPECTED)
+    from tests.differential.oracle import Oracle
+
+    expected = results(EXPECTED)
     found = results(FOUND)
     for name in {**expected, **found}:
         a, b = expected.get(name), found.get(name)
@@ -249,11 +215,10 @@ IMPORTS    expected = results(EXPECTED)
 
 def text_of(draw: Draw) -> str:
     """Return the program, whose `results` trains once."""
-    filled: dict[str, list[str]] = {slot: [] for slot in SLOTS}
-    for habit in draw.habits:
-        for slot, lines in habit.slots.items():
-            filled[slot].append(lines.strip("\n"))
-    joined = {slot: "\n".join(lines) for slot, lines in filled.items()}
+    joined = {
+        slot: "\n".join(one.slots[slot].strip("\n") for one in draw.habits if slot in one.slots)
+        for slot in SLOTS
+    }
     joined["step_out_of_validation"] = joined["step_out"]
     own = [habit.optimizer for habit in draw.habits if habit.optimizer]
     joined["optimizer"] = own[0] if own else "return torch.optim.SGD(self.parameters(), lr=0.1)"
@@ -268,7 +233,6 @@ def text_of(draw: Draw) -> str:
         "SEED": str(draw.seed),
         "NAMES": draw.names,
         "EPOCHS": str(NUM_EPOCHS),
-        "NET": draw.net.made_by,
         "NODES": str(draw.graph.num_nodes),
         "ARGUMENTS": call_arguments(draw.net, draw.graph),
         "CALLBACKS": ", ".join(habit.callbacks for habit in draw.habits if habit.callbacks),
@@ -279,30 +243,11 @@ def text_of(draw: Draw) -> str:
     return text + "\n"
 
 
-def _without_unused(text: str) -> list[str]:
-    """Return the lines, but for imports of what is not used, and for many empty lines in a row."""
-    head, mark, body = text.partition("torch.set_default_dtype")
-    kept = [line for line in head.splitlines() if _is_used(line, body)]
-    lines = [*kept, *(mark + body).splitlines()]
-    pairs = zip(["", *lines], lines, strict=False)
-    return [line.rstrip() for before, line in pairs if line.strip() or before.strip()]
-
-
-def _is_used(line: str, body: str) -> bool:
-    if " import " not in line and not line.startswith("import "):
-        return True
-    names = [part.split(" as ")[-1] for part in line.split("import ")[-1].split(", ")]
-    return any(re.search(rf"\b{name.split('.')[0]}\b", body) for name in names)
-
-
 def script_of(draw: Draw, setting: Setting) -> str:
     """Return the program with a main part that prints what differs under a setting."""
-    imports = "    from tests.differential.oracle import Oracle\n\n" if setting.has_oracle else ""
-    values = {"IMPORTS": imports, "EXPECTED": setting.expected, "FOUND": setting.found}
-    main = _MAIN
-    for name, value in values.items():
-        main = main.replace(name, value.replace("NODES", str(draw.graph.num_nodes)))
-    return "\n".join(_without_unused(text_of(draw) + main)) + "\n"
+    main = _MAIN.replace("EXPECTED", setting.expected).replace("FOUND", setting.found)
+    text = text_of(draw) + main.replace("NODES", str(draw.graph.num_nodes))
+    return re.sub(r"\n\s*\n\s*\n+", "\n\n\n", text)
 
 
 def fill(text: str, slot: str, lines: str) -> str:

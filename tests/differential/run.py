@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.errors import GNNPipeError
-from tests.differential.draw import smaller
 from tests.differential.oracle import Oracle
 from tests.differential.program import Draw, Setting, text_of
 
@@ -27,14 +26,7 @@ _REFUSAL = re.compile(r"lightning_gnnpipe\.errors\.(?!PeerError)\w+: (.*)")
 
 @dataclass(frozen=True)
 class Finding:
-    """What came out of a draw under one setting.
-
-    Attributes:
-        draw: The draw.
-        setting: What was compared.
-        kind: What became of it.
-        text: Of the refusal, the error or the difference.
-    """
+    """What came out of a draw under one setting; the text of the refusal, error or difference."""
 
     draw: Draw
     setting: Setting
@@ -54,39 +46,17 @@ class Finding:
 
 
 def run_draw(draw: Draw, tell: Callable[[str], None]) -> list[Finding]:
-    """Return what came out of a draw under each of its settings; of a failure, with less in it.
-
-    Args:
-        draw: The draw.
-        tell: Is given the name of each setting before it runs.
-    """
+    """Return what came out of a draw under each of its settings, whose names `tell` is given."""
     known: dict[str, Any] = {}
     findings = []
     for setting in draw.settings():
         tell(setting.name)
-        finding = run_setting(draw, setting, known)
-        findings.append(_shrunk(finding, tell) if finding.is_failure else finding)
+        findings.append(run_setting(draw, setting, known))
     return findings
 
 
-def _shrunk(finding: Finding, tell: Callable[[str], None]) -> Finding:
-    """Return a failure of the same kind of a draw that has less."""
-    for draw in smaller(finding.draw):
-        tell(finding.setting.name)
-        found = run_setting(draw, finding.setting)
-        if found.kind == finding.kind:
-            return _shrunk(found, tell)
-    return finding
-
-
 def run_setting(draw: Draw, setting: Setting, known: dict[str, Any] | None = None) -> Finding:
-    """Return what came out of a draw under a setting.
-
-    Args:
-        draw: The draw.
-        setting: What to compare.
-        known: What was expected before, by the arguments.
-    """
+    """Return what came out of a draw under a setting; `known` is what was expected before."""
     known = {} if known is None else known
     if setting.expected not in known:
         known[setting.expected] = _results(draw, setting.expected)
@@ -148,9 +118,10 @@ def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         if " gradient " in name:
             a, b = (torch.zeros(()) if one is None else one for one in (a, b))
             a, b = torch.broadcast_tensors(a, b)
-        if a is None or b is None or a.shape != b.shape:
-            return f"{name}: expected {_short(a)}, found {_short(b)}"
-        if not torch.allclose(b.double(), a.double(), _TOLERANCE, _TOLERANCE, equal_nan=True):
+        is_same = a is not None and b is not None and a.shape == b.shape
+        if not is_same or not torch.allclose(
+            b.double(), a.double(), _TOLERANCE, _TOLERANCE, equal_nan=True
+        ):
             return f"{name}: expected {_short(a)}, found {_short(b)}"
     return ""
 

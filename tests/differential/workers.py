@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,55 +24,50 @@ Task = tuple[Draw, Setting | None]
 
 
 class Workers:
-    """Processes that run tasks.
+    """So many processes at a time; `limit_s` is the longest time for one setting of a draw.
 
-    Args:
-        num_processes: At a time.
-        limit_s: Longest time for one setting of a draw.
-        start_method: Forked processes start at once, with what this process has imported.
+    Forked processes start at once, with what this process has imported.
     """
 
     def __init__(self, num_processes: int, limit_s: float, start_method: str = "spawn") -> None:
-        self.num_processes, self.limit_s = num_processes, limit_s
-        self.start_method = start_method
+        self.num_processes, self.limit_s, self.start_method = num_processes, limit_s, start_method
 
     def run(self, tasks: Iterable[Task]) -> Iterator[list[Finding]]:
         """Yield the findings of each task, in the order in which they come."""
-        waiting, busy = deque(tasks), list[_Worker]()
-        idle = [_Worker(self.start_method) for _ in range(min(self.num_processes, len(waiting)))]
+        waiting = deque(tasks)
+        number = min(self.num_processes, len(waiting))
+        workers = [_Worker(mp.get_context(self.start_method)) for _ in range(number)]
         try:
-            while waiting or busy:
-                while waiting and idle:
-                    busy.append(idle.pop())
-                    busy[-1].begin(waiting.popleft())
-                wait([worker.pipe for worker in busy], timeout=1.0)
-                for worker in list(busy):
-                    findings = worker.look(self.limit_s)
+            while waiting or any(worker.task for worker in workers):
+                for worker in workers:
+                    if worker.task is None and waiting:
+                        worker.begin(waiting.popleft())
+                wait([worker.pipe for worker in workers if worker.task], timeout=1.0)
+                for worker in workers:
+                    findings = worker.look(self.limit_s) if worker.task else None
                     if findings is not None:
-                        busy.remove(worker)
-                        if worker.is_alive or waiting:
-                            idle.append(worker if worker.is_alive else _Worker(self.start_method))
+                        worker.task = None
                         yield findings
         finally:
-            for worker in (*busy, *idle):
+            for worker in workers:
                 worker.end()
 
 
 class _Worker:
-    """One process, leader of a group of its own."""
+    """One process, leader of a group of its own; another one when it has ended."""
 
-    def __init__(self, start_method: str) -> None:
-        context: Any = mp.get_context(start_method)
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other,))
-        self.process.start()
-        other.close()
-        self.is_alive = True
-        self.setting = next(iter(SETTINGS.values()))
-        self.start_s: float | None = None  # of a setting; a process takes seconds to start
+    def __init__(self, context: Any) -> None:
+        self.context, self.process = context, None
+        self.task: Task | None = None
 
     def begin(self, task: Task) -> None:
-        self.task, self.start_s = task, None
+        if self.process is None:
+            self.pipe, other = self.context.Pipe()
+            self.process = self.context.Process(target=_work, args=(other,))
+            self.process.start()
+            other.close()
+        self.task, self.setting = task, next(iter(SETTINGS.values()))
+        self.start_s: float | None = None  # of a setting; a process takes seconds to start
         self.pipe.send(task)
 
     def look(self, limit_s: float) -> list[Finding] | None:
@@ -90,14 +86,12 @@ class _Worker:
 
     def end(self) -> None:
         """End the process and all that it has started."""
-        assert self.process.pid is not None
-        if self.process.is_alive():
-            try:
+        if self.process is not None:
+            with suppress(ProcessLookupError):  # it does not lead a group yet
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it does not lead a group yet
-                self.process.kill()
-        self.process.join()
-        self.is_alive = False
+            self.process.kill()
+            self.process.join()
+            self.process = None
 
     def _lost(self, kind: Any, text: str) -> list[Finding]:
         self.end()

@@ -1,0 +1,284 @@
+"""What users do with networks and in training, a few lines each."""
+
+from __future__ import annotations
+
+from tests.differential.program import Habit
+
+PLAIN = frozenset({"plain out"})
+
+
+def epoch_start(lines: str, after: int = 1) -> str:
+    """Return a hook that runs `lines` from epoch `after` on."""
+    body = "\n".join(f"        {line}" for line in lines.splitlines())
+    return f"""
+def on_train_epoch_start(self):
+    if self.current_epoch >= {after}:
+{body}
+"""
+
+
+def toggled(name: str, init: str, change: str, use: str, *, oracle: bool = False) -> Habit:
+    """Return a habit: forward reads something that changes after the first epoch."""
+    return Habit(
+        name,
+        {"net_init": init, "in_layer": use, "methods": epoch_start(change)},
+        oracle=oracle,
+        group="epoch_start",
+    )
+
+
+# Inputs of a step that differ from those of the step before.
+INPUTS = [
+    Habit("new features each step", {"step_start": "x = x + 0.1 * (x + self.global_step).sin()"}),
+    Habit("noise from torch", {"step_start": "x = x + 0.1 * torch.randn_like(x)"}),
+    Habit("features scaled in place", {"step_start": "x.mul_(0.9)"}),
+    Habit(
+        "known labels as features",
+        {
+            "step_start": "known = (torch.arange(x.size(0)) + self.global_step) % 2 == 0\n"
+            "x = torch.cat([x[:, :2], F.one_hot(data.y, 3) * known[:, None]], 1)"
+        },
+    ),
+    Habit(
+        "two views in turn",
+        {"step_start": "x = x if self.global_step % 2 == 0 else x.flip(1)"},
+    ),
+    Habit(
+        "edges dropped each step",
+        {"step_start": "edge_index = edge_index[:, torch.arange(edge_index.size(1)) % 3 != "
+                       "self.global_step % 3]"},
+        oracle=False,
+        needs=frozenset({"edges alone"}),
+    ),
+    Habit("validation on another graph",
+          {"loaders": "val = DataLoader([make_graph(1)], batch_size=None)"}),
+]  # fmt: skip
+
+# What forward reads beside its arguments.
+READS = [
+    toggled("flag", "self.flag = False", "self.net.flag = True", "h = 2 * h if self.flag else h"),
+    toggled("_number", "self._factor = 1.0", "self.net._factor *= 0.5", "h = h * self._factor"),
+    toggled("_dict", "self._cfg = {'factor': 1.0}", "self.net._cfg['factor'] = 0.5",
+            "h = h * self._cfg['factor']"),
+    toggled("closure", "factor = [1.0]\nself.scale = lambda h: h * factor[0]\nself.factor = factor",
+            "self.net.factor[0] = 0.5", "h = self.scale(h)"),
+    toggled("module replaced", "self.act = nn.Tanh()", "self.net.act = nn.Sigmoid()",
+            "h = self.act(h)"),
+    toggled("buffer in place", "self.register_buffer('gain', torch.ones(8))",
+            "self.net.gain.mul_(0.5)", "h = h * self.gain", oracle=True),
+    toggled("dropout module all or nothing", "self.drop = nn.Dropout(0.0)",
+            "self.net.drop.p = 1.0", "h = h + self.drop(h)"),
+    toggled("a part in eval", "self.drop = nn.Dropout(1.0)", "self.net.drop.eval()",
+            "h = h + self.drop(h)"),
+    Habit("counts its calls",
+          {"net_init": "self.calls = 0", "forward_start": "self.calls += 1",
+           "in_layer": "h = h / self.calls"}, oracle=False),
+    Habit("keeps a tensor",
+          {"net_init": "self._h = None", "forward_end": "self._h = x",
+           "step_out": "self.see('kept', self.net._h.detach().mean())"}, oracle=False),
+    Habit("loss of a kept tensor",
+          {"net_init": "self.kept = None", "forward_end": "self.kept = x",
+           "loss": "loss = loss + self.net.kept.pow(2).mean()"}, oracle=False),
+    Habit("reads training",
+          {"in_layer": "h = 2 * h if self.training else h"}),
+    Habit("running mean of its own",
+          {"net_init": "self.register_buffer('mean', torch.zeros(8))",
+           "forward_end": "if self.training:\n"
+                          "    self.mean.mul_(0.9).add_(x.detach()[:, :8].mean(0), alpha=0.1)\n"
+                          "x = x - self.mean.repeat(x.size(1) // 8)"}, oracle=False),
+]  # fmt: skip
+
+# Modes and weights that a hook changes.
+HOOKS = [
+    Habit(f"{name} after an epoch", {"methods": epoch_start(lines)}, oracle=oracle,
+          group="epoch_start", needs=frozenset({needs} if needs else ()))
+    for name, lines, oracle, needs in [
+        ("net in eval", "self.net.eval()", False, ""),
+        ("frozen layer", "self.net.convs[0].requires_grad_(False)", True, ""),
+        ("frozen net", "self.net.lin_out.requires_grad_(True)\n"
+                       "self.net.convs.requires_grad_(False)", True, ""),
+        ("norms in eval", "for norm in self.net.norms:\n    norm.eval()", False, ""),
+        ("another slope of attention", "for conv in self.net.convs:\n"
+                                       "    conv.negative_slope = 0.5", False, ""),
+        ("weights decayed by hand",
+         "with torch.no_grad():\n    for p in self.net.parameters():\n        p.mul_(0.9)",
+         True, ""),
+        ("weights clamped by data", "for p in self.parameters():\n    p.data.clamp_(-0.2, 0.2)",
+         True, ""),
+        ("last layer set", "nn.init.constant_(self.net.lin_out.weight, 0.1)", True, ""),
+        ("forward without gradients",
+         "with torch.no_grad():\n"
+         "    data = make_graph(1)\n    x, edge_index = data.x, data.edge_index\n"
+         "    self.see('early', self.net(ARGUMENTS).mean())", True, "plain out"),
+        ("another rate", "for group in self.trainer.optimizers[0].param_groups:\n"
+                         "    group['lr'] = 0.01", True, ""),
+        ("loaded weights", "if self.current_epoch == 1:\n"
+                           "    self.before = copy.deepcopy(self.state_dict())\n"
+                           "else:\n    self.load_state_dict(self.before)", False, ""),
+    ]
+]  # fmt: skip
+
+# Copies of the network, and second owners of its parts.
+COPIES = [
+    Habit("teacher",
+          {"init": "self.teacher = copy.deepcopy(self.net).requires_grad_(False)",
+           "step_out": "with torch.no_grad():\n    target = self.teacher.eval()(ARGUMENTS)\n"
+                       "out = out + 0 * target",
+           "loss": "loss = loss + F.mse_loss(out, target)"},
+          oracle=False, needs=PLAIN),
+    Habit("alias of the layers", {"init": "self.backbone = self.net.convs"}),
+    Habit("head tied outside",
+          {"init": "self.head = nn.Linear(8, 3)\n"
+                   "self.head.weight = self.net.lin_out.weight",
+           "loss": "ones = torch.ones(1, self.head.weight.size(1))\n"
+                   "loss = loss + self.head(ones).pow(2).mean()"}),
+    Habit("layers tied inside",
+          {"net_init": "self.convs[1].lin.weight = self.convs[0].lin.weight"},
+          needs=frozenset({"tie"})),
+    Habit("a layer used twice", {"net_init": "self.convs[1] = self.convs[0]"}, oracle=False,
+          needs=frozenset({"alike"})),
+    Habit("norm used by all layers",
+          {"net_init": "self.norms = nn.ModuleList([nn.LayerNorm(8)] * len(self.convs))"}),
+]  # fmt: skip
+
+
+def returning(name: str, out: str, step_out: str, *, oracle: bool = False) -> Habit:
+    """Return a habit: forward returns something else, `out` is made of it."""
+    return Habit(name, {"out": out, "step_out": step_out}, oracle=oracle, group="output")
+
+
+# Outputs of forward, and what is done with them.
+OUTPUTS = [
+    returning("complex", "out = torch.complex(out, 2 * out.sin())", "out = out.real + out.imag"),
+    returning("two outputs", "out = out, x", "out, h = out\nout = out + h.mean(1, keepdim=True)"),
+    returning("dictionary", "out = {'out': out, 'first': x0}",
+              "out = out['out'] + out['first'][:, :3]"),
+    returning("log-softmax twice", "out = out.log_softmax(1) * 1.0", "out = out.exp()",
+              oracle=True),
+    Habit("some rows only", {"loss": "loss = loss + out[:2].pow(2).sum()"}),
+    Habit("changed in place", {"step_out": "out += 1"}),
+    Habit("gradients of outputs", {"step_end": "grad, = torch.autograd.grad(loss, out, "
+                                   "retain_graph=True)\nself.see('grad', grad.norm())"}),
+    Habit("learned features",
+          {"init": "self.table = nn.Parameter(torch.ones(1, 5))",
+           "step_start": "x = x * self.table"}),
+]  # fmt: skip
+
+
+def hooked(name: str, init: str, *, needs: frozenset[str] = frozenset()) -> Habit:
+    """Return a habit: a hook is registered at the start."""
+    return Habit(name, {"init": init}, oracle=False, needs=needs)
+
+
+_SEE = "lambda *a: self.see('hook', a[-1].detach().norm())"
+
+# Hooks of torch.
+TORCH_HOOKS = [
+    Habit("hook of the output", {"step_out": "if out.requires_grad:\n"
+                                 "    out.register_hook(lambda g: self.see('out', g.norm()))"}),
+    Habit("hook that changes", {"step_out": "if out.requires_grad:\n"
+                                "    out.register_hook(lambda g: 0.5 * g)"}),
+    hooked("forward hook of a layer", f"self.net.convs[0].register_forward_hook({_SEE})"),
+    hooked("hook of a weight",
+           "next(self.net.parameters()).register_hook(lambda g: self.see('hook', g.norm()))"),
+    hooked("hook of weights that changes",
+           "for p in self.net.parameters():\n    p.register_hook(lambda g: 0.5 * g)"),
+    hooked("hook after accumulation",
+           "for p in list(self.net.parameters())[:1]:\n"
+           "    p.register_post_accumulate_grad_hook(lambda p: self.see('hook', p.grad.norm()))"),
+]  # fmt: skip
+
+# Values of all weights or gradients.
+WHOLE = [
+    Habit("own clipping by torch",
+          {"methods": "def configure_gradient_clipping(self, optimizer, *args, **kwargs):\n"
+                      "    self.see('clip', nn.utils.clip_grad_norm_(self.parameters(), 0.1))"},
+          group="clip"),
+    Habit("clipped by value",
+          trainer="gradient_clip_val=0.01, gradient_clip_algorithm='value'", group="clip"),
+    Habit("weight penalty",
+          {"loss": "loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.parameters())"}),
+    Habit("all weights in a vector",
+          {"step_end": "self.see('vector', "
+                       "nn.utils.parameters_to_vector(self.net.parameters()).norm())"}),
+]  # fmt: skip
+
+_MANUAL = """
+optimizer = self.optimizers()
+optimizer.zero_grad()
+self.manual_backward(loss)
+optimizer.step()
+"""
+_METRICS = """
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+self.scores = MetricCollection({'a': MulticlassAccuracy(3), 'f': MulticlassF1Score(3)})
+"""
+
+
+def optimized(name: str, body: str, *, needs: frozenset[str] = frozenset()) -> Habit:
+    """Return a habit: another optimizer."""
+    return Habit(name, optimizer=body, group="optimizer", needs=needs)
+
+
+def called_back(name: str, callbacks: str, trainer: str = "", *, oracle: bool = True) -> Habit:
+    """Return a habit: callbacks of Lightning."""
+    return Habit(name, callbacks=callbacks, trainer=trainer, oracle=oracle)
+
+
+# Lightning's settings.
+SETTINGS = [
+    Habit("manual optimization",
+          {"init": "self.automatic_optimization = False", "step_end": _MANUAL}, group="clip"),
+    Habit("accumulated",
+          {"loaders": "train = DataLoader([graph, graph], batch_size=None)"},
+          trainer="accumulate_grad_batches=2", group="loader", oracle=False),
+    Habit("extra results", {"step_end": "return {'loss': loss, 'out': out.detach()}"}),
+    Habit("second pass without gradients",
+          {"step_end": "with torch.no_grad():\n"
+                       "    self.see('again', self.net(ARGUMENTS).mean())"},
+          needs=PLAIN, oracle=False),
+    Habit("net in eval for a pass",
+          {"step_end": "self.net.eval()\nwith torch.no_grad():\n"
+                       "    self.log('again', self.net(ARGUMENTS).mean())\nself.net.train()"},
+          needs=PLAIN, oracle=False),
+    Habit("metrics", {"init": _METRICS,
+                      "step_end": "self.scores(out.detach(), data.y)\n"
+                                  "self.log_dict(self.scores, on_step=False, on_epoch=True)"}),
+    optimized("two groups",
+              "last = list(self.net.lin_out.parameters())\n"
+              "return torch.optim.SGD([{'params': last, 'lr': 0.2}, {'params': "
+              "list(self.net.convs.parameters()) + [nn.Parameter(torch.ones(1))]}], lr=0.1)"),
+    optimized("some weights", "return torch.optim.SGD(self.net.lin_out.parameters(), lr=0.1)"),
+    optimized("one cycle",
+              "optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)\n"
+              "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)\n"
+              "return {'optimizer': optimizer, "
+              "'lr_scheduler': {'scheduler': schedule, 'interval': 'step'}}"),
+    optimized("plateau",
+              "optimizer = torch.optim.SGD(self.parameters(), lr=0.1)\n"
+              "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)\n"
+              "return {'optimizer': optimizer, "
+              "'lr_scheduler': {'scheduler': schedule, 'monitor': 'train_loss'}}"),
+    called_back("early stop",
+                "L.pytorch.callbacks.EarlyStopping('train_loss', patience=1, mode='max')"),
+    called_back("stochastic averages",
+                "L.pytorch.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, "
+                "annealing_epochs=1)", oracle=False),
+    called_back("averages by Lightning", "L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)",
+                oracle=False),
+    called_back("validation now and then", "", "check_val_every_n_epoch=2"),
+    Habit("evaluated before",
+          {"loaders": "trainer.validate(module, val or train, verbose=False)\n"
+                      "module.seen.clear()\n"
+                      "L.seed_everything(7, verbose=False)"}, oracle=False),
+    Habit("steps at its own pace",
+          {"methods": "def optimizer_step(self, epoch, batch_idx, optimizer, closure):\n"
+                      "    optimizer.step(closure=closure)\n"
+                      "    self.see('steps', epoch)"}),
+    Habit("skips an epoch", {"methods": "def on_train_batch_start(self, batch, batch_idx):\n"
+                             "    return -1 if self.current_epoch == 1 else None"}, oracle=False),
+]  # fmt: skip
+
+KINDS = (INPUTS, READS, HOOKS, COPIES, OUTPUTS, TORCH_HOOKS, WHOLE, SETTINGS)
+HABITS = tuple(habit for kind in KINDS for habit in kind)

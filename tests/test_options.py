@@ -1,0 +1,215 @@
+"""Options are checked at once: values, those that change nothing, and names that are gone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, get_args
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.nn as gnn
+
+import lightning_gnnpipe
+from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.models import NodeClassifier
+from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.removed import CLASSES, VALUES, advice_on
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
+from lightning_gnnpipe.types import CodecName, OrderName, StalenessName
+from tests.helpers.observed import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    make_data,
+    make_module,
+    make_trainer,
+)
+
+Options = dict[str, Any]
+
+
+def fit(
+    strategy: Options, *callbacks: L.Callback, devices: int = 1, num_chunks: int = 4, **options: Any
+) -> None:
+    module = options.pop("module", None) or make_module()
+    options = {"max_epochs": 1, "strategy": strategy, **options}
+    make_trainer(devices, num_chunks, *callbacks, **options).fit(module, make_data())
+
+
+def test_defaults_are_those_of_the_strategy() -> None:
+    assert GNNPipeStrategy().options == StrategyOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_chunks": 0}, r"'num_chunks' to be between 1 and the number of nodes.*got 0"),
+        ({"num_stages": -1}, "'num_stages' to be between 1"),
+        ({"partition": "meetis"}, "'partition' to be one of metis, random, contiguous"),
+        ({"balance": "fair"}, "'balance' to be one of"),
+        ({"start_method": "thread"}, "'start_method' to be one of"),
+        ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
+        ({"repeat_encoder": "always"}, "'repeat_encoder' to be True, False or 'auto'"),
+        ({"repeat_encoder": 1}, "'repeat_encoder' to be True, False or 'auto'"),
+        ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
+        ({"history_device": "meta"}, "'history_device' to be a device with memory"),
+        ({"chunk_order": True}, "'chunk_order' to be one of shuffled, fixed"),
+        ({"staleness": "fresh"}, "to be one of drift, constant, gnnpipe .*'fresh'"),
+        ({"staleness": 2.0}, "'staleness' to be one of drift, constant, gnnpipe"),
+        ({"staleness": "blocks"}, "got 'blocks'.*Leave 'staleness' out"),
+        ({"staleness": StalenessMethod()}, "'staleness' to be one of drift, constant, gnnpipe"),
+        ({"staleness": "lookahead"}, "got 'lookahead'.*its default, 'drift', takes its place"),
+        ({"chunk_order": "mirrored"}, "got 'mirrored'.*Write 'shuffled'"),
+        ({"halo_codec": ("fp16", "drive")}, "Write 'bf16', .* Write 'int1'"),
+        ({"cut_codec": "int4"}, "one of fp32, bf16, int8, int1, .*got 'int4'.*Write 'int8'"),
+        ({"graph_parallel": "auto"}, "got 'auto'.*run `gnnpipe plan --num_devices N`"),
+        ({"graph_parallel": 0}, "'graph_parallel' to be at least 1"),
+        ({"graph_parallel": 2, "history_device": "cpu"}, "'history_device' to be None"),
+        ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
+        (
+            {"halo_codec": "int3"},
+            "'halo_codec' to be one of fp32, .*, or a pair of them.*got 'int3'",
+        ),
+        ({"cut_codec": ("bf16",)}, r"'cut_codec' to be one of .*got \('bf16',\)"),
+        ({"cut_codec": ("bf16", "bf17")}, r"'cut_codec' to be one of .*got \('bf16', 'bf17'\)"),
+        ({"halo_codec": ("int1",) * 3}, "'halo_codec' to be one of"),
+        ({"halo_codec": None}, "'halo_codec' to be one of"),
+        ({"history_dtype": "int8"}, r"'history_dtype' to be one of bfloat16, .*got 'int8'"),
+        ({"data_parallel": 0}, "'data_parallel' to be at least 1"),
+        ({"data_parallel": True}, "'data_parallel' to be at least 1"),
+        ({"data_parallel": 2, "graph_parallel": 2}, "'graph_parallel' to be 1 with data_parallel"),
+    ],
+)
+def test_options_are_checked_at_once(options: Options, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GNNPipeStrategy(**options)
+
+
+def test_a_dtype_can_be_named() -> None:
+    found, expected = (
+        GNNPipeStrategy(history_dtype=one).options.histories for one in ("bfloat16", torch.bfloat16)
+    )
+    assert found == expected
+    assert GNNPipeStrategy(history_dtype="float16").options.histories.dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("staleness", "is_told"), [("gnnpipe", True), ("drift", True), ("constant", False)]
+)
+def test_a_fixed_order_with_a_factor_on_gradients_is_told(
+    staleness: StalenessName, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = NodeClassifier(gnn.models.GAT(NUM_FEATURES, 4, 2, NUM_CLASSES), NUM_CLASSES)
+    fit({"chunk_order": "fixed", "staleness": staleness}, module=module)
+    assert ("chunk_order='fixed' with a factor of 2 on gradients" in caplog.text) == is_told
+
+
+SHARDS = {"graph_parallel": 2}
+REFUSED: list[tuple[str, Options, Options]] = [
+    # the option, the others, and the others of the remedy
+    ("staleness", {"staleness": "constant", "data_parallel": 2}, {"data_parallel": 1}),
+    ("partition", {"partition": "random", "schedule": "1f1b"}, {"schedule": "fill_drain"}),
+    ("halo_codec", {"halo_codec": "int8"}, SHARDS),
+    ("halo_codec", {"halo_codec": ("fp32", "int1")}, SHARDS),
+    ("async_halo", {"async_halo": True, "num_stages": 2}, SHARDS),
+    ("cut_codec", {"cut_codec": "bf16", "num_stages": 1}, {"num_stages": "auto"}),
+    ("repeat_encoder", {"repeat_encoder": True, "num_stages": 1}, {"num_stages": "auto"}),
+    ("num_virtual", {"num_virtual": 4}, {"schedule": "interleaved"}),
+    ("num_virtual", {"num_virtual": 4, "schedule": "1f1b"}, {"schedule": "interleaved"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "remedy"), REFUSED)
+def test_an_idle_option_is_refused(name: str, options: Options, remedy: Options) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' to be left out with .*has no effect"):
+        GNNPipeStrategy(**options)
+    GNNPipeStrategy(**{key: value for key, value in options.items() if key != name})
+    GNNPipeStrategy(**{**options, **remedy})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cut_codec": "int8", "repeat_encoder": True, "start_method": "fork"},
+        {"balance": "uniform", "num_stages": 1},
+        {"guard": False, "self_check": False, "num_chunks": 1},
+        {"repeat_encoder": False, "num_stages": 1},
+        {"halo_codec": ("fp32", "fp32"), "chunk_order": "shuffled", "num_chunks": 1},
+        {"partition": torch.zeros(40, dtype=torch.int64), "num_chunks": 1},
+        {**SHARDS, "async_halo": True, "num_chunks": 1, "staleness": "constant"},
+        {**SHARDS, "recompute": True, "num_chunks": 1, "history_dtype": "bfloat16"},
+    ],
+)
+def test_what_is_so_anyway_or_idle_on_these_devices_only_is_taken(options: Options) -> None:
+    GNNPipeStrategy(**options)
+
+
+def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"partition": "random", "staleness": "constant", "chunk_order": "shuffled"}
+    fit(options, num_chunks=1)
+    assert sum("no effect: partition, staleness." in one for one in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "text"),
+    [
+        (BoundedStaleness(2), {}, "async_halo=True with BoundedStaleness"),
+        (EmbeddingRefresh(2), {"schedule": "1f1b"}, "stale rows .* schedule='1f1b'"),
+        (EmbeddingRefresh(2, "snapshot"), {"schedule": "1f1b"}, "schedule='1f1b'"),
+    ],
+)
+def test_an_idle_callback_is_refused(callback: L.Callback, options: Options, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        fit(options, callback)
+
+
+def test_statistics_over_replicas_that_nobody_makes_are_refused() -> None:
+    options: Options = {"data_parallel": 2}
+    with pytest.raises(Exception, match="Expected sync_batchnorm=False with data_parallel"):
+        fit(options, devices=2, sync_batchnorm=True)
+    with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
+        fit(options, devices=2)  # it comes further
+
+
+def test_a_warm_up_where_every_step_is_exact_is_taken() -> None:
+    fit({}, StalenessWarmup(2), num_chunks=1)
+
+
+def test_processes_are_dealt_out_to_replicas_first() -> None:
+    options = GNNPipeStrategy(data_parallel=2).options
+    assert options.resolve_layout(2) == (1, 1)
+    assert options.resolve_layout(6) == (3, 1)
+    with pytest.raises(ConfigError, match="'data_parallel' to divide the number of processes, 3"):
+        options.resolve_layout(3)
+    with pytest.raises(
+        ConfigError,
+        match=r"'num_stages' to be 3 for 6 processes .* data_parallel=2 \(got 2\). "
+        r"Use Trainer\(devices=4\)",
+    ):
+        GNNPipeStrategy(data_parallel=2, num_stages=2).options.resolve_layout(6)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_that_is_gone_says_what_takes_its_place(name: str) -> None:
+    assert name not in lightning_gnnpipe.__all__
+    with pytest.raises(ImportError, match=f"lightning_gnnpipe.{name} was removed. (Leave|Use) "):
+        getattr(import_module("lightning_gnnpipe"), name)
+
+
+def test_other_names_are_as_unknown_as_ever() -> None:
+    assert not hasattr(lightning_gnnpipe, "NoSuchName")
+    with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
+        exec("from lightning_gnnpipe import NoSuchName")
+
+
+def test_values_that_are_gone_are_not_taken() -> None:
+    taken = {*get_args(CodecName), *get_args(OrderName), *get_args(StalenessName)}
+    assert set(get_args(StalenessName)) == set(METHODS)
+    assert not taken & VALUES.keys()
+
+
+def test_a_pair_has_the_advice_on_both() -> None:
+    assert advice_on(("fp16", "drive")) == f"{VALUES['fp16']} {VALUES['drive']}"
+    assert advice_on(("int4", "int2")) == VALUES["int4"]  # said once
+    assert advice_on(("int1", "bf16")) is None and advice_on(None) is None
