@@ -43,24 +43,24 @@ class ConvCase:
         return self.name.partition(" ")[0]
 
 
-def weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_weight)
+def reading(*names: str, front: tuple[str, ...] = ()) -> Call:
+    """Return a call with these tensors of the batch behind the edges, and in front of them."""
+
+    def call(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+        before, behind = ([getattr(batch, name) for name in each] for each in (front, names))
+        return conv(x, *before, edges, *behind)
+
+    return call
+
+
+weighted, attributed, typed = reading("edge_weight"), reading("edge_attr"), reading("edge_type")
+typed_attributed, signed = reading("edge_type", "edge_attr"), reading("other_edge_index")
+placed, initial = reading(front=("pos",)), reading(front=("x",))
+initial_weighted = reading("edge_weight", front=("x",))
 
 
 def learned(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, edges, batch.edge_score.sigmoid())
-
-
-def attributed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_attr)
-
-
-def typed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_type)
-
-
-def typed_attributed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_type, batch.edge_attr)
 
 
 def on_both(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -81,10 +81,6 @@ def joined(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, torch.cat([edges, batch.other_edge_index], dim=1))
 
 
-def signed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.other_edge_index)
-
-
 TO, BACK, OVER = ("a", "to", "a"), ("a", "back", "a"), ("a", "over", "a")
 BOTH = (["a"], [TO, BACK])
 
@@ -98,25 +94,13 @@ def alone(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
 
 
 def related_flipped(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv({"a": x}, {TO: edges.flip([0]), BACK: batch.other_edge_index})["a"]
+    return related(conv, x, edges.flip([0]), batch)
 
 
 def related_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     weights = {TO: batch.edge_weight, BACK: batch.other_edge_weight}
     edge_sets = {TO: edges, BACK: batch.other_edge_index}
     return conv({"a": x}, edge_sets, edge_weight_dict=weights)["a"]
-
-
-def placed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.pos, edges)
-
-
-def initial(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.x, edges)
-
-
-def initial_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.x, edges, batch.edge_weight)
 
 
 def mlp(width: int = D, out: int = D) -> nn.Sequential:

@@ -11,19 +11,32 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.loader import DataLoader
 
-from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.batches import NUM_FEATURES, WIDTH, draw_batch
 from tests.helpers.cases import slow
 from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.staged import Deep, LogRecorder, Staged, batches_of_all_sizes
-from tests.helpers.staged_fits import NUM_VIRTUAL, assert_same, fit, widened
+from tests.helpers.staged import (
+    NUM_VIRTUAL,
+    Deep,
+    LogRecorder,
+    Staged,
+    assert_same,
+    batches_of_all_sizes,
+    fit,
+    single,
+    widened,
+)
+from tests.helpers.trainers import overflow, quiet_trainer
 
 NUM_EPOCHS = 3
+OTHERS = (("1f1b", 1), ("1f1b", 2), ("interleaved", 2))
+"""Schedules and numbers of stages that are to give what fill-drain gives on one."""
+CLIPPED = {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4}}
 
 
 @pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
@@ -35,41 +48,25 @@ def test_all_schedules_equal_plain_lightning(num_stages: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_stages", "options"),
+    ("schedule", "num_stages", "shared", "strategy"),
     [
-        slow(
-            "1f1b",
-            2,
-            {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4}},
-        ),
-        (
-            "interleaved",
-            2,
-            {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 4}},
-        ),
-        ("1f1b", 2, {"strategy_kwargs": {"recompute": True}}),
-        slow("interleaved", 2, {"strategy_kwargs": {"num_virtual": 3, "recompute": True}}),
-        ("interleaved", 3, {"strategy_kwargs": {"balance": [1, 1, 2, 1, 1, 1]}}),
+        slow("1f1b", 2, CLIPPED, {}),
+        ("interleaved", 2, CLIPPED, {}),
+        ("1f1b", 2, {}, {"recompute": True}),
+        slow("interleaved", 2, {}, {"num_virtual": 3, "recompute": True}),
+        ("interleaved", 3, {}, {"balance": [1, 1, 2, 1, 1, 1]}),
     ],
 )
 def test_options_leave_it_equal(
-    schedule: str, num_stages: int, options: dict[str, Any], tmp_path: Path
+    schedule: str,
+    num_stages: int,
+    shared: dict[str, Any],
+    strategy: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    shared = {"trainer_kwargs": options.get("trainer_kwargs")}
     plain = fit(None, 0, tmp_path, **shared)
-    assert_same(fit(schedule, num_stages, tmp_path, num_chunks=4, **options), plain)
-
-
-class Odd(Staged):
-    """Multiplies the loss on its way to backward, differently in each step."""
-
-    def backward(self, loss: Tensor) -> None:
-        (loss * (3.7 + self.num_steps)).backward()
-
-
-def test_a_loss_that_is_scaled_on_its_way_is_right(tmp_path: Path) -> None:
-    plain = fit(None, 0, tmp_path, module=Odd())
-    assert_same(fit("1f1b", 2, tmp_path, module=Odd()), plain)
+    options = {**shared, "num_chunks": 4, "strategy_kwargs": strategy}
+    assert_same(fit(schedule, num_stages, tmp_path, **options), plain)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -82,34 +79,11 @@ def test_p3_dropout_is_that_of_fill_drain(schedule: str, tmp_path: Path) -> None
     assert_steps_equal(runs[1][0].steps, runs[0][0].steps, 1e-12)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = gnn.SAGEConv(WIDTH, WIDTH)
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
-        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(4))
+class Odd(Staged):
+    """Multiplies the loss on its way to backward, differently in each step."""
 
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
-        x = self.first(x, edge_index)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + conv(norm(x), edge_index).tanh()
-        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
-
-
-def test_deferred_batch_norm_is_that_of_fill_drain(tmp_path: Path) -> None:
-    def run(name: str, num_stages: int, recompute: bool) -> FitResult:
-        module = Staged()
-        torch.manual_seed(0)
-        module.net = Normed().double()
-        options = {"recompute": recompute}
-        batches = batches_of_all_sizes()[3:]
-        arguments = {"batches": batches, "num_chunks": 3, "strategy_kwargs": options}
-        return fit(name, num_stages, tmp_path, module=module, **arguments)[0]
-
-    expected = run("fill_drain", 1, False)
-    assert expected.state_dict["net.norms.0.num_batches_tracked"] == 3
-    for arguments in (("1f1b", 1, True), ("1f1b", 2, True), ("interleaved", 2, False)):
-        assert_transparent(run(*arguments), expected)
+    def backward(self, loss: Tensor) -> None:
+        (loss * (3.7 + self.num_steps)).backward()
 
 
 class Whole(Staged):
@@ -139,32 +113,33 @@ class Whole(Staged):
         return torch.optim.SGD([*self.convs.parameters(), *self.norm.parameters()], lr=1e-3)
 
 
-def test_a_lightning_module_that_is_pipelined_whole(tmp_path: Path) -> None:
-    plain = fit(None, 0, tmp_path, module=Whole())
-    for schedule, num_stages in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
-        assert_same(fit(schedule, num_stages, tmp_path, module=Whole()), plain)
+@pytest.mark.parametrize("kind", [Odd, Whole])
+def test_odd_modules_equal_plain_lightning(kind: type[Staged], tmp_path: Path) -> None:
+    plain = fit(None, 0, tmp_path, module=kind())
+    for schedule, num_stages in OTHERS if kind is Whole else [("1f1b", 2)]:
+        assert_same(fit(schedule, num_stages, tmp_path, module=kind()), plain)
 
 
-class WholeNormed(L.LightningModule):
+class Normed(L.LightningModule):
     """Has its layers and norms itself, and draws and counts with more than tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net_in = gnn.SAGEConv(NUM_FEATURES, WIDTH)
-        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
         self.double()
         self.streams = [torch.Generator(), random.Random(1), np.random.default_rng(2)]
         self.counts = np.zeros(3)
         self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
         self.outputs = torch.empty(0)
 
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
         x = self.net_in(x, edge_index)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = x + conv(norm(x), edge_index).tanh()
-        return gnn.global_mean_pool(x, batch, size)
+        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
 
     def training_step(self, data: Any, batch_idx: int) -> Tensor:
         out = self(data.x, data.edge_index, data.batch, data.num_graphs)
@@ -172,8 +147,8 @@ class WholeNormed(L.LightningModule):
         drawn = float(torch.rand((), generator=first)), second.random(), float(third.random())
         self.counts += drawn
         self.seen = torch.tensor([*drawn, self.counts.sum()], dtype=torch.float64)
-        self.outputs = out.detach()
-        loss = (out - sum(drawn)).square().mean()
+        self.outputs = out["nodes"].detach()
+        loss = (out["graphs"][0] - sum(drawn)).square().mean() + out["nodes"].abs().mean()
         self.log("train_loss", loss, batch_size=1)
         return loss
 
@@ -181,38 +156,32 @@ class WholeNormed(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def test_a_whole_module_with_norms_and_streams_of_its_own(tmp_path: Path) -> None:
+def test_deferred_batch_norm_is_that_of_fill_drain(tmp_path: Path) -> None:
     def run(schedule: str, num_stages: int) -> FitResult:
-        batches = [draw_batch((4, 7, 1, 9, 5, 6), seed) for seed in range(3)]
-        options = {"schedule": schedule}
         return fit_batches(
-            WholeNormed(),
-            batches,
+            Normed(),
+            batches_of_all_sizes()[3:],
             num_stages=num_stages,
             num_chunks=3,
-            strategy_kwargs=options,
+            strategy_kwargs={"schedule": schedule, "recompute": schedule == "1f1b"},
             tmp_path=tmp_path,
         )
 
     expected = run("fill_drain", 1)
     assert expected.state_dict["norms.2.num_batches_tracked"] == 3
-    for arguments in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
+    for arguments in OTHERS:
         assert_transparent(run(*arguments), expected)
 
 
 def test_a_run_resumed_under_another_schedule_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     batches = [draw_batch((4, 7, 1, 9, 5, 6), seed) for seed in range(4)]
-    options: dict[str, Any] = {"batches": batches, "num_chunks": 3, "module": None}
+    options: dict[str, Any] = {"batches": batches, "num_chunks": 3}
     plain = fit(None, 0, tmp_path, max_epochs=2, **options)[0]
-
-    def run(first: str, second: str, folder: Path) -> FitResult:
-        save = ModelCheckpoint(folder, filename="first")
-        keep = {"enable_checkpointing": True}
+    for first, second in (("interleaved", "1f1b"), ("fill_drain", "interleaved")):
+        save, keep = ModelCheckpoint(tmp_path / first), {"enable_checkpointing": True}
         fit(first, 2, tmp_path, callbacks=[save], trainer_kwargs=keep, **options)
-        return fit(second, 3, tmp_path, max_epochs=2, ckpt_path=folder / "first.ckpt", **options)[0]
-
-    for names in (("interleaved", "1f1b"), ("fill_drain", "interleaved")):
-        resumed = run(*names, tmp_path / names[0])
+        (path,) = (tmp_path / first).glob("*.ckpt")
+        resumed = fit(second, 3, tmp_path, max_epochs=2, ckpt_path=path, **options)[0]
         assert_steps_equal(resumed.steps, plain.steps[4:])
 
 
@@ -229,30 +198,20 @@ class Logging(Staged):
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
 def test_replicas_are_those_of_fill_drain(schedule: str, tmp_path: Path) -> None:
     """Two pipelines of two stages, of which each has other batches, some with fewer graphs."""
+    graphs = [graph for data in batches_of_all_sizes() for graph in data.to_data_list()]
     runs = []
     for name in ("fill_drain", schedule):
-        folder = tmp_path / name
-        folder.mkdir()
-        strategy = GNNPipeStrategy(
-            schedule=name, data_parallel=2, num_chunks=4, start_method="fork", balance="uniform"
-        )
         L.seed_everything(7, verbose=False)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=4,
-            strategy=strategy,
+        trainer = quiet_trainer(
+            4,
+            {"schedule": name, "data_parallel": 2, "num_chunks": 4, "balance": "uniform"},
             max_epochs=2,
-            callbacks=[LogRecorder(folder)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            callbacks=[LogRecorder(tmp_path)],
             accumulate_grad_batches=2,
         )
-        graphs = [graph for data in batches_of_all_sizes() for graph in data.to_data_list()]
         module = Logging()
         trainer.fit(module, DataLoader(graphs, batch_size=5, shuffle=True))
-        logged = [torch.load(folder / f"logged{rank}.pt") for rank in range(4)]
+        logged = [torch.load(tmp_path / f"logged{rank}.pt") for rank in range(4)]
         runs.append((module.state_dict(), logged))
     for name, value in runs[0][0].items():
         torch.testing.assert_close(runs[1][0][name], value, rtol=1e-10, atol=1e-10)
@@ -272,3 +231,53 @@ class Decaying(Staged):
 def test_a_penalty_on_weights_is_refused_where_the_loss_runs_on_one_rank(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"weights of pipelined layers to be read.*fill_drain"):
         fit("1f1b", 2, tmp_path, module=Decaying())
+
+
+def test_half_precision_is_that_of_fill_drain(tmp_path: Path) -> None:
+    """To the bit where there is one micro-batch; else sums are rounded in another order."""
+    shared: dict[str, Any] = {"trainer_kwargs": {"precision": "bf16-mixed"}, "num_chunks": 4}
+    batches = [single(data) for data in batches_of_all_sizes()]
+    plain, *others = [
+        fit(*where, tmp_path, module=Staged().float(), batches=batches, **shared)[0]
+        for where in (("fill_drain", 1), *OTHERS)
+    ]
+    assert_steps_equal(others[0].steps[:1], plain.steps[:1], 0.0)
+    for run in others:
+        for ours, theirs in zip(run.steps, plain.steps, strict=True):
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
+            left, right = (
+                torch.cat([step.gradients[name].flatten() for name in sorted(step.gradients)])
+                for step in (ours, theirs)
+            )
+            assert (left - right).norm() < 2e-2 * right.norm()
+
+
+class Overflowing(Staged):
+    """The gradient of a weight overflows in the third step."""
+
+    def on_after_backward(self) -> None:
+        if self.num_steps == 3:
+            overflow(self, self.net.convs[2].lin_l.bias)
+
+    def loss(self, kind: str, *args: Any) -> Tensor:
+        self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), batch_size=1)
+        return super().loss(kind, *args)
+
+
+def test_a_loss_scale_is_that_of_fill_drain(tmp_path: Path) -> None:
+    """It grows after two steps, and falls where a gradient overflows on one rank."""
+    batches = [single(data) for data in batches_of_all_sizes()]
+    runs = []
+    for where in (("fill_drain", 1), ("1f1b", 1), ("interleaved", 2)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        trainer = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+        module = Overflowing(("mean over graphs", "mean over nodes")).float()
+        runs.append(fit(*where, tmp_path, module=module, batches=batches, trainer_kwargs=trainer))
+    scales = [step["scale"] for step in runs[0][1][0]]
+    assert scales[:6] == [1024, 1024, 2048, 1024, 1024, 2048]
+    for result, logged in runs[1:]:
+        assert all([step["scale"] for step in rank] == scales for rank in logged)
+        for ours, theirs in zip(result.steps, runs[0][0].steps, strict=True):
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
+            for name, weight in theirs.weights.items():
+                torch.testing.assert_close(ours.weights[name], weight, rtol=1e-2, atol=1e-4)
