@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.loader import DataLoader
 
+import lightning_gnnpipe.chunks.step as steps
+from lightning_gnnpipe.schedule import interleaved, simulate
 from tests.helpers.batches import NUM_FEATURES, WIDTH, draw_batch
 from tests.helpers.cases import slow
 from tests.helpers.launch import FitResult, assert_transparent, fit_batches
-from tests.helpers.record import assert_steps_equal
+from tests.helpers.record import StatsRecorder, assert_steps_equal
 from tests.helpers.staged import (
     NUM_VIRTUAL,
     Deep,
@@ -281,3 +285,67 @@ def test_a_loss_scale_is_that_of_fill_drain(tmp_path: Path) -> None:
             torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-2, atol=0)
             for name, weight in theirs.weights.items():
                 torch.testing.assert_close(ours.weights[name], weight, rtol=1e-2, atol=1e-4)
+
+
+class LiveRecorder(L.Callback):
+    """Writes how many micro-batches each rank has kept, by its states and by their tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[int, weakref.ref[Tensor]] = {}
+        self.most = [0, 0, 0]
+        self.peaks: list[list[int]] = []
+
+    def watch(self, method: Callable[..., None]) -> Callable[..., None]:
+        def run(step: Any, stage: Any, chunk: Any) -> None:
+            method(step, stage, chunk)
+            states, sends = step._chunks, step.spec.transport._sends
+            for state in states.values():
+                self.tensors.setdefault(id(state.sent[0]), weakref.ref(state.sent[0]))
+            self.tensors = {key: one for key, one in self.tensors.items() if one() is not None}
+            self.most = list(map(max, self.most, map(len, (states, self.tensors, sends))))
+
+        return run
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.peaks.append(self.most)
+        self.most = [0, 0, 0]
+
+    def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
+        torch.save(self.peaks, self.folder / f"live{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages"),
+    [("1f1b", 1), slow("1f1b", 2), ("1f1b", 3), ("interleaved", 2), slow("interleaved", 3)],
+)
+def test_what_is_kept_is_what_the_simulator_says(
+    schedule: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After forward: between its actions a rank keeps as many micro-batches, and no more."""
+    recorder = LiveRecorder(tmp_path)
+    for op, method in list(steps._METHODS.items()):
+        monkeypatch.setitem(steps._METHODS, op, recorder.watch(method))
+    batches = [draw_batch([3] * number, number) for number in (12, 24, 5)]
+    fit(schedule, num_stages, tmp_path, batches=batches, num_chunks=24, callbacks=[recorder])
+    num_virtual = NUM_VIRTUAL[schedule] if num_stages > 1 else 1
+    for rank in range(num_stages):
+        peaks = torch.load(tmp_path / f"live{rank}.pt")
+        for number, (states, tensors, _) in zip((12, 24, 5), peaks, strict=True):
+            built = interleaved(num_stages, num_virtual, number)
+            assert states == tensors == simulate(built).peak_live[rank]
+            assert number < 12 or states < number * num_virtual
+        # what is sent is let go as well: no more with 24 micro-batches than with 12
+        assert peaks[0][2] == peaks[1][2]
+
+
+@pytest.mark.parametrize(("schedule", "num_cuts"), [("1f1b", 1), ("interleaved", 3)])
+def test_p5_bytes_are_rows_that_cross_and_outputs(
+    schedule: str, num_cuts: int, tmp_path: Path
+) -> None:
+    data, stats = draw_batch((3, 5, 2, 6, 1, 4)), StatsRecorder(tmp_path)
+    fit(schedule, 2, tmp_path, batches=[data, data], num_chunks=3, callbacks=[stats])
+    for found in torch.load(tmp_path / "bytes.pt"):
+        assert found["forward"] == found["backward"] == num_cuts * data.num_nodes * WIDTH * 8
+        graphs, nodes = data.num_graphs * WIDTH * 8, data.num_nodes * (WIDTH + 1) * 8
+        assert found["output"] == graphs + nodes
