@@ -11,7 +11,6 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
-from lightning_gnnpipe.types import StalenessName
 from tests.helpers.cases import covering, name_of, slow
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
@@ -123,15 +122,3 @@ def test_a_run_without_histories_is_resumed_without(
     assert not any(stats.was_exact)
     for name, value in whole.state_dict.items():
         torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("staleness", ["constant", "gnnpipe"])
-def test_where_only_norms_are_stale_methods_are_alike(
-    staleness: StalenessName, tmp_path: Path
-) -> None:
-    """No row is read stale."""
-    default, other = (
-        fit_dropped("batch_norm", communities(5), tmp_path, strategy_kwargs={"staleness": name})
-        for name in ("drift", staleness)
-    )
-    assert_steps_equal(default.steps, other.steps)

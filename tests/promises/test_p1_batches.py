@@ -26,7 +26,6 @@ from tests.helpers.batches import (
 from tests.helpers.cases import covering, slow
 from tests.helpers.launch import FitResult, assert_shared_out, assert_transparent, fit_batches
 from tests.helpers.record import StatsRecorder, assert_steps_equal
-from tests.helpers.trainers import quiet_trainer
 
 NUM_STEPS = 5
 CLIPPED = {"trainer_kwargs": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}
@@ -149,19 +148,6 @@ class Noisy(Dataset):
         graph = copy.copy(self.graphs[index])
         graph.x = graph.x + torch.randn_like(graph.x) + random.random()
         return graph
-
-
-def test_inference_equals_plain_lightning() -> None:
-    loader = DataLoader(draw_batch(SIZES * 2).to_data_list(), batch_size=7)
-    module, piped = GraphModule("weighted"), {"num_chunks": 3}
-    plain, one, two = quiet_trainer(), quiet_trainer(1, piped), quiet_trainer(2, piped)
-    for left, right in zip(one.predict(module, loader), plain.predict(module, loader), strict=True):
-        for key in ("nodes", "graphs"):
-            torch.testing.assert_close(left[key], right[key], rtol=1e-12, atol=1e-12)
-    expected = plain.test(module, loader)[0]["test_loss"]
-    for trainer in (one, two):
-        found = trainer.test(module, loader)[0]["test_loss"]
-        assert found == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

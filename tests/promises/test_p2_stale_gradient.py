@@ -119,6 +119,7 @@ OPTIONS = [
 ]
 AGAIN: dict[str, Any] = {"recompute": True, "validate": True}
 SHARDS: dict[str, Any] = {"num_shards": 2, "validate": True}
+REPEATED: dict[str, Any] = {"scale": 2.0, "validate": True, "repeat_encoder": True}
 
 
 @pytest.mark.parametrize(("num_chunks", "options"), some(OPTIONS, every=11))
@@ -174,6 +175,17 @@ def test_small_graphs_equal_oracle(
         slow("sage", 2, 1, SHARDS),
         slow("sage", 1, 1, {**AGAIN, **SHARDS}),
         ("gat_jk", 1, 1, {**AGAIN, **SHARDS}),
+        # encoders that each stage computes
+        ("encoded", 2, 5, REPEATED),
+        ("in_place", 3, 5, {"rule": "snapshot", **AGAIN, **REPEATED}),
+        slow("overwritten", 2, 5, REPEATED),
+        ("behind", 2, 5, {"rule": "warmup", **AGAIN, **REPEATED}),
+        slow("frozen", 3, 5, REPEATED),
+        ("two", 3, 5, {"rule": "exact", **AGAIN, **REPEATED}),
+        slow("pyg", 2, 5, REPEATED),
+        slow("edge_encoded", 3, 5, REPEATED),
+        ("encoded", 2, 5, {**AGAIN, **SHARDS, **REPEATED}),
+        ("edge_encoded", 2, 5, {"rule": "warmup_exact", **SHARDS, **REPEATED}),
     ],
 )
 def test_stages_and_shards_equal_oracle(
@@ -200,5 +212,11 @@ def test_every_option_changes_the_result(name: str) -> None:
             follows_drift=scale == "drift",
         )
         losses[rule, scale, order] = float(steps[-1].loss)
+    exact = Refresh(num_exact_epochs=NUM_EPOCHS)
+    oracle = ReferenceModule(name, **OPTIMIZER)
+    steps = train_with_oracle(
+        oracle, case.data, case.partition, orders=lambda epoch: (), refresh=exact, num_epochs=4
+    )
+    losses["exact"] = float(steps[-1].loss)
     gaps = [after - before for before, after in pairwise(sorted(losses.values()))]
     assert min(gaps) > 1e-8, losses

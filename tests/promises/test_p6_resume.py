@@ -24,7 +24,7 @@ from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.saving.sidecar import histories_folder
 from tests.helpers.cases import slow
 from tests.helpers.realistic import realistic_graph
-from tests.helpers.record import StatsRecorder
+from tests.helpers.record import StatsRecorder, as_held
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -33,20 +33,25 @@ EPOCHS = 8
 
 
 class Net(nn.Module):
-    """Dropout, statistics over all nodes, a linear and an attentive layer, one called twice."""
+    """Dropout, statistics over all nodes, a linear and an attentive layer, one called twice.
+
+    Each stage computes the encoder, which all but one layer read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.lin_in = nn.Linear(5, 8)
         self.first = gnn.GATv2Conv(5, 4, heads=2, dropout=0.1)
         self.norms = nn.ModuleList([nn.BatchNorm1d(8), gnn.GraphNorm(8)])
         self.shared = gnn.GCNConv(8, 8)
         self.last = gnn.SAGEConv(8, 3, aggr="max")
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x_0 = self.lin_in(x).relu()
         x = self.first(x, edge_index)
         for norm in self.norms:
-            x = x + F.dropout(self.shared(norm(x), edge_index).relu(), 0.3, self.training)
-        return self.last(x, edge_index)
+            x = x + F.dropout(self.shared(norm(x + x_0), edge_index).relu(), 0.3, self.training)
+        return self.last(x + x_0, edge_index)
 
 
 class Noisy(L.LightningModule):
@@ -67,6 +72,10 @@ class Noisy(L.LightningModule):
     def validation_step(self, data: Data, batch_idx: int) -> None:
         out = self.net(data.x, data.edge_index)
         self.log("val", F.cross_entropy(out, data.y), batch_size=1)
+
+    def on_train_end(self) -> None:
+        with as_held(self.trainer):
+            assert self.net.lin_in.weight.numel()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -185,7 +194,8 @@ def test_p6_another_number_of_stages_goes_on_alike(
     fit(tmp_path / "first", epochs=SAVED_AT, num_stages=first, **options)
     resume = saved(tmp_path / "first")
     found = fit(tmp_path / "second", num_stages=second, resume=resume, **options)
-    torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[key], whole[key], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""P1, P2, P3, P5 and P6 where stages compute the encoder again rather than to receive it."""
+"""P1 and P3 where stages compute the encoder again rather than to receive it.
+
+P2 stands in `test_p2_stale_gradient`, P5 in `test_p5_bytes`, P6 in `test_p6_resume`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
+from lightning_gnnpipe import StalenessWarmup
 from lightning_gnnpipe.types import RepeatOption
 from tests.helpers.cases import slow
 from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded
@@ -23,8 +25,6 @@ from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
-from tests.helpers.trainers import quiet_trainer
-from tests.promises.test_p2_stale_gradient import assert_equals_oracle
 
 EPOCHS = 4
 
@@ -107,38 +107,6 @@ def test_p1_stages_equal_plain_lightning(
     found = assert_exact(lambda: adam(name), num_stages, tmp_path, **options)
     is_repeated = name in REPEATED and repeat is not False
     assert_encoder_on(list(range(num_stages)) if is_repeated else [0], found, name)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_stages", "num_shards", "rule", "recompute"),
-    [
-        ("encoded", 2, 1, "live", False),
-        ("in_place", 3, 1, "snapshot", True),
-        slow("overwritten", 2, 1, "live", False),
-        ("behind", 2, 1, "warmup", True),
-        slow("frozen", 3, 1, "live", False),
-        ("two", 3, 1, "exact", True),
-        slow("pyg", 2, 1, "live", False),
-        slow("edge_encoded", 3, 1, "live", False),
-        ("encoded", 2, 2, "live", True),
-        ("edge_encoded", 2, 2, "warmup_exact", False),
-    ],
-)
-def test_p2_stages_equal_oracle(
-    name: str, num_stages: int, num_shards: int, rule: str, recompute: bool, tmp_path: Path
-) -> None:
-    assert_equals_oracle(
-        communities(5),
-        tmp_path,
-        name=name,
-        num_stages=num_stages,
-        num_shards=num_shards,
-        rule=rule,
-        scale=2.0,
-        validate=True,
-        recompute=recompute,
-        repeat_encoder=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -251,27 +219,6 @@ def test_a_weight_of_several_stages_without_use_has_no_gradient(tmp_path: Path) 
     """It would decay otherwise, as plain Lightning's does not."""
     found = assert_exact(Idle, 2, tmp_path)
     assert all("net.lin_in.weight" not in step.gradients for step in found.steps[1::2])
-
-
-@pytest.mark.parametrize(("first", "second"), [slow(1, 3), (3, 2), (2, 1)])
-def test_p6_another_number_of_stages_goes_on_alike(first: int, second: int, tmp_path: Path) -> None:
-    """Weights that stages share, and what the optimizer knows of them, are saved once."""
-    case = communities(5)
-
-    def run(name: str, num_stages: int, epochs: int, resume: Path | None = None) -> dict[str, Any]:
-        L.seed_everything(7 if resume is None else 8, verbose=False)
-        saver = ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)
-        options = {"max_epochs": epochs, "callbacks": [saver], "enable_checkpointing": True}
-        trainer = quiet_trainer(num_stages, {"partition": case.partition}, **options)
-        module = ReferenceModule("pyg", optimizer="adam", dropout=0.5, seed=1 + bool(resume))
-        trainer.fit(module, datamodule=FullGraphDataModule(case.data), ckpt_path=resume)
-        return torch.load(tmp_path / name / f"epoch={epochs - 1}.ckpt", weights_only=True)
-
-    whole = run("whole", second, EPOCHS)
-    run("first", first, 2)
-    found = run("second", second, EPOCHS, tmp_path / "first" / "epoch=1.ckpt")
-    for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], whole[key], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "is_warned"), [("behind", True), ("encoded", False)])
