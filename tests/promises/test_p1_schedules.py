@@ -20,13 +20,11 @@ from torch_geometric.loader import DataLoader
 
 import lightning_gnnpipe.chunks.step as steps
 from lightning_gnnpipe.schedule import interleaved, simulate
-from tests.helpers.batches import NUM_FEATURES, WIDTH, draw_batch
+from tests.helpers.batches import WIDTH, draw_batch
 from tests.helpers.cases import slow
-from tests.helpers.launch import FitResult, assert_transparent, fit_batches
 from tests.helpers.record import StatsRecorder, assert_steps_equal
 from tests.helpers.staged import (
     NUM_VIRTUAL,
-    Deep,
     LogRecorder,
     Staged,
     assert_same,
@@ -90,91 +88,62 @@ class Odd(Staged):
         (loss * (3.7 + self.num_steps)).backward()
 
 
+def test_a_loss_that_is_scaled_on_its_way_is_right(tmp_path: Path) -> None:
+    plain = fit(None, 0, tmp_path, module=Odd())
+    assert_same(fit("1f1b", 2, tmp_path, module=Odd()), plain)
+
+
 class Whole(Staged):
-    """Has its layers itself, so that it is the pipelined module, metric and all."""
+    """Has its layers itself, so that it is the pipelined module, norms and metric and all.
+
+    It draws and counts with more than tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.convs, self.norm = self.net.convs, self.net.norm
+        self.convs = self.net.convs
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.convs).double()
         del self.net
-        self.dropout = 0.0
+        self.streams = [torch.Generator(), random.Random(1), np.random.default_rng(2)]
+        self.counts = np.zeros(3)
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
-        return Deep.forward(self, x, edge_index, batch, size)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + conv(norm(x), edge_index).tanh()
+        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
 
     def training_step(self, data: Any, batch_idx: int) -> dict[str, Tensor]:
         self.num_steps += 1
+        first, second, third = self.streams
+        drawn = float(torch.rand((), generator=first)), second.random(), float(third.random())
+        self.counts += drawn
+        self.seen = torch.tensor([*drawn, self.counts.sum()], dtype=torch.float64)
         self.kept.append(float(torch.rand(())))
         out = self(widened(data.x), data.edge_index, data.batch, data.num_graphs)
-        loss = out["nodes"].square().mean() + (out["graphs"][0] - self.kept[-1]).abs().sum()
-        self.metric(out["graphs"][0].detach(), out["graphs"][0].detach() * self.num_steps)
+        graphs = out["graphs"][0]
+        loss = out["nodes"].square().mean() + (graphs - self.kept[-1] - sum(drawn)).abs().sum()
+        self.metric(graphs.detach(), graphs.detach() * self.num_steps)
         self.log("train_loss", loss, batch_size=1)
         self.log_dict({"metric": self.metric, "count": self.num_steps}, batch_size=1)
         self.outputs = out["nodes"].detach()
         return {"loss": loss}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.convs.parameters(), *self.norm.parameters()], lr=1e-3)
+        return torch.optim.SGD([*self.convs.parameters(), *self.norms.parameters()], lr=1e-3)
 
 
-@pytest.mark.parametrize("kind", [Odd, Whole])
-def test_odd_modules_equal_plain_lightning(kind: type[Staged], tmp_path: Path) -> None:
-    plain = fit(None, 0, tmp_path, module=kind())
-    for schedule, num_stages in OTHERS if kind is Whole else [("1f1b", 2)]:
-        assert_same(fit(schedule, num_stages, tmp_path, module=kind()), plain)
-
-
-class Normed(L.LightningModule):
-    """Has its layers and norms itself, and draws and counts with more than tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net_in = gnn.SAGEConv(NUM_FEATURES, WIDTH)
-        self.convs = nn.ModuleList(gnn.SAGEConv(WIDTH, WIDTH) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
-        self.double()
-        self.streams = [torch.Generator(), random.Random(1), np.random.default_rng(2)]
-        self.counts = np.zeros(3)
-        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
-        self.outputs = torch.empty(0)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Any:
-        x = self.net_in(x, edge_index)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + conv(norm(x), edge_index).tanh()
-        return {"nodes": x, "graphs": (gnn.global_mean_pool(x, batch, size), x.argmax(-1))}
-
-    def training_step(self, data: Any, batch_idx: int) -> Tensor:
-        out = self(data.x, data.edge_index, data.batch, data.num_graphs)
-        first, second, third = self.streams
-        drawn = float(torch.rand((), generator=first)), second.random(), float(third.random())
-        self.counts += drawn
-        self.seen = torch.tensor([*drawn, self.counts.sum()], dtype=torch.float64)
-        self.outputs = out["nodes"].detach()
-        loss = (out["graphs"][0] - sum(drawn)).square().mean() + out["nodes"].abs().mean()
-        self.log("train_loss", loss, batch_size=1)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def test_deferred_batch_norm_is_that_of_fill_drain(tmp_path: Path) -> None:
-    def run(schedule: str, num_stages: int) -> FitResult:
-        return fit_batches(
-            Normed(),
-            batches_of_all_sizes()[3:],
-            num_stages=num_stages,
-            num_chunks=3,
-            strategy_kwargs={"schedule": schedule, "recompute": schedule == "1f1b"},
-            tmp_path=tmp_path,
-        )
+def test_a_whole_module_with_deferred_norms_is_that_of_fill_drain(tmp_path: Path) -> None:
+    def run(schedule: str, num_stages: int) -> Any:
+        options = {"recompute": schedule == "1f1b"}
+        batches = batches_of_all_sizes()[3:]
+        shared: dict[str, Any] = {"module": Whole(), "batches": batches, "num_chunks": 3}
+        return fit(schedule, num_stages, tmp_path, strategy_kwargs=options, **shared)
 
     expected = run("fill_drain", 1)
-    assert expected.state_dict["norms.2.num_batches_tracked"] == 3
+    assert expected[0].state_dict["norms.2.num_batches_tracked"] == 3
     for arguments in OTHERS:
-        assert_transparent(run(*arguments), expected)
+        assert_same(run(*arguments), expected)
 
 
 def test_a_run_resumed_under_another_schedule_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
