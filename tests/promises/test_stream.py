@@ -112,7 +112,7 @@ class Passes(L.Callback):
         self.predictions: list[Any] = []
         self.num_sends: list[int] = []
 
-    def setup(self, trainer: L.Trainer, *args: Any) -> None:
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if trainer.world_size == 1:
             return
 
@@ -135,7 +135,7 @@ class Passes(L.Callback):
         if trainer.world_size > 1:
             self.num_sends.append(trainer.strategy.engine.transport.num_sends)
 
-    def teardown(self, trainer: L.Trainer, *args: Any) -> None:
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
             found = self.predictions, tuple(self.counts.values()), self.num_sends
             torch.save(found, self.folder / f"{trainer.global_rank}.pt")

@@ -91,7 +91,7 @@ def test_rounds_are_as_equal_as_can_be() -> None:
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_virtual"), product([2, 3, 4], [2, 3]))
+@pytest.mark.parametrize(("num_ranks", "num_virtual"), [*product([2, 3, 4], [2, 3])])
 def test_multiples_of_the_ranks_give_the_lists_of_megatron(
     num_ranks: int, num_virtual: int
 ) -> None:
