@@ -83,7 +83,7 @@ def test_stages_and_shards_equal_the_cut_graph(
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_share_of_lost_edges_is_told_once(
+def test_the_share_of_lost_edges_is_logged_once(
     is_cut: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = communities(3)

@@ -187,8 +187,8 @@ def test_an_input_that_is_new_in_each_step_runs_exactly(
     caplog.set_level(logging.WARNING)
     torch.manual_seed(1)
     assert all(steps.run(NEW_EACH_STEP[kind](x), EDGES) for _ in range(4))
-    told = [one for one in caplog.messages if "of the pipelined module changed" in one]
-    assert len(told) == 1 and "'x' of the pipelined module changed" in told[0]
+    logged = [one for one in caplog.messages if "of the pipelined module changed" in one]
+    assert len(logged) == 1 and "'x' of the pipelined module changed" in logged[0]
     assert not steps.engine.graphs.inputs.get(0) and len(list(steps.engine.graphs.inputs)) == 1
 
 

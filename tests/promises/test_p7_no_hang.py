@@ -1,4 +1,4 @@
-"""P7: a rank that raises, is killed, stalls or is told to stop ends all ranks, with the cause.
+"""P7: a rank that raises, is killed, stalls or gets a signal ends all ranks, with the cause.
 
 So does what one rank does alone or wrongly.
 """

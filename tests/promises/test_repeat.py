@@ -222,7 +222,7 @@ def test_a_weight_of_several_stages_without_use_has_no_gradient(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("name", "is_warned"), [("behind", True), ("encoded", False)])
-def test_a_wish_that_cannot_be_met_is_told(name: str, is_warned: bool, tmp_path: Path) -> None:
+def test_a_wish_that_cannot_be_met_is_logged(name: str, is_warned: bool, tmp_path: Path) -> None:
     """Once, by the first rank."""
     log, handler = logging.getLogger("lightning_gnnpipe"), logging.FileHandler(tmp_path / "log")
     log.addHandler(handler)
