@@ -43,28 +43,45 @@ class ConvCase:
         return self.name.partition(" ")[0]
 
 
-def weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_weight)
+def reading(*names: str, front: tuple[str, ...] = ()) -> Call:
+    """Return a call with these tensors of the batch behind the edges, and in front of them."""
+
+    def call(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+        before, behind = ([getattr(batch, name) for name in each] for each in (front, names))
+        return conv(x, *before, edges, *behind)
+
+    return call
+
+
+of_types = reading("node_type", "edge_type", "edge_attr")
+weighted, attributed, typed = reading("edge_weight"), reading("edge_attr"), reading("edge_type")
+typed_attributed, signed = reading("edge_type", "edge_attr"), reading("other_edge_index")
+placed, initial = reading(front=("pos",)), reading(front=("x",))
+initial_weighted = reading("edge_weight", front=("x",))
 
 
 def learned(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, edges, batch.edge_score.sigmoid())
 
 
-def attributed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_attr)
+def turned(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, edges.flip([0]), batch.edge_weight)
 
 
-def typed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_type)
+def turned_by_rows(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, torch.stack([edges[1], edges[0]]), edge_weight=batch.edge_weight)
 
 
-def typed_attributed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.edge_type, batch.edge_attr)
+def without_loops(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, remove_self_loops(edges)[0])
 
 
 def on_both(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, edges) + 0.5 * conv(x, batch.other_edge_index)
+
+
+def learned_and_other(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return learned(conv, x, edges, batch) + conv(x, batch.other_edge_index)
 
 
 def on_both_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -81,10 +98,6 @@ def joined(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, torch.cat([edges, batch.other_edge_index], dim=1))
 
 
-def signed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges, batch.other_edge_index)
-
-
 TO, BACK, OVER = ("a", "to", "a"), ("a", "back", "a"), ("a", "over", "a")
 BOTH = (["a"], [TO, BACK])
 
@@ -98,25 +111,13 @@ def alone(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
 
 
 def related_flipped(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv({"a": x}, {TO: edges.flip([0]), BACK: batch.other_edge_index})["a"]
+    return related(conv, x, edges.flip([0]), batch)
 
 
 def related_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     weights = {TO: batch.edge_weight, BACK: batch.other_edge_weight}
     edge_sets = {TO: edges, BACK: batch.other_edge_index}
     return conv({"a": x}, edge_sets, edge_weight_dict=weights)["a"]
-
-
-def placed(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.pos, edges)
-
-
-def initial(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.x, edges)
-
-
-def initial_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, batch.x, edges, batch.edge_weight)
 
 
 def mlp(width: int = D, out: int = D) -> nn.Sequential:
@@ -129,11 +130,25 @@ def mesh_kernel() -> nn.Sequential:
     return kernel
 
 
-def upstream(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
-    return lambda: make(*args, **kwargs, flow="target_to_source")
+UPSTREAM = "target_to_source"
+
+
+def of(
+    name: str,
+    *args: Any,
+    call: Call = ConvCase.call,
+    is_mesh: bool = False,
+    has_two: bool = False,
+    **options: Any,
+) -> ConvCase:
+    """Return the case of the class that `name` begins with."""
+    kind = getattr(gnn, name.partition(" ")[0])
+    return ConvCase(name, lambda: kind(*args, **options), call, is_mesh, has_two)
 
 
 HISTOGRAM = torch.tensor([1, 3, 4, 3])
+STATISTICS = ["mean", "min", "max", "std"]
+SCALERS = ["identity", "amplification", "attenuation"]
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "attentional": lambda: gnn.AttentionalAggregation(mlp(D, 1)),
     "deep sets": lambda: gnn.DeepSetsAggregation(mlp(), mlp()),
@@ -151,133 +166,101 @@ AGGREGATIONS: dict[str, Callable[[], Any]] = {
 }
 
 CASES: list[ConvCase] = [
-    ConvCase("AGNNConv", lambda: gnn.AGNNConv()),
-    ConvCase("AGNNConv no loops", lambda: gnn.AGNNConv(add_self_loops=False)),
-    ConvCase("ARMAConv", lambda: gnn.ARMAConv(D, D, num_stacks=2, num_layers=2)),
-    ConvCase("ARMAConv weight", lambda: gnn.ARMAConv(D, D, shared_weights=True), weighted),
-    ConvCase("AntiSymmetricConv", lambda: gnn.AntiSymmetricConv(D, num_iters=2)),
-    ConvCase("APPNP", lambda: gnn.APPNP(3, 0.1)),
-    ConvCase("APPNP weight", lambda: gnn.APPNP(2, 0.1), weighted),
-    ConvCase("APPNP cached", lambda: gnn.APPNP(2, 0.1, cached=True)),
-    ConvCase("CGConv", lambda: gnn.CGConv(D)),
-    ConvCase("CGConv edge", lambda: gnn.CGConv(D, dim=3, aggr="mean"), attributed),
-    ConvCase("ChebConv", lambda: gnn.ChebConv(D, D, K=3)),
-    ConvCase("ChebConv rw", lambda: gnn.ChebConv(D, D, K=2, normalization="rw")),
-    ConvCase("ChebConv plain", lambda: gnn.ChebConv(D, D, K=2, normalization=None)),
-    ConvCase("ChebConv weight", lambda: gnn.ChebConv(D, D, K=3), weighted),
-    ConvCase("ChebConv two sets", lambda: gnn.ChebConv(D, D, K=3), on_both_weighted, has_two=True),
-    ConvCase("ClusterGCNConv", lambda: gnn.ClusterGCNConv(D, D, diag_lambda=0.3)),
-    ConvCase("DNAConv", lambda: gnn.DNAConv(D, heads=2), lambda c, x, e, b: c(stacked(x), e)),
-    ConvCase(
-        "DNAConv weight",
-        lambda: gnn.DNAConv(D, groups=2),
-        lambda c, x, e, b: c(stacked(x), e, b.edge_weight),
-    ),
+    of("AGNNConv"),
+    of("AGNNConv no loops", add_self_loops=False),
+    of("ARMAConv", D, D, num_stacks=2, num_layers=2),
+    of("ARMAConv weight", D, D, shared_weights=True, call=weighted),
+    of("AntiSymmetricConv", D, num_iters=2),
+    of("APPNP", 3, 0.1),
+    of("APPNP weight", 2, 0.1, call=weighted),
+    of("APPNP cached", 2, 0.1, cached=True),
+    of("CGConv", D),
+    of("CGConv edge", D, dim=3, aggr="mean", call=attributed),
+    of("ChebConv", D, D, K=3),
+    of("ChebConv rw", D, D, K=2, normalization="rw"),
+    of("ChebConv plain", D, D, K=2, normalization=None),
+    of("ChebConv weight", D, D, K=3, call=weighted),
+    of("ChebConv two sets", D, D, K=3, call=on_both_weighted, has_two=True),
+    of("ClusterGCNConv", D, D, diag_lambda=0.3),
+    of("DNAConv", D, heads=2, call=lambda c, x, e, b: c(stacked(x), e)),
+    of("DNAConv weight", D, groups=2, call=lambda c, x, e, b: c(stacked(x), e, b.edge_weight)),
     ConvCase("DirGNNConv", lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D))),
     ConvCase("DirGNNConv GCN", lambda: gnn.DirGNNConv(gnn.GCNConv(D, D), alpha=0.3)),
     ConvCase("DirGNNConv GAT", lambda: gnn.DirGNNConv(gnn.GATConv(D, D), root_weight=False)),
     ConvCase(
         "DirGNNConv two sets", lambda: gnn.DirGNNConv(gnn.GCNConv(D, D)), on_both, has_two=True
     ),
-    ConvCase("EGConv", lambda: gnn.EGConv(D, D, num_heads=2, num_bases=2)),
-    ConvCase(
-        "EGConv several",
-        lambda: gnn.EGConv(D, D, ["sum", "max", "std", "symnorm"], num_heads=2, num_bases=2),
-    ),
-    ConvCase("EGConv sum", lambda: gnn.EGConv(D, D, ["sum"], num_heads=2, num_bases=2)),
+    of("EGConv", D, D, num_heads=2, num_bases=2),
+    of("EGConv several", D, D, ["sum", "max", "std", "symnorm"], num_heads=2, num_bases=2),
+    of("EGConv sum", D, D, ["sum"], num_heads=2, num_bases=2),
     ConvCase("EdgeConv", lambda: gnn.EdgeConv(mlp(2 * D))),
-    ConvCase("FAConv", lambda: gnn.FAConv(D, eps=0.2), initial),
-    ConvCase("FAConv weight", lambda: gnn.FAConv(D, normalize=False), initial_weighted),
-    ConvCase("FastRGCNConv", lambda: gnn.FastRGCNConv(D, D, NUM_TYPES, num_bases=2), typed),
-    ConvCase("FeaStConv", lambda: gnn.FeaStConv(D, D, heads=2)),
-    ConvCase("FiLMConv", lambda: gnn.FiLMConv(D, D)),
-    ConvCase("FiLMConv relations", lambda: gnn.FiLMConv(D, D, num_relations=NUM_TYPES), typed),
-    ConvCase("GATConv", lambda: gnn.GATConv(D, D, heads=2)),
-    ConvCase("GATConv mean", lambda: gnn.GATConv(D, D, 2, concat=False, add_self_loops=False)),
-    ConvCase("GATConv residual", lambda: gnn.GATConv(D, D, heads=2, residual=True)),
-    ConvCase("GATConv edge", lambda: gnn.GATConv(D, D, heads=2, edge_dim=3), attributed),
-    ConvCase("GATConv upstream", upstream(gnn.GATConv, D, D, heads=2)),
-    ConvCase("GATConv two sets", lambda: gnn.GATConv(D, D, heads=2), on_both, has_two=True),
-    ConvCase("GATConv two sets upstream", upstream(gnn.GATConv, D, D), on_both, has_two=True),
-    ConvCase("GATConv joined sets", lambda: gnn.GATConv(D, D, heads=2), joined, has_two=True),
-    ConvCase("GATv2Conv", lambda: gnn.GATv2Conv(D, D, heads=2)),
-    ConvCase("GATv2Conv shared", lambda: gnn.GATv2Conv(D, D, share_weights=True)),
-    ConvCase("GATv2Conv edge", lambda: gnn.GATv2Conv(D, D, edge_dim=3), attributed),
-    ConvCase("GCNConv", lambda: gnn.GCNConv(D, D)),
-    ConvCase("GCNConv cached", lambda: gnn.GCNConv(D, D, cached=True)),
-    ConvCase("GCNConv improved", lambda: gnn.GCNConv(D, D, improved=True)),
-    ConvCase("GCNConv no loops", lambda: gnn.GCNConv(D, D, add_self_loops=False)),
-    ConvCase("GCNConv no norm", lambda: gnn.GCNConv(D, D, normalize=False), weighted),
-    ConvCase("GCNConv weight", lambda: gnn.GCNConv(D, D, improved=True), weighted),
-    ConvCase("GCNConv learned", lambda: gnn.GCNConv(D, D), learned),
-    ConvCase("GCNConv mean", lambda: gnn.GCNConv(D, D, aggr="mean")),
-    ConvCase("GCNConv upstream", upstream(gnn.GCNConv, D, D)),
-    ConvCase("GCNConv upstream weight", upstream(gnn.GCNConv, D, D), weighted),
-    ConvCase("GCNConv flipped", lambda: gnn.GCNConv(D, D), lambda c, x, e, b: c(x, e.flip([0]))),
-    ConvCase(
-        "GCNConv flipped weight",
-        lambda: gnn.GCNConv(D, D),
-        lambda c, x, e, b: c(x, torch.stack([e[1], e[0]]), edge_weight=b.edge_weight),
-    ),
-    ConvCase(
-        "GCNConv flipped upstream",
-        upstream(gnn.GCNConv, D, D),
-        lambda c, x, e, b: c(x, e.flip([0]), b.edge_weight),
-    ),
-    ConvCase("GCNConv decomposed", lambda: gnn.GCNConv(D, D, decomposed_layers=2)),
-    ConvCase("GCNConv two sets", lambda: gnn.GCNConv(D, D), on_both, has_two=True),
-    ConvCase("GCNConv two sets weight", lambda: gnn.GCNConv(D, D), on_both_weighted, has_two=True),
-    ConvCase("GCNConv two sets flipped", lambda: gnn.GCNConv(D, D), on_both_flipped, has_two=True),
-    ConvCase(
-        "GCNConv two sets upstream", upstream(gnn.GCNConv, D, D), on_both_weighted, has_two=True
-    ),
-    ConvCase(
-        "GCNConv two sets learned",
-        lambda: gnn.GCNConv(D, D),
-        lambda c, x, e, b: learned(c, x, e, b) + c(x, b.other_edge_index),
-        has_two=True,
-    ),
-    ConvCase("GCNConv joined sets", lambda: gnn.GCNConv(D, D), joined, has_two=True),
-    ConvCase("GCN2Conv", lambda: gnn.GCN2Conv(D, 0.1, 0.5, 1), initial),
-    ConvCase(
-        "GCN2Conv cached",
-        lambda: gnn.GCN2Conv(D, 0.1, 0.5, 2, shared_weights=False, cached=True),
-        initial,
-    ),
-    ConvCase("GCN2Conv weight", lambda: gnn.GCN2Conv(D, 0.1), initial_weighted),
-    ConvCase("GENConv", lambda: gnn.GENConv(D, D, norm="layer")),
-    ConvCase("GENConv learned", lambda: gnn.GENConv(D, D, norm=None, learn_t=True, msg_norm=True)),
-    ConvCase("GENConv power", lambda: gnn.GENConv(D, D, norm="layer", aggr="powermean")),
-    ConvCase("GENConv edge", lambda: gnn.GENConv(D, D, norm="layer", edge_dim=3), attributed),
+    of("FAConv", D, eps=0.2, call=initial),
+    of("FAConv weight", D, normalize=False, call=initial_weighted),
+    of("FastRGCNConv", D, D, NUM_TYPES, num_bases=2, call=typed),
+    of("FeaStConv", D, D, heads=2),
+    of("FiLMConv", D, D),
+    of("FiLMConv relations", D, D, num_relations=NUM_TYPES, call=typed),
+    of("GATConv", D, D, heads=2),
+    of("GATConv mean", D, D, 2, concat=False, add_self_loops=False),
+    of("GATConv residual", D, D, heads=2, residual=True),
+    of("GATConv edge", D, D, heads=2, edge_dim=3, call=attributed),
+    of("GATConv upstream", D, D, heads=2, flow=UPSTREAM),
+    of("GATConv two sets", D, D, heads=2, call=on_both, has_two=True),
+    of("GATConv two sets upstream", D, D, flow=UPSTREAM, call=on_both, has_two=True),
+    of("GATConv joined sets", D, D, heads=2, call=joined, has_two=True),
+    of("GATv2Conv", D, D, heads=2),
+    of("GATv2Conv shared", D, D, share_weights=True),
+    of("GATv2Conv edge", D, D, edge_dim=3, call=attributed),
+    of("GCNConv", D, D),
+    of("GCNConv cached", D, D, cached=True),
+    of("GCNConv improved", D, D, improved=True),
+    of("GCNConv no loops", D, D, add_self_loops=False),
+    of("GCNConv no norm", D, D, normalize=False, call=weighted),
+    of("GCNConv weight", D, D, improved=True, call=weighted),
+    of("GCNConv learned", D, D, call=learned),
+    of("GCNConv mean", D, D, aggr="mean"),
+    of("GCNConv upstream", D, D, flow=UPSTREAM),
+    of("GCNConv upstream weight", D, D, flow=UPSTREAM, call=weighted),
+    of("GCNConv flipped", D, D, call=lambda c, x, e, b: c(x, e.flip([0]))),
+    of("GCNConv flipped weight", D, D, call=turned_by_rows),
+    of("GCNConv flipped upstream", D, D, flow=UPSTREAM, call=turned),
+    of("GCNConv decomposed", D, D, decomposed_layers=2),
+    of("GCNConv two sets", D, D, call=on_both, has_two=True),
+    of("GCNConv two sets weight", D, D, call=on_both_weighted, has_two=True),
+    of("GCNConv two sets flipped", D, D, call=on_both_flipped, has_two=True),
+    of("GCNConv two sets upstream", D, D, flow=UPSTREAM, call=on_both_weighted, has_two=True),
+    of("GCNConv two sets learned", D, D, call=learned_and_other, has_two=True),
+    of("GCNConv joined sets", D, D, call=joined, has_two=True),
+    of("GCN2Conv", D, 0.1, 0.5, 1, call=initial),
+    of("GCN2Conv cached", D, 0.1, 0.5, 2, shared_weights=False, cached=True, call=initial),
+    of("GCN2Conv weight", D, 0.1, call=initial_weighted),
+    of("GENConv", D, D, norm="layer"),
+    of("GENConv learned", D, D, norm=None, learn_t=True, msg_norm=True),
+    of("GENConv power", D, D, norm="layer", aggr="powermean"),
+    of("GENConv edge", D, D, norm="layer", edge_dim=3, call=attributed),
     ConvCase("GINConv", lambda: gnn.GINConv(mlp(), train_eps=True)),
     ConvCase("GINEConv", lambda: gnn.GINEConv(mlp(), edge_dim=3), attributed),
-    ConvCase("GMMConv", lambda: gnn.GMMConv(D, D, dim=3, kernel_size=2), attributed),
-    ConvCase(
-        "GMMConv separate", lambda: gnn.GMMConv(D, D, 3, 2, separate_gaussians=True), attributed
-    ),
-    ConvCase("GatedGraphConv", lambda: gnn.GatedGraphConv(D, num_layers=3)),
-    ConvCase("GatedGraphConv weight", lambda: gnn.GatedGraphConv(D, num_layers=2), weighted),
-    ConvCase("GeneralConv", lambda: gnn.GeneralConv(D, D, attention=True, heads=2)),
-    ConvCase("GeneralConv dot", lambda: gnn.GeneralConv(D, D, attention=True, skip_linear=True)),
-    ConvCase("GeneralConv edge", lambda: gnn.GeneralConv(D, D, in_edge_channels=3), attributed),
-    ConvCase("GraphConv", lambda: gnn.GraphConv(D, D)),
-    ConvCase("GraphConv max", lambda: gnn.GraphConv(D, D, aggr="max")),
-    ConvCase("GraphConv weight", lambda: gnn.GraphConv(D, D), weighted),
-    ConvCase("GraphConv upstream", upstream(gnn.GraphConv, D, D), weighted),
-    ConvCase("HANConv", lambda: gnn.HANConv(D, D, BOTH), related, has_two=True),
-    ConvCase("HANConv heads", lambda: gnn.HANConv(D, D, BOTH, heads=2), related, has_two=True),
-    ConvCase("HANConv one set", lambda: gnn.HANConv(D, D, (["a"], [TO]), heads=2), alone),
+    of("GMMConv", D, D, dim=3, kernel_size=2, call=attributed),
+    of("GMMConv separate", D, D, 3, 2, separate_gaussians=True, call=attributed),
+    of("GatedGraphConv", D, num_layers=3),
+    of("GatedGraphConv weight", D, num_layers=2, call=weighted),
+    of("GeneralConv", D, D, attention=True, heads=2),
+    of("GeneralConv dot", D, D, attention=True, skip_linear=True),
+    of("GeneralConv edge", D, D, in_edge_channels=3, call=attributed),
+    of("GraphConv", D, D),
+    of("GraphConv max", D, D, aggr="max"),
+    of("GraphConv weight", D, D, call=weighted),
+    of("GraphConv upstream", D, D, flow=UPSTREAM, call=weighted),
+    of("HANConv", D, D, BOTH, call=related, has_two=True),
+    of("HANConv heads", D, D, BOTH, heads=2, call=related, has_two=True),
+    of("HANConv one set", D, D, (["a"], [TO]), heads=2, call=alone),
     ConvCase(
         "HANConv three sets",
         lambda: gnn.HANConv(D, 2 * D, (["a"], [TO, BACK, OVER]), heads=2, negative_slope=0.4),
         lambda c, x, e, b: c({"a": x}, {TO: e, BACK: b.other_edge_index, OVER: e})["a"],
         has_two=True,
     ),
-    ConvCase(
-        "HEATConv",
-        lambda: gnn.HEATConv(D, D, NUM_TYPES, NUM_TYPES, 2, 3, 2, heads=2),
-        lambda c, x, e, b: c(x, e, b.node_type, b.edge_type, b.edge_attr),
-    ),
+    of("HEATConv", D, D, NUM_TYPES, NUM_TYPES, 2, 3, 2, heads=2, call=of_types),
     ConvCase(
         "HeteroConv",
         lambda: gnn.HeteroConv({TO: gnn.SAGEConv(D, D), BACK: gnn.GATConv(D, D)}, aggr="mean"),
@@ -290,52 +273,29 @@ CASES: list[ConvCase] = [
         related_weighted,
         has_two=True,
     ),
-    ConvCase("HGTConv", lambda: gnn.HGTConv(D, D, BOTH), related, has_two=True),
-    ConvCase("HGTConv heads", lambda: gnn.HGTConv(D, 2 * D, BOTH, heads=2), related, has_two=True),
-    ConvCase("HGTConv one set", lambda: gnn.HGTConv(D, D, (["a"], [TO]), heads=2), alone),
-    ConvCase(
-        "HGTConv some sets",
-        lambda: gnn.HGTConv(D, D, (["a"], [TO, OVER, BACK]), heads=2),
-        related,
-        has_two=True,
-    ),
-    ConvCase("LEConv", lambda: gnn.LEConv(D, D)),
-    ConvCase("LEConv weight", lambda: gnn.LEConv(D, D), weighted),
-    ConvCase("LGConv", lambda: gnn.LGConv()),
-    ConvCase("LGConv weight", lambda: gnn.LGConv(), weighted),
-    ConvCase("MFConv", lambda: gnn.MFConv(D, D)),
-    ConvCase("MeshCNNConv", lambda: gnn.MeshCNNConv(D, D), is_mesh=True),
+    of("HGTConv", D, D, BOTH, call=related, has_two=True),
+    of("HGTConv heads", D, 2 * D, BOTH, heads=2, call=related, has_two=True),
+    of("HGTConv one set", D, D, (["a"], [TO]), heads=2, call=alone),
+    of("HGTConv some sets", D, D, (["a"], [TO, OVER, BACK]), heads=2, call=related, has_two=True),
+    of("LEConv", D, D),
+    of("LEConv weight", D, D, call=weighted),
+    of("LGConv"),
+    of("LGConv weight", call=weighted),
+    of("MFConv", D, D),
+    of("MeshCNNConv", D, D, is_mesh=True),
     ConvCase(
         "MeshCNNConv kernels",
         lambda: gnn.MeshCNNConv(D, D, nn.ModuleList(mesh_kernel() for _ in range(5))),
         is_mesh=True,
     ),
-    ConvCase("MixHopConv", lambda: gnn.MixHopConv(D, D, powers=[0, 1, 2])),
-    ConvCase("MixHopConv weight", lambda: gnn.MixHopConv(D, D), weighted),
+    of("MixHopConv", D, D, powers=[0, 1, 2]),
+    of("MixHopConv weight", D, D, call=weighted),
     ConvCase("NNConv", lambda: gnn.NNConv(D, D, nn.Linear(3, D * D)), attributed),
-    ConvCase("PDNConv", lambda: gnn.PDNConv(D, D, edge_dim=3, hidden_channels=D), attributed),
-    ConvCase(
-        "PDNConv no norm",
-        lambda: gnn.PDNConv(D, D, edge_dim=3, hidden_channels=D, normalize=False),
-        attributed,
-    ),
-    ConvCase(
-        "PNAConv",
-        lambda: gnn.PNAConv(
-            D, D, ["mean", "max", "std"], ["identity", "amplification", "attenuation"], HISTOGRAM
-        ),
-    ),
-    ConvCase(
-        "PNAConv towers",
-        lambda: gnn.PNAConv(
-            D, D, ["mean", "min", "max", "std"], ["identity", "linear"], HISTOGRAM, towers=2
-        ),
-    ),
-    ConvCase(
-        "PNAConv edge",
-        lambda: gnn.PNAConv(D, D, ["mean"], ["identity"], HISTOGRAM, edge_dim=3),
-        attributed,
-    ),
+    of("PDNConv", D, D, edge_dim=3, hidden_channels=D, call=attributed),
+    of("PDNConv no norm", D, D, edge_dim=3, hidden_channels=D, normalize=False, call=attributed),
+    of("PNAConv", D, D, ["mean", "max", "std"], SCALERS, HISTOGRAM),
+    of("PNAConv towers", D, D, STATISTICS, ["identity", "linear"], HISTOGRAM, towers=2),
+    of("PNAConv edge", D, D, ["mean"], ["identity"], HISTOGRAM, edge_dim=3, call=attributed),
     ConvCase(
         "PPFConv",
         lambda: gnn.PPFConv(mlp(D + 4)),
@@ -348,92 +308,80 @@ CASES: list[ConvCase] = [
         lambda: gnn.PointNetConv(mlp(3)),
         lambda c, x, e, b: c(None, x[:, :3], e),
     ),
-    ConvCase("PointTransformerConv", lambda: gnn.PointTransformerConv(D, D), placed),
-    ConvCase("RGATConv", lambda: gnn.RGATConv(D, D, NUM_TYPES, heads=2), typed),
-    ConvCase(
+    of("PointTransformerConv", D, D, call=placed),
+    of("RGATConv", D, D, NUM_TYPES, heads=2, call=typed),
+    of(
         "RGATConv edge",
-        lambda: gnn.RGATConv(
-            D, D, NUM_TYPES, num_bases=2, edge_dim=3, attention_mechanism="within-relation"
-        ),
-        typed_attributed,
+        D,
+        D,
+        NUM_TYPES,
+        num_bases=2,
+        edge_dim=3,
+        attention_mechanism="within-relation",
+        call=typed_attributed,
     ),
-    ConvCase("RGCNConv", lambda: gnn.RGCNConv(D, D, NUM_TYPES), typed),
-    ConvCase("RGCNConv bases", lambda: gnn.RGCNConv(D, D, NUM_TYPES, num_bases=2), typed),
-    ConvCase(
-        "RGCNConv blocks", lambda: gnn.RGCNConv(D, D, NUM_TYPES, num_blocks=2, aggr="sum"), typed
-    ),
-    ConvCase("ResGatedGraphConv", lambda: gnn.ResGatedGraphConv(D, D)),
-    ConvCase("ResGatedGraphConv edge", lambda: gnn.ResGatedGraphConv(D, D, edge_dim=3), attributed),
-    ConvCase("SAGEConv", lambda: gnn.SAGEConv(D, D)),
-    ConvCase("SAGEConv project", lambda: gnn.SAGEConv(D, D, aggr="max", project=True)),
-    ConvCase(
-        "SAGEConv several", lambda: gnn.SAGEConv(D, D, ["mean", "max", "std"], normalize=True)
-    ),
-    ConvCase("SAGEConv upstream", upstream(gnn.SAGEConv, D, D)),
+    of("RGCNConv", D, D, NUM_TYPES, call=typed),
+    of("RGCNConv bases", D, D, NUM_TYPES, num_bases=2, call=typed),
+    of("RGCNConv blocks", D, D, NUM_TYPES, num_blocks=2, aggr="sum", call=typed),
+    of("ResGatedGraphConv", D, D),
+    of("ResGatedGraphConv edge", D, D, edge_dim=3, call=attributed),
+    of("SAGEConv", D, D),
+    of("SAGEConv project", D, D, aggr="max", project=True),
+    of("SAGEConv several", D, D, ["mean", "max", "std"], normalize=True),
+    of("SAGEConv upstream", D, D, flow=UPSTREAM),
     *(
         ConvCase(f"SAGEConv {name}", lambda make=make: gnn.SAGEConv(D, D, aggr=make()))
         for name, make in AGGREGATIONS.items()
     ),
-    ConvCase("SGConv", lambda: gnn.SGConv(D, D, K=2)),
-    ConvCase("SGConv weight", lambda: gnn.SGConv(D, D, K=2), weighted),
-    ConvCase("SSGConv", lambda: gnn.SSGConv(D, D, alpha=0.1, K=2)),
-    ConvCase("SAGEConv two sets", lambda: gnn.SAGEConv(D, D), on_both, has_two=True),
-    ConvCase("SAGEConv two sets max", lambda: gnn.SAGEConv(D, D, "max"), on_both, has_two=True),
-    ConvCase("SignedConv", lambda: gnn.SignedConv(D, D, True), signed, has_two=True),
-    ConvCase("SignedConv deep", lambda: gnn.SignedConv(D // 2, D, False), signed, has_two=True),
-    ConvCase(
-        "SignedConv max", lambda: gnn.SignedConv(D, D, True, aggr="max"), signed, has_two=True
-    ),
-    ConvCase("SimpleConv", lambda: gnn.SimpleConv(aggr="mean", combine_root="sum")),
+    of("SGConv", D, D, K=2),
+    of("SGConv weight", D, D, K=2, call=weighted),
+    of("SSGConv", D, D, alpha=0.1, K=2),
+    of("SAGEConv two sets", D, D, call=on_both, has_two=True),
+    of("SAGEConv two sets max", D, D, "max", call=on_both, has_two=True),
+    of("SignedConv", D, D, True, call=signed, has_two=True),
+    of("SignedConv deep", D // 2, D, False, call=signed, has_two=True),
+    of("SignedConv max", D, D, True, aggr="max", call=signed, has_two=True),
+    of("SimpleConv", aggr="mean", combine_root="sum"),
     ConvCase("SimpleConv set to set", lambda: gnn.SimpleConv(gnn.aggr.Set2Set(D, 2))),
-    ConvCase("SimpleConv loop", lambda: gnn.SimpleConv("sum", "self_loop"), weighted),
+    of("SimpleConv loop", "sum", "self_loop", call=weighted),
     # Its spline functions are those of `splines`: pyg-lib is not on the package index.
-    ConvCase("SplineConv", lambda: gnn.SplineConv(D, D, dim=3, kernel_size=2), attributed),
+    of("SplineConv", D, D, dim=3, kernel_size=2, call=attributed),
     ConvCase(
         "SplineConv closed",
         lambda: gnn.SplineConv(D, D, 3, [3, 2, 4], is_open_spline=[False, True, False], aggr="add"),
         attributed,
     ),
-    ConvCase(
-        "SplineConv no root",
-        lambda: gnn.SplineConv(D, D, 3, 3, aggr="max", root_weight=False, bias=False),
-        attributed,
+    of(
+        "SplineConv no root", D, D, 3, 3, aggr="max", root_weight=False, bias=False, call=attributed
     ),
-    ConvCase("SuperGATConv", lambda: gnn.SuperGATConv(D, D, heads=2)),
-    ConvCase(
-        "SuperGATConv scaled",
-        lambda: gnn.SuperGATConv(D, D, 2, concat=False, attention_type="SD", add_self_loops=False),
-    ),
-    ConvCase("SuperGATConv pairs", lambda: gnn.SuperGATConv(D, D), signed, has_two=True),
-    ConvCase("SuperGATConv upstream", upstream(gnn.SuperGATConv, D, D)),
-    ConvCase("TAGConv", lambda: gnn.TAGConv(D, D, K=2)),
-    ConvCase("TAGConv weight", lambda: gnn.TAGConv(D, D, K=2), weighted),
-    ConvCase("TransformerConv", lambda: gnn.TransformerConv(D, D, heads=2, beta=True)),
-    ConvCase("TransformerConv edge", lambda: gnn.TransformerConv(D, D, 2, edge_dim=3), attributed),
-    ConvCase("WLConvContinuous", lambda: gnn.WLConvContinuous()),
-    ConvCase("WLConvContinuous weight", lambda: gnn.WLConvContinuous(), weighted),
+    of("SuperGATConv", D, D, heads=2),
+    of("SuperGATConv scaled", D, D, 2, concat=False, attention_type="SD", add_self_loops=False),
+    of("SuperGATConv pairs", D, D, call=signed, has_two=True),
+    of("SuperGATConv upstream", D, D, flow=UPSTREAM),
+    of("TAGConv", D, D, K=2),
+    of("TAGConv weight", D, D, K=2, call=weighted),
+    of("TransformerConv", D, D, heads=2, beta=True),
+    of("TransformerConv edge", D, D, 2, edge_dim=3, call=attributed),
+    of("WLConvContinuous"),
+    of("WLConvContinuous weight", call=weighted),
 ]
 
 
 BY_SELF_CHECK: list[ConvCase] = [
     # Several edge sets, one of them turned round, or all read upstream.
-    ConvCase("HANConv flipped", lambda: gnn.HANConv(D, D, BOTH), related_flipped, has_two=True),
-    ConvCase("HGTConv flipped", lambda: gnn.HGTConv(D, D, BOTH), related_flipped, has_two=True),
-    ConvCase("HANConv upstream", upstream(gnn.HANConv, D, D, BOTH), related, has_two=True),
-    ConvCase("HGTConv upstream", upstream(gnn.HGTConv, D, D, (["a"], [TO])), alone),
+    of("HANConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
+    of("HGTConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
+    of("HANConv upstream", D, D, BOTH, flow=UPSTREAM, call=related, has_two=True),
+    of("HGTConv upstream", D, D, (["a"], [TO]), flow=UPSTREAM, call=alone),
     # Two edge sets at once, read upstream.
-    ConvCase("SignedConv upstream", upstream(gnn.SignedConv, D, D, True), signed, has_two=True),
+    of("SignedConv upstream", D, D, True, flow=UPSTREAM, call=signed, has_two=True),
     # They look at row 1 of the edges for the receivers, whatever their flow is.
-    ConvCase("ChebConv upstream", upstream(gnn.ChebConv, D, D, K=2), weighted),
-    ConvCase("GATConv upstream edge", upstream(gnn.GATConv, D, D, edge_dim=3), attributed),
+    of("ChebConv upstream", D, D, K=2, flow=UPSTREAM, call=weighted),
+    of("GATConv upstream edge", D, D, edge_dim=3, flow=UPSTREAM, call=attributed),
     # A Laplacian of weights that are learned, edge features that are computed, on reversed edges.
-    ConvCase("ChebConv learned", lambda: gnn.ChebConv(D, D, K=2), learned),
-    ConvCase("GCNConv upstream learned", upstream(gnn.GCNConv, D, D), learned),
-    ConvCase(
-        "GCNConv upstream changed",
-        upstream(gnn.GCNConv, D, D),
-        lambda c, x, e, b: c(x, remove_self_loops(e)[0]),
-    ),
+    of("ChebConv learned", D, D, K=2, call=learned),
+    of("GCNConv upstream learned", D, D, flow=UPSTREAM, call=learned),
+    of("GCNConv upstream changed", D, D, flow=UPSTREAM, call=without_loops),
 ]
 """Uses of layers that are exact otherwise, which the self-check or the layer itself refuses."""
 

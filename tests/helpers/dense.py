@@ -1,4 +1,4 @@
-"""A check of the oracle itself: chunked GCN and GraphSAGE in dense algebra, gradients by hand.
+"""A check of the oracle itself: chunked GCN in dense algebra, gradients by hand.
 
 With ``A`` the (normalised) adjacency, ``A[i, j]`` the weight of the edge from ``j`` to ``i``, a
 chunk order splits it in three by who reads whom::
@@ -46,23 +46,12 @@ class Split:
 
 def gcn_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Return D^-1/2 (A + I) D^-1/2, where nodes that have a loop already get no second one."""
-    adjacency = _counts(edge_index, num_nodes)
-    adjacency += torch.diag((adjacency.diagonal() == 0).double())
-    scale = adjacency.sum(dim=1).rsqrt()
-    return scale.unsqueeze(1) * adjacency * scale.unsqueeze(0)
-
-
-def mean_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return D^-1 A; the row of a node that no edge ends in is zero."""
-    adjacency = _counts(edge_index, num_nodes)
-    return adjacency / adjacency.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _counts(edge_index: Tensor, num_nodes: int) -> Tensor:
     adjacency = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
     for source, target in edge_index.t().tolist():
         adjacency[target, source] += 1
-    return adjacency
+    adjacency += torch.diag((adjacency.diagonal() == 0).double())
+    scale = adjacency.sum(dim=1).rsqrt()
+    return scale.unsqueeze(1) * adjacency * scale.unsqueeze(0)
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,33 +89,4 @@ def gcn_grads(params: Params, inputs: Rows, split: Split, grad: Tensor, scale: f
         grad = split.send_back(grad, scale)
         grads[f"convs.{layer}.lin.weight"] = grad.t() @ inputs[layer]
         grad = grad @ params[f"convs.{layer}.lin.weight"] * (inputs[layer] > 0)
-    return grads
-
-
-def sage(
-    params: Params, x: Tensor, split: Split, history: Rows | None, num_layers: int
-) -> tuple[Tensor, Rows, Rows]:
-    """Return outputs, the source rows X of each call, and the means over the neighbours."""
-    sources, means = [], []
-    for layer in range(num_layers):
-        sources.append(x)
-        means.append(split.aggregate(x, None if history is None else history[layer]))
-        x = x @ params[f"convs.{layer}.lin_r.weight"].t() + params[f"convs.{layer}.lin_l.bias"]
-        x = x + means[-1] @ params[f"convs.{layer}.lin_l.weight"].t()
-        x = x.clamp(min=0) if layer < num_layers - 1 else x
-    return x, sources, means
-
-
-def sage_grads(
-    params: Params, sources: Rows, means: Rows, split: Split, grad: Tensor, scale: float
-) -> Params:
-    """Return the gradient of each parameter, given that of the outputs."""
-    grads: Params = {}
-    for layer in reversed(range(len(sources))):
-        grads[f"convs.{layer}.lin_l.bias"] = grad.sum(dim=0)
-        grads[f"convs.{layer}.lin_l.weight"] = grad.t() @ means[layer]
-        grads[f"convs.{layer}.lin_r.weight"] = grad.t() @ sources[layer]
-        through_mean = split.send_back(grad @ params[f"convs.{layer}.lin_l.weight"], scale)
-        grad = through_mean + grad @ params[f"convs.{layer}.lin_r.weight"]
-        grad = grad * (sources[layer] > 0)
     return grads

@@ -34,68 +34,37 @@ class GraphCase:
 
 
 def all_cases() -> list[GraphCase]:
-    """Return every small case, for ``pytest.mark.parametrize(..., ids=lambda case: case.name)``."""
+    """Return every small case, for ``pytest.mark.parametrize(..., ids=name_of)``."""
     return [
-        directed(),
-        undirected(),
-        isolated_nodes(),
-        self_loops(),
-        multi_edges(),
-        edge_features(),
-        unequal_chunks(),
-        empty_halo(),
-        chunk_without_edges(),
+        #   0 -> 1 -> 2 | -> 3 -> 4 -> 5 -> 0     a ring in one direction, chords 1 -> 4, 5 -> 2
+        _case("directed", [*_ring(6), (1, 4), (5, 2)], [0, 0, 0, 1, 1, 1]),
+        #   0 - 1 | 2 - 3 | 4 - 5 - 0             a ring in both directions, and the chord 1 - 4
+        _case("undirected", _both([*_ring(6), (1, 4)]), [0, 0, 1, 1, 2, 2]),
+        #   0 - 1   2 | 3 - 4   5 | 1 - 3, 4 - 0  nodes 2 and 5 have no edge at all
+        _case("isolated_nodes", _both([(0, 1), (3, 4), (1, 3), (4, 0)]), [0, 0, 0, 1, 1, 1]),
+        #   0 -> 1 -> 2 | -> 3 -> 4 -> 0          and the loops 1 -> 1 and 3 -> 3 (but no others)
+        _case("self_loops", [*_ring(5), (1, 1), (3, 3), (2, 0)], [0, 0, 0, 1, 1]),
+        #   0 => 1 -> 2 | => 3 -> 4 -> 0          0 -> 1 twice, 2 -> 3 three times
+        _case("multi_edges", [*_ring(5), (0, 1), (2, 3), (2, 3), (4, 2)], [0, 0, 0, 1, 1]),
+        #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 0     a ring in both directions and 2 - 6; every edge
+        #                                         has its own features and weight
+        _case("edge_features", _both([*_ring(8), (2, 6)]), [0, 0, 0, 1, 1, 1, 2, 2]),
+        #   0 | 1 - 2 | 3 - 4 - 5 - 6 - 7 - 8 - 0   1, 2 and 6 nodes, and the chords 0 - 4, 2 - 7
+        _case("unequal_chunks", _both([*_ring(9), (0, 4), (2, 7)]), [0, 1, 1, 2, 2, 2, 2, 2, 2]),
+        #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 3     chunk 0 is a component of its own: reads nobody
+        _case(
+            "empty_halo",
+            _both([(0, 1), (1, 2), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)]),
+            [0, 0, 0, 1, 1, 1, 2, 2],
+        ),
+        #   0 -> 2 | 1 -> 3 <- 2 -> 4 -> 2        chunk 0 = {0, 1}: only sources, no edge ends
+        #                                         there; chunk 2 = {5}: no edge at all
+        _case(
+            "chunk_without_edges",
+            [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)],
+            [0, 0, 1, 1, 1, 2],
+        ),
     ]
-
-
-def directed() -> GraphCase:
-    #   0 -> 1 -> 2 | -> 3 -> 4 -> 5 -> 0     a ring in one direction, and the chords 1 -> 4, 5 -> 2
-    return _case("directed", [*_ring(6), (1, 4), (5, 2)], [0, 0, 0, 1, 1, 1])
-
-
-def undirected() -> GraphCase:
-    #   0 - 1 | 2 - 3 | 4 - 5 - 0             a ring in both directions, and the chord 1 - 4
-    return _case("undirected", _both([*_ring(6), (1, 4)]), [0, 0, 1, 1, 2, 2])
-
-
-def isolated_nodes() -> GraphCase:
-    #   0 - 1   2 | 3 - 4   5 | 1 - 3, 4 - 0  nodes 2 and 5 have no edge at all
-    return _case("isolated_nodes", _both([(0, 1), (3, 4), (1, 3), (4, 0)]), [0, 0, 0, 1, 1, 1])
-
-
-def self_loops() -> GraphCase:
-    #   0 -> 1 -> 2 | -> 3 -> 4 -> 0          and the loops 1 -> 1 and 3 -> 3 (but no others)
-    return _case("self_loops", [*_ring(5), (1, 1), (3, 3), (2, 0)], [0, 0, 0, 1, 1])
-
-
-def multi_edges() -> GraphCase:
-    #   0 => 1 -> 2 | => 3 -> 4 -> 0          0 -> 1 twice, 2 -> 3 three times
-    return _case("multi_edges", [*_ring(5), (0, 1), (2, 3), (2, 3), (4, 2)], [0, 0, 0, 1, 1])
-
-
-def edge_features() -> GraphCase:
-    #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 0     a ring in both directions and 2 - 6; every edge has
-    #                                         its own features and weight
-    return _case("edge_features", _both([*_ring(8), (2, 6)]), [0, 0, 0, 1, 1, 1, 2, 2])
-
-
-def unequal_chunks() -> GraphCase:
-    #   0 | 1 - 2 | 3 - 4 - 5 - 6 - 7 - 8 - 0   1, 2 and 6 nodes, and the chords 0 - 4, 2 - 7
-    edges = _both([*_ring(9), (0, 4), (2, 7)])
-    return _case("unequal_chunks", edges, [0, 1, 1, 2, 2, 2, 2, 2, 2])
-
-
-def empty_halo() -> GraphCase:
-    #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 3     chunk 0 is a component of its own: it reads nobody
-    edges = _both([(0, 1), (1, 2), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)])
-    return _case("empty_halo", edges, [0, 0, 0, 1, 1, 1, 2, 2])
-
-
-def chunk_without_edges() -> GraphCase:
-    #   0 -> 2 | 1 -> 3 <- 2 -> 4 -> 2        chunk 0 = {0, 1}: only sources, no edge ends there;
-    #                                         chunk 2 = {5}: no edge at all
-    edges = [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)]
-    return _case("chunk_without_edges", edges, [0, 0, 1, 1, 1, 2])
 
 
 def communities(num_chunks: int, num_nodes: int = 24) -> GraphCase:

@@ -8,9 +8,10 @@ import lightning as L
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.types import StartMethod
+from tests.helpers.trainers import quiet_trainer
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS = 40, 5, 8, 3, 4
 
@@ -38,23 +39,6 @@ def make_trainer(
     strategy: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> L.Trainer:
-    options = {
-        "max_epochs": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **kwargs,
-    }
-    return L.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=GNNPipeStrategy(
-            num_chunks=num_chunks,
-            balance="uniform",
-            start_method=start_method,
-            **(strategy or {}),
-        ),
-        callbacks=list(callbacks),
-        **options,
-    )
+    piped = {"num_chunks": num_chunks, "balance": "uniform", "start_method": start_method}
+    options = {"max_epochs": 3, "callbacks": list(callbacks), **kwargs}
+    return quiet_trainer(num_stages, {**piped, **(strategy or {})}, **options)

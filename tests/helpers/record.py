@@ -78,9 +78,20 @@ class StepRecorder(L.Callback):
         torch.save(self.steps, self.folder / f"rank{trainer.global_rank}.pt")
 
 
-def load_ranks(folder: Path, num_ranks: int) -> list[list[Step]]:
-    """Return the steps that each rank wrote."""
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+class StatsRecorder(L.Callback):
+    """Notes of each step whether it was exact, and its bytes by kind, also in ``bytes.pt``."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.was_exact: list[bool] = []
+        self.bytes: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        stats = trainer.strategy.collect_stats()
+        self.was_exact.append(stats.is_exact)
+        self.bytes.append(stats.bytes_by_kind)
+        if self.folder is not None and trainer.is_global_zero:
+            torch.save(self.bytes, self.folder / "bytes.pt")
 
 
 def merge_ranks(ranks: list[list[Step]]) -> list[Step]:

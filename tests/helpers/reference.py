@@ -80,18 +80,13 @@ class StaleOracle:
         """Let later steps read the rows of the last forward pass, until renewed again."""
         self.snapshot = dict(self.live)
 
-    def _run(
-        self,
-        inputs: Sequence[Tensor],
-        partition: Tensor,
-        order: Sequence[int],
-    ) -> Tensor:
+    def _run(self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int]) -> Tensor:
         stale = self.live if self.snapshot is None else self.snapshot
         one_pass = _Pass(stale, self.cross_chunk_grad_scale, self.follows_drift)
         outputs = None
         for chunk in order:
             one_pass.enter(partition == chunk)
-            with _intercepted(self.net, one_pass.mix):
+            with _intercepted(self.net, one_pass):
                 result = self.net(*inputs)
             outputs = result if outputs is None else _where(one_pass.own, result, outputs)
         assert outputs is not None
@@ -110,11 +105,18 @@ class _Pass:
         self.cross_chunk_grad_scale = cross_chunk_grad_scale
         self.fresh: dict[Key, Tensor] = {}
         self.own = self.earlier = torch.zeros(0, dtype=torch.bool)
+        self.calls: Counter[tuple[str, str]] = Counter()
 
     def enter(self, own: Tensor) -> None:
         """Go on to the chunk of the nodes ``own``, ``[num_nodes]``."""
         self.earlier = torch.zeros_like(own) if not self.own.numel() else self.earlier | self.own
         self.own = own
+        self.calls.clear()
+
+    def count(self, name: str, method: str) -> int:
+        """Return the number of this call."""
+        self.calls[name, method] += 1
+        return self.calls[name, method] - 1
 
     def mix(self, key: Key, rows: Tensor) -> Tensor:
         """Return own rows from ``rows``, earlier chunks' as they were then, the rest stale."""
@@ -152,26 +154,23 @@ def _scale_grad(rows: Tensor, scale: float) -> Tensor:
 
 
 @contextmanager
-def _intercepted(net: nn.Module, mix: Callable[[Key, Tensor], Tensor]) -> Iterator[None]:
-    """Send the source rows of every message-passing call through ``mix``, for one forward pass."""
+def _intercepted(net: nn.Module, one_pass: _Pass) -> Iterator[None]:
+    """Mix the source rows of every message-passing call, for one forward pass."""
     convs = [(name, conv) for name, conv in net.named_modules() if isinstance(conv, MessagePassing)]
-    calls: Counter[tuple[str, str]] = Counter()
     decomposed = {conv: conv._decomposed_layers for _, conv in convs}
     modules = {sys.modules[type(conv).__module__] for _, conv in convs}
     norms = {module for module in modules if hasattr(module, "gcn_norm")}
     for name, conv in convs:
         conv._decomposed_layers = 1  # channels do not see each other: it does not matter
         if isinstance(conv, HGTConv):
-            conv._construct_src_node_feat = _mixed_sources(name, conv, mix, calls)
+            conv._construct_src_node_feat = _mixed_sources(name, conv, one_pass)
             continue
         for method in METHODS:
-            setattr(conv, method, _wrapper(name, conv, method, mix, calls))
+            setattr(conv, method, _wrapper(name, conv, method, one_pass))
     for module in norms:
-        module.gcn_norm = _mixed_norm(module.__name__, mix, calls)
-    plain_group = han_conv.group
-    han_conv.group = _mixed_group(
-        {conv.q: n for n, conv in convs if isinstance(conv, HANConv)}, mix, calls
-    )
+        module.gcn_norm = _mixed_norm(module.__name__, one_pass)
+    plain_group, names = han_conv.group, {c.q: n for n, c in convs if isinstance(c, HANConv)}
+    han_conv.group = _mixed_group(names, one_pass)
     try:
         yield
     finally:
@@ -189,9 +188,7 @@ def _intercepted(net: nn.Module, mix: Callable[[Key, Tensor], Tensor]) -> Iterat
             module.gcn_norm = gcn_norm
 
 
-def _mixed_norm(
-    name: str, mix: Callable[[Key, Tensor], Tensor], calls: Counter[tuple[str, str]]
-) -> Callable[..., Any]:
+def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:
     """Return a ``gcn_norm`` for which a node's inverse root degree is a row like any other."""
 
     def norm(
@@ -215,26 +212,20 @@ def _mixed_norm(
         receiver = edge_index[1 if flow == "source_to_target" else 0]
         degrees = torch.zeros(num_nodes, dtype=edge_weight.dtype)
         root = degrees.index_add(0, receiver, edge_weight) ** -0.5
-        number = calls[name, "gcn_norm"]
-        calls[name, "gcn_norm"] += 1
-        root = mix((name, "gcn_norm", number, "degree"), root)
+        number = one_pass.count(name, "gcn_norm")
+        root = one_pass.mix((name, "gcn_norm", number, "degree"), root)
         return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
 
     return norm
 
 
-def _mixed_group(
-    names: dict[Tensor, str], mix: Callable[[Key, Tensor], Tensor], calls: Counter[tuple[str, str]]
-) -> Callable[..., Any]:
+def _mixed_group(names: dict[Tensor, str], one_pass: _Pass) -> Callable[..., Any]:
     """Return HANConv's ``group``, in which a node's part of the mean is a row like any other."""
 
     def group(xs: list[Tensor], q: Tensor, k_lin: nn.Module) -> tuple[Tensor, Tensor]:
-        name = names[q]
-        number = calls[name, "group"]
-        calls[name, "group"] += 1
-        scores = []
+        number, scores = one_pass.count(names[q], "group"), []
         for edge_set, x in enumerate(xs):
-            rows = mix((name, "group", number, str(edge_set)), k_lin(x).tanh())
+            rows = one_pass.mix((names[q], "group", number, str(edge_set)), k_lin(x).tanh())
             scores.append((q * rows.mean(0)).sum())
         weights = torch.stack(scores).softmax(0)
         return sum(weight * x for weight, x in zip(weights, xs, strict=True)), weights
@@ -242,20 +233,14 @@ def _mixed_group(
     return group
 
 
-def _mixed_sources(
-    name: str,
-    conv: HGTConv,
-    mix: Callable[[Key, Tensor], Tensor],
-    calls: Counter[tuple[str, str]],
-) -> Callable[..., Any]:
+def _mixed_sources(name: str, conv: HGTConv, one_pass: _Pass) -> Callable[..., Any]:
     """Return HGTConv's method that copies keys and values, on mixed rows."""
     original = conv._construct_src_node_feat
 
     def construct(k_dict: dict[str, Tensor], v_dict: dict[str, Tensor], edges: Any) -> Any:
-        number = calls[name, "sources"]
-        calls[name, "sources"] += 1
+        number = one_pass.count(name, "sources")
         k, v = (
-            {key: mix((name, "sources", number, which), rows) for key, rows in given.items()}
+            {kind: one_pass.mix((name, "sources", number, which), given[kind]) for kind in given}
             for which, given in (("k", k_dict), ("v", v_dict))
         )
         return original(k, v, edges)
@@ -274,25 +259,19 @@ def source_arguments(conv: MessagePassing, method: str) -> set[str]:
     }
 
 
-def _wrapper(
-    name: str,
-    conv: MessagePassing,
-    method: str,
-    mix: Callable[[Key, Tensor], Tensor],
-    calls: Counter[tuple[str, str]],
-) -> Callable[..., Any]:
+def _wrapper(name: str, conv: MessagePassing, method: str, one_pass: _Pass) -> Callable[..., Any]:
     original = getattr(conv, method)
     sources = source_arguments(conv, method)
 
     def call(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
-        number = calls[name, method]
-        calls[name, method] += 1
+        number = one_pass.count(name, method)
         for argument in sorted(sources & kwargs.keys()):
             value = kwargs[argument]
             rows = value[0] if isinstance(value, tuple) else value
             if rows is None:
                 continue
-            rows = mix((name, method, number, argument), rows.movedim(conv.node_dim, 0))
+            key = name, method, number, argument
+            rows = one_pass.mix(key, rows.movedim(conv.node_dim, 0))
             rows = rows.movedim(0, conv.node_dim)
             kwargs[argument] = (rows, value[1]) if isinstance(value, tuple) else rows
         return original(edge_index, size=size, **kwargs)

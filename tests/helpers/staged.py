@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch_geometric.data import Batch
 from torchmetrics import MeanSquaredError
 
 from tests.helpers.batches import NUM_FEATURES, NUM_TARGETS, WIDTH, draw_batch
-from tests.helpers.launch import BatchList
+from tests.helpers.launch import BatchList, FitResult, assert_transparent, fit_batches
 
 NUM_LAYERS = 7
 LOSSES = ("mean over graphs", "sum", "mean over nodes", "class weights", "mask", "both")
@@ -144,3 +145,54 @@ def batches_of_all_sizes() -> list[Batch]:
     shapes = [(9,), (4, 7), (3, 0, 5, 2, 1, 6), (4, 7, 1, 9, 5, 6, 3, 8, 5, 4, 6, 2)]
     shapes += [(5, 3, 8, 2, 4), (2, 9, 1, 1, 4, 6, 3, 5, 2, 7)]
     return [draw_batch(sizes, seed) for seed, sizes in enumerate(shapes)]
+
+
+NUM_VIRTUAL = {"fill_drain": 1, "1f1b": 1, "interleaved": 2}
+
+Logged = list[list[dict[str, float]]]
+
+
+class Turning(Staged):
+    """Meets a batch with another loss in each epoch."""
+
+    def training_step(self, data: Any, batch_idx: int) -> dict[str, Tensor]:
+        return super().training_step(data, batch_idx + self.current_epoch)
+
+
+def fit(
+    schedule: str | None, num_stages: int, tmp_path: Path, **options: Any
+) -> tuple[FitResult, Logged]:
+    """Train; plainly where there is no schedule. Return as well what each rank has logged."""
+    folder = tmp_path / f"{schedule}_{num_stages}"
+    folder.mkdir(exist_ok=True)
+    callbacks = [LogRecorder(folder), *options.pop("callbacks", ())]
+    result = fit_batches(
+        options.pop("module", None) or Turning(),
+        FreshBatches(options.pop("batches", None) or batches_of_all_sizes()),
+        num_stages=num_stages if schedule else 0,
+        num_chunks=options.pop("num_chunks", 10),
+        callbacks=callbacks,
+        strategy_kwargs={"schedule": schedule, **options.pop("strategy_kwargs", {})},
+        tmp_path=tmp_path,
+        **options,
+    )
+    ranks = range(num_stages if schedule else 1)
+    return result, [torch.load(folder / f"logged{rank}.pt") for rank in ranks]
+
+
+def assert_same(
+    piped: tuple[FitResult, Logged],
+    plain: tuple[FitResult, Logged],
+) -> None:
+    assert_transparent(piped[0], plain[0])
+    for logged in piped[1]:
+        for ours, theirs in zip(logged, plain[1][0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)  # logged in single precision
+
+
+def single(data: Any) -> Any:
+    return data.apply(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+
+
+def widened(x: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=-1)[:, :WIDTH]

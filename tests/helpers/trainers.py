@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from lightning_gnnpipe.types import StartMethod
 from tests.helpers.realistic import Realistic, realistic_graph
 from tests.helpers.record import as_held
@@ -25,6 +28,46 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Options(StrategyOptions):
+    """Options with a method that has no name."""
+
+    given: StalenessMethod = METHODS["constant"]
+
+    @property
+    def method(self) -> StalenessMethod:
+        return self.given
+
+
+def with_method(strategy: GNNPipeStrategy, method: StalenessMethod) -> GNNPipeStrategy:
+    """Have `strategy` meet staleness by `method`; return it."""
+    options = strategy.options
+    known = {field.name: getattr(options, field.name) for field in fields(options)}
+    strategy.options = strategy._host._options = _Options(**known, given=method)
+    return strategy
+
+
+def quiet_trainer(
+    num_ranks: int = 1, piped: dict[str, Any] | None = None, **options: Any
+) -> L.Trainer:
+    """Return a Trainer on the CPU that prints and keeps nothing, of forked processes.
+
+    Args:
+        num_ranks: Number of processes.
+        piped: Options of the strategy, and a "method" of another kind; None is plain Lightning.
+        options: Of the Trainer.
+    """
+    strategy: Any = "auto"
+    if piped is not None:
+        piped = {"start_method": "fork", **piped}
+        method = piped.pop("method", None)
+        strategy = GNNPipeStrategy(**piped)
+        strategy = strategy if method is None else with_method(strategy, method)
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = {"accelerator": "cpu", "devices": num_ranks, "strategy": strategy}
+    return L.Trainer(**{**quiet, **dict.fromkeys(names, False), **options})
+
+
 def make_trainer(
     num_stages: int, epochs: int, *callbacks: L.Callback, num_shards: int = 1, **kwargs: Any
 ) -> L.Trainer:
@@ -32,27 +75,17 @@ def make_trainer(
 
     Processes are forked, unless they are there already.
     """
-    strategy: Any = "auto"
+    piped: dict[str, Any] | None = None
     if num_stages:
-        strategy = GNNPipeStrategy(
-            num_chunks=4, graph_parallel=num_shards, start_method=start_method()
-        )
+        piped = {"num_chunks": 4, "graph_parallel": num_shards, "start_method": start_method()}
         callbacks = (*callbacks, StalenessWarmup(num_epochs=1000))
-    has_checkpoints = any(isinstance(one, ModelCheckpoint) for one in callbacks)
-    return L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": max(num_stages, 1) * num_shards,
-            "strategy": strategy,
-            "max_epochs": epochs,
-            "callbacks": list(callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": has_checkpoints,
-            "logger": False,
-            **kwargs,
-        },
-    )
+    options = {
+        "max_epochs": epochs,
+        "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        "callbacks": list(callbacks),
+        **kwargs,
+    }
+    return quiet_trainer(max(num_stages, 1) * num_shards, piped, **options)
 
 
 def start_method() -> StartMethod:

@@ -78,30 +78,24 @@ def train_with_oracle(
     steps = []
     for epoch in range(num_epochs):
         if refresh.recomputes_before(epoch):
-            _recompute(oracle, module, inputs)
+            module.eval()
+            with torch.no_grad():
+                oracle.exact(*inputs)
+            module.train()
         if refresh.is_exact(epoch):
             outputs = oracle.exact(*inputs)
         else:
             outputs = oracle.chunked(*inputs, order=orders(epoch))
         if refresh.copies_after(epoch):
             oracle.renew_snapshot()
-        steps.append(_step(module, optimizer, outputs, module.loss(outputs, data)))
+        steps.append(take_step(module, optimizer, outputs, data))
     return steps
 
 
-def _recompute(oracle: StaleOracle, module: ReferenceModule, inputs: list[Tensor]) -> None:
-    module.eval()
-    with torch.no_grad():
-        oracle.exact(*inputs)
-    module.train()
-
-
-def _step(
-    module: ReferenceModule,
-    optimizer: torch.optim.Optimizer,
-    outputs: Tensor,
-    loss: Tensor,
+def take_step(
+    module: ReferenceModule, optimizer: torch.optim.Optimizer, outputs: Tensor, data: Data
 ) -> Step:
+    loss = module.loss(outputs, data)
     optimizer.zero_grad()
     loss.backward()
     named = dict(module.named_parameters())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers import dense
+from tests.helpers.cases import name_of
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import Step, assert_steps_equal
-from tests.helpers.training import Refresh, train_with_oracle
+from tests.helpers.training import Refresh, take_step, train_with_oracle
 
 LR = 0.1
 ORDERS = [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (3, 0, 4, 2, 1), (1, 4, 0, 3, 2), (4, 3, 2, 1, 0)]
@@ -19,87 +22,40 @@ NUM_EPOCHS = len(ORDERS)
 
 def train_plain(module: ReferenceModule, case: GraphCase) -> list[Step]:
     """Train with PyG alone."""
-    optimizer, steps = module.configure_optimizers(), []
-    for _ in range(NUM_EPOCHS):
-        outputs = module(case.data)
-        loss = module.loss(outputs, case.data)
-        optimizer.zero_grad()
-        loss.backward()
-        named = dict(module.named_parameters())
-        gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        optimizer.step()
-        weights = {name: p.detach().clone() for name, p in named.items()}
-        steps.append(Step(outputs.detach(), loss.detach(), gradients, weights))
-    return steps
+    optimizer = module.configure_optimizers()
+    return [take_step(module, optimizer, module(case.data), case.data) for _ in range(NUM_EPOCHS)]
+
+
+def train(
+    module: ReferenceModule, case: GraphCase, refresh: Refresh | None = None, **options: Any
+) -> list[Step]:
+    options = {"orders": lambda epoch: ORDERS[epoch], **options}
+    shared = {"refresh": refresh or Refresh(), "num_epochs": NUM_EPOCHS}
+    return train_with_oracle(module, case.data, case.partition, **shared, **options)
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("case", [*all_cases(), communities(5)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*all_cases(), communities(5)], ids=name_of)
 def test_exact_equals_plain_pyg(name: str, case: GraphCase) -> None:
-    steps = train_with_oracle(
-        ReferenceModule(name),
-        case.data,
-        case.partition,
-        orders=lambda epoch: (),
-        refresh=Refresh(num_exact_epochs=NUM_EPOCHS),
-        num_epochs=NUM_EPOCHS,
-    )
-    assert_steps_equal(steps, train_plain(ReferenceModule(name), case), 1e-12)
-
-
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_one_chunk_equals_plain_pyg(name: str, scale: float) -> None:
-    case = communities(1)
-    steps = train_with_oracle(
-        ReferenceModule(name),
-        case.data,
-        case.partition,
-        orders=lambda epoch: (0,),
-        refresh=Refresh(),
-        num_epochs=NUM_EPOCHS,
-        cross_chunk_grad_scale=scale,
-    )
+    steps = train(ReferenceModule(name), case, Refresh(num_exact_epochs=NUM_EPOCHS))
     assert_steps_equal(steps, train_plain(ReferenceModule(name), case), 1e-12)
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_without_stale_reads_equal_plain_pyg(name: str) -> None:
+    one = communities(1)
+    plain = train_plain(ReferenceModule(name), one)
+    for scale in (1.0, 2.0):
+        options = {"orders": lambda epoch: (0,), "cross_chunk_grad_scale": scale}
+        assert_steps_equal(train(ReferenceModule(name), one, **options), plain, 1e-12)
     #   0 -> 1 | -> 2 -> 3 | -> 4 -> 5        edges go to the same chunk or a later one only
     case = communities(3)
     source, target = case.data.edge_index
     keep = case.partition[source] <= case.partition[target]
     case.data.edge_index = case.data.edge_index[:, keep]
     case.data.edge_attr = case.data.edge_attr[keep]
-    steps = train_with_oracle(
-        ReferenceModule(name),
-        case.data,
-        case.partition,
-        orders=lambda epoch: (0, 1, 2),
-        refresh=Refresh(),
-        num_epochs=NUM_EPOCHS,
-    )
+    steps = train(ReferenceModule(name), case, orders=lambda epoch: (0, 1, 2))
     assert_steps_equal(steps, train_plain(ReferenceModule(name), case), 1e-12)
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_stale_rows_and_the_scale_of_gradients_matter(name: str) -> None:
-    case, plain = communities(5), train_plain(ReferenceModule(name), communities(5))
-    losses = [torch.stack([step.loss for step in plain])]
-    for scale in (1.0, 2.0):
-        steps = train_with_oracle(
-            ReferenceModule(name),
-            case.data,
-            case.partition,
-            orders=lambda epoch: ORDERS[epoch],
-            refresh=Refresh(),
-            num_epochs=NUM_EPOCHS,
-            cross_chunk_grad_scale=scale,
-        )
-        losses.append(torch.stack([step.loss for step in steps]))
-    assert torch.equal(losses[1][0], losses[2][0])
-    gaps = [(a - b).abs().max() for a, b in ((losses[0], losses[1]), (losses[1], losses[2]))]
-    assert min(gaps) > 1e-5
 
 
 # Which rows are stale in epochs 0 to 4, by hand: "x" none, the step is exact; a number, those that
@@ -114,38 +70,25 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", ["gcn", "sage"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("rule", RULES)
-def test_stale_steps_equal_dense_algebra(name: str, scale: float, rule: str) -> None:
+def test_stale_steps_equal_dense_algebra(scale: float, rule: str) -> None:
     refresh, stale = RULES[rule]
-    case, module = communities(5), ReferenceModule(name, optimizer="sgd", lr=LR)
-    expected = train_dense(name, module, case, stale, scale)
-    steps = train_with_oracle(
-        module,
-        case.data,
-        case.partition,
-        orders=lambda epoch: ORDERS[epoch],
-        refresh=refresh,
-        num_epochs=NUM_EPOCHS,
-        cross_chunk_grad_scale=scale,
-    )
+    case, module = communities(5), ReferenceModule("gcn", optimizer="sgd", lr=LR)
+    expected = train_dense(module, case, stale, scale)
+    steps = train(module, case, refresh, cross_chunk_grad_scale=scale)
     assert_steps_equal(steps, expected, 1e-12)
 
 
 def train_dense(
-    name: str, module: ReferenceModule, case: GraphCase, stale: list[str | int], scale: float
+    module: ReferenceModule, case: GraphCase, stale: list[str | int], scale: float
 ) -> list[Step]:
     """Train by hand: no PyG, no autograd, no optimizer."""
-    data, num_nodes = case.data, case.partition.numel()
+    data = case.data
     weights = {key: p.detach().clone() for key, p in module.net.named_parameters()}
     num_layers = len(module.net.convs)
-    is_gcn = name == "gcn"
-    adjacency = (dense.gcn_adjacency if is_gcn else dense.mean_adjacency)(
-        data.edge_index, num_nodes
-    )
+    adjacency = dense.gcn_adjacency(data.edge_index, case.partition.numel())
     whole = dense.Split.of(adjacency, torch.zeros_like(case.partition), (0,))
-    forward = dense.gcn if is_gcn else dense.sage
     written: list[list[Tensor]] = []
     steps = []
     for order, rule in zip(ORDERS, stale, strict=True):
@@ -153,16 +96,13 @@ def train_dense(
         if rule == "x":
             split = whole
         elif rule == "new":
-            history = forward(weights, data.x, whole, None, num_layers)[1]
+            history = dense.gcn(weights, data.x, whole, None, num_layers)[1]
         else:
             history = written[rule]
-        outputs, sources, extra = forward(weights, data.x, split, history, num_layers)
+        outputs, sources, inputs = dense.gcn(weights, data.x, split, history, num_layers)
         written.append(sources)
         loss, grad = dense.cross_entropy(outputs, data.y, data.train_mask)
-        if is_gcn:
-            grads = dense.gcn_grads(weights, extra, split, grad, scale)
-        else:
-            grads = dense.sage_grads(weights, sources, extra, split, grad, scale)
+        grads = dense.gcn_grads(weights, inputs, split, grad, scale)
         weights = {key: weight - LR * grads[key] for key, weight in weights.items()}
         steps.append(Step(outputs, loss, _in_net(grads), _in_net(weights)))
     return steps

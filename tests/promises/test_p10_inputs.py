@@ -7,7 +7,7 @@ input. Then a pipelined forward equals the plain one; rows of another input woul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -19,24 +19,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine import known_graphs as known_inputs
 from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
-from tests.helpers.trainers import double_precision
+from tests.helpers.trainers import quiet_trainer
 
 N, WIDTH = 24, 3
 EDGES = torch.stack([torch.arange(72) % N, (torch.arange(72) * 5 + 1) % N])
 CHUNKS = torch.arange(N) % 4
 LABELS = torch.arange(N) % 2
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    with double_precision():
-        yield
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Net(nn.Module):
@@ -95,31 +89,9 @@ class Steps:
         return record.is_exact
 
 
-def features(seed: int, rows: int = N) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def test_inputs_that_come_again_are_pipelined_on_rows_of_their_own() -> None:
-    steps, inputs = Steps(), [features(seed) for seed in range(3)]
-    exact = [steps.run(inputs[i % 3], EDGES) for i in range(12)]
-    assert exact == [True, True, True, False, True, True] + [False] * 6
-
-
-def test_a_loader_that_copies_its_batch_stays_pipelined() -> None:
-    steps = Steps()
-    exact = [steps.run(features(0), EDGES.clone()) for _ in range(4)]
-    assert exact == [True, False, False, False]
-
-
-def test_several_graphs_have_histories_of_their_own() -> None:
-    steps, other = Steps(), EDGES.roll(1, dims=0)
-    x = features(0)
-    exact = [steps.run(x, (EDGES, other)[i % 2]) for i in range(6)]
-    assert exact == [True, True, False, True, False, False]
-
-
-def by_data(x: Tensor) -> None:
-    x.data.mul_(2)
+def features(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def by_numpy(x: Tensor) -> None:
@@ -127,16 +99,43 @@ def by_numpy(x: Tensor) -> None:
     array *= 2
 
 
-def in_place(x: Tensor) -> None:
-    x[3] += 1
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "by data": lambda x: x.data.mul_(2),
+    "by numpy": by_numpy,
+    "in place": lambda x: x[3].add_(1),
+}
 
 
-@pytest.mark.parametrize("write", [by_data, by_numpy, in_place])
-def test_features_that_are_written_to_are_another_input(write: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("kind", WRITES)
+def test_features_that_are_written_to_are_another_input(kind: str) -> None:
     steps, x = Steps(), features(0)
     assert [steps.run(x, EDGES) for _ in range(2)] == [True, False]
-    write(x)
+    WRITES[kind](x)
     assert steps.run(x, EDGES)
+
+
+X = [features(seed) for seed in range(3)]
+SAME_AGAIN: dict[str, tuple[Callable[[int], tuple[Any, ...]], list[bool]]] = {
+    "three inputs, each with rows of its own": (
+        lambda step: (X[step % 3], EDGES),
+        [True, True, True, False, True, True] + [False] * 6,
+    ),
+    "two graphs": (
+        lambda step: (X[0], (EDGES, EDGES.roll(1, dims=0))[step % 2]),
+        [True, True, False, True, False, False],
+    ),
+    "copies": (lambda step: (features(0), EDGES.clone()), [True, False, False, False]),
+    "an argument that no layer reads": (
+        lambda step: (X[0], EDGES, None, torch.rand(N) < 0.5),
+        [True, False, False],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAME_AGAIN)
+def test_inputs_that_come_again_are_pipelined(kind: str) -> None:
+    steps, (arguments, exact) = Steps(), SAME_AGAIN[kind]
+    assert [steps.run(*arguments(step)) for step in range(len(exact))] == exact
 
 
 def noise() -> Tensor:
@@ -188,8 +187,8 @@ def test_an_input_that_is_new_in_each_step_runs_exactly(
     caplog.set_level(logging.WARNING)
     torch.manual_seed(1)
     assert all(steps.run(NEW_EACH_STEP[kind](x), EDGES) for _ in range(4))
-    told = [one for one in caplog.messages if "of the pipelined module changed" in one]
-    assert len(told) == 1 and "'x' of the pipelined module changed" in told[0]
+    logged = [one for one in caplog.messages if "of the pipelined module changed" in one]
+    assert len(logged) == 1 and "'x' of the pipelined module changed" in logged[0]
     assert not steps.engine.graphs.inputs.get(0) and len(list(steps.engine.graphs.inputs)) == 1
 
 
@@ -232,12 +231,6 @@ def test_all_that_a_forward_reads_is_part_of_the_input(name: str) -> None:
     assert [steps.run(x, EDGES, **given) for _ in range(3)] == [True, True, False]
 
 
-def test_an_argument_that_no_layer_reads_is_no_part_of_it() -> None:
-    steps, x = Steps(), features(0)
-    exact = [steps.run(x, EDGES, mask=torch.rand(N) < 0.5) for _ in range(3)]
-    assert exact == [True, False, False]
-
-
 class DropsInTraining(Net):
     """Reads an option in training only."""
 
@@ -260,14 +253,11 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
 
 
 def test_where_changes_are_allowed_steps_stay_pipelined() -> None:
-    net = Net()
-    engine = one_process_engine(net, partition=CHUNKS, allows_changes=True)
-    engine.attach()
-    exact = []
-    for seed in range(3):
-        net(features(seed), EDGES).sum().backward()
-        assert engine.last_step.record is not None
-        exact.append(engine.last_step.record.is_exact)
+    steps, exact = Steps(allows_changes=True), []
+    for x in X:
+        steps.net(x, EDGES).sum().backward()
+        assert steps.engine.last_step.record is not None
+        exact.append(steps.engine.last_step.record.is_exact)
     assert exact == [True, False, False]
 
 
@@ -291,70 +281,6 @@ def test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay(
     assert exact == [False, False]
 
 
-def snapshots() -> list[Data]:
-    """Twelve snapshots on one graph; each node's label is twice the mean of its neighbours'."""
-    generator = torch.Generator().manual_seed(0)
-    half = torch.randint(200, (2, 600), generator=generator)
-    edge_index = torch.cat([half, half.flip(0)], dim=1)
-    mean = gnn.SimpleConv(aggr="mean")
-    found = []
-    for _ in range(12):
-        x = torch.randn(200, 4, generator=generator)
-        found.append(Data(x=x, edge_index=edge_index, y=2 * mean(x, edge_index)))
-    return found
-
-
-class Regression(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gnn.GraphSAGE(4, 16, 2, 4)
-        self.losses: list[float] = []
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.net(data.x, data.edge_index), data.y)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-class CountsExact(L.Callback):
-    def __init__(self) -> None:
-        self.num_exact = 0
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.num_exact += trainer.strategy.collect_stats().is_exact
-
-
-def fit(module: L.LightningModule, batches: list[Data], strategy: Any, epochs: int) -> CountsExact:
-    counts = CountsExact()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=epochs,
-        callbacks=[] if strategy == "auto" else [counts],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=True))
-    return counts
-
-
-def test_twelve_snapshots_train_in_chunks_as_they_do_plainly() -> None:
-    losses, num_exact = {}, 0
-    for name, strategy in {"plain": "auto", "chunks": GNNPipeStrategy(num_chunks=8)}.items():
-        L.seed_everything(0, verbose=False)
-        module = Regression()
-        num_exact = fit(module, snapshots(), strategy, epochs=40).num_exact
-        losses[name] = sum(module.losses[-12:]) / 12
-    assert losses["chunks"] < 2 * losses["plain"] < 0.05
-    assert num_exact < 2 * 12
-
-
 class KnowsLabels(L.LightningModule):
     """Is given half of the labels, another half in each step, and predicts the rest."""
 
@@ -365,7 +291,7 @@ class KnowsLabels(L.LightningModule):
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         is_known = torch.rand(data.y.numel()) < 0.5
-        known = (F.one_hot(data.y, 2) * is_known[:, None]).to(data.x)
+        known = (F.one_hot(data.y, 2) * is_known[:, None]).to(torch.get_default_dtype())
         out = self.net(known, data.edge_index)
         loss = F.cross_entropy(out[~is_known], data.y[~is_known])
         self.losses.append(loss.item())
@@ -376,13 +302,16 @@ class KnowsLabels(L.LightningModule):
 
 
 def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
-    graph = snapshots()[0]
-    graph.y = torch.randint(2, (200,), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randint(200, (2, 600), generator=generator)
+    labels = torch.randint(2, (200,), generator=generator)
+    graph = Data(edge_index=torch.cat([half, half.flip(0)], dim=1), y=labels)
+    graph.num_nodes = 200
     losses = {}
     for num_chunks in (1, 8):
         L.seed_everything(0, verbose=False)
         module = KnowsLabels()
-        strategy = GNNPipeStrategy(num_chunks=num_chunks)
-        fit(module, [graph], strategy, epochs=20)
+        trainer = quiet_trainer(1, {"num_chunks": num_chunks}, max_epochs=20)
+        trainer.fit(module, DataLoader([graph], batch_size=None))
         losses[num_chunks] = torch.tensor(module.losses)
     torch.testing.assert_close(losses[8], losses[1], rtol=0, atol=1e-8)

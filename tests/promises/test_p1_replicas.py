@@ -27,8 +27,7 @@ from tests.helpers.batches import (
     draw_batch,
 )
 from tests.helpers.launch import SEED, FitResult, fit_batches
-from tests.helpers.record import Step, assert_steps_equal
-from tests.promises.test_p5_bytes import BytesRecorder
+from tests.helpers.record import StatsRecorder, Step, assert_steps_equal
 
 SIZES = (4, 7, 1, 9, 5, 6, 3, 8, 5, 4, 6, 2, 3, 5, 7, 1, 2, 6, 4)
 """Graphs to train on. They are odd in number: of two replicas, one has one of the other's."""
@@ -103,12 +102,6 @@ def draw_graphs() -> list[Data]:
     return draw_batch(SIZES).to_data_list()
 
 
-def loaders() -> tuple[DataLoader, DataLoader]:
-    graphs = draw_graphs()
-    train = DataLoader(graphs, batch_size=BATCH, shuffle=True)
-    return train, DataLoader(graphs[:NUM_VALIDATED], batch_size=BATCH)
-
-
 def train_on_union() -> tuple[list[list[Step]], Surrounded]:
     """Train on one device with the mean of the replicas' losses; return the steps of each."""
     module, graphs = Surrounded(), draw_graphs()
@@ -135,10 +128,10 @@ def train_on_union() -> tuple[list[list[Step]], Surrounded]:
                 optimizer.step()
                 optimizer.zero_grad()
             weights = {name: p.detach().clone() for name, p in module.named_parameters()}
-            for replica, (out, loss) in enumerate(zip(outputs, losses, strict=True)):
-                own = out.detach().flatten(), loss.detach() / ACCUMULATED
+            for own, out, loss in zip(steps, outputs, losses, strict=True):
                 logged = {"train_loss": loss.detach()}
-                steps[replica].append(Step(*own, dict(gradients), weights, logged))
+                given = out.detach().flatten(), loss.detach() / ACCUMULATED
+                own.append(Step(*given, dict(gradients), weights, logged))
     return steps, module
 
 
@@ -147,11 +140,11 @@ def _batch(graphs: Sequence[Data], order: Sequence[int]) -> Batch:
 
 
 def fit(num_stages: int, tmp_path: Path, *callbacks: L.Callback, **options: Any) -> FitResult:
-    train, val = loaders()
+    graphs = draw_graphs()
     return fit_batches(
         Surrounded(),
-        train,
-        val_batches=val,
+        DataLoader(graphs, batch_size=BATCH, shuffle=True),
+        val_batches=DataLoader(graphs[:NUM_VALIDATED], batch_size=BATCH),
         num_stages=num_stages,
         num_replicas=REPLICAS,
         num_chunks=3,
@@ -189,8 +182,7 @@ def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_
     options = {"strategy_kwargs": {"save_distributed_checkpoint": num_stages > 1}}
     saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=-1)
     stopper = EarlyStopping("val_loss", patience=5)
-    callbacks = BytesRecorder(tmp_path), Gathers(), saver, stopper
-    found = fit(num_stages, tmp_path, *callbacks, **options)
+    found = fit(num_stages, tmp_path, StatsRecorder(tmp_path), Gathers(), saver, stopper, **options)
 
     expected, module = train_on_union()
     for steps, own in zip([found.steps, *found.others], expected, strict=True):
@@ -204,11 +196,9 @@ def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_
     whole = _batch(draw_graphs(), range(NUM_VALIDATED))
     error = module.loss(module(whole), whole).item()
     kept = whole.y[whole.y[:, 0] > 0, 0].float().double().sum().item()
-    logged = {name: value.item() for name, value in found.trainer.callback_metrics.items()}
-    assert logged["val_loss"] == pytest.approx(error, rel=1e-10)
-    assert logged["error"] == pytest.approx(error, rel=1e-10)
-    assert logged["kept"] == pytest.approx(kept, rel=1e-10)
-    assert logged["num_graphs"] == NUM_VALIDATED
+    expected_log = {"val_loss": error, "error": error, "kept": kept, "num_graphs": NUM_VALIDATED}
+    logged = {name: found.trainer.callback_metrics[name].item() for name in expected_log}
+    assert logged == pytest.approx(expected_log, rel=1e-10)
 
     counted = [step.get("data_grad", 0) for step in torch.load(tmp_path / "bytes.pt")]
     assert counted == EPOCHS * [0, data_grad_bytes(num_stages), data_grad_bytes(num_stages)]

@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import StalenessWarmup
+from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
 from tests.helpers.cases import covering, name_of, slow
 from tests.helpers.graphs import GraphCase, all_cases, communities
-from tests.helpers.launch import FitResult, run_fit, run_plain
+from tests.helpers.launch import (
+    FitResult,
+    assert_shared_out,
+    assert_transparent,
+    run_fit,
+    run_plain,
+)
 from tests.helpers.modules import NETS, ReferenceModule
-from tests.helpers.record import assert_steps_equal
 
 NUM_STEPS = 5
 
@@ -36,8 +41,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 def fit_both(
-    name: str, setting: str, case: GraphCase, num_stages: int, tmp_path: Path, num_shards: int = 1
+    name: str, setting: str, tmp_path: Path, case: GraphCase | None = None, **piped: Any
 ) -> tuple[FitResult, FitResult]:
+    case = case or communities(5)
     module_options, trainer_options, batches_per_epoch = SETTINGS[setting]
     shared: dict[str, Any] = {
         "max_epochs": NUM_STEPS,
@@ -46,69 +52,58 @@ def fit_both(
         "trainer_kwargs": trainer_options,
     }
     plain = run_plain(ReferenceModule(name, **module_options), case.data, **shared)
-    piped = run_fit(
+    found = run_fit(
         ReferenceModule(name, **module_options),
         case.data,
-        num_stages=num_stages,
-        num_shards=num_shards,
         num_chunks=case.num_chunks,
         partition=case.partition,
         callbacks=[StalenessWarmup(num_epochs=NUM_STEPS)],
-        **shared,
+        **{"num_stages": 1, **shared, **piped},
     )
-    return piped, plain
-
-
-def assert_transparent(piped: FitResult, plain: FitResult) -> None:
-    assert_steps_equal(piped.steps, plain.steps)
-    assert piped.state_dict.keys() == plain.state_dict.keys()
-    for name, value in plain.state_dict.items():
-        torch.testing.assert_close(piped.state_dict[name], value, rtol=1e-10, atol=1e-10)
-    for name in ("train_loss", "val_loss"):
-        metrics = (piped.trainer.callback_metrics, plain.trainer.callback_metrics)
-        assert (name in metrics[0]) == (name in metrics[1])
+    return found, plain
 
 
 @pytest.mark.parametrize(("name", "setting"), covering(NETS, SETTINGS))
 def test_one_stage_equals_plain_lightning(name: str, setting: str, tmp_path: Path) -> None:
-    assert_transparent(*fit_both(name, setting, communities(5), 1, tmp_path))
+    assert_transparent(*fit_both(name, setting, tmp_path))
 
 
 @pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_path: Path) -> None:
-    assert_transparent(*fit_both(name, "momentum", case, 1, tmp_path))
+    assert_transparent(*fit_both(name, "momentum", tmp_path, case))
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "num_stages"),
+    ("name", "setting", "num_stages", "num_shards"),
     [
         # every model and every setting on two stages and on three; in the fast ones, on either
-        ("gcn", "clip", 2),
-        slow("sage", "all", 2),
-        slow("gcnii", "adam", 2),
-        slow("gat_jk", "momentum", 2),
-        ("edge", "accumulate", 2),
-        ("gcnii", "decay", 2),
-        slow("gcn", "accumulate", 3),
-        ("sage", "momentum", 3),
-        slow("gcnii", "clip", 3),
-        ("gat_jk", "all", 3),
-        ("edge", "adam", 3),
-        slow("gcn", "decay", 3),
+        ("gcn", "clip", 2, 1),
+        slow("sage", "all", 2, 1),
+        slow("gcnii", "adam", 2, 1),
+        slow("gat_jk", "momentum", 2, 1),
+        ("edge", "accumulate", 2, 1),
+        ("gcnii", "decay", 2, 1),
+        slow("gcn", "accumulate", 3, 1),
+        ("sage", "momentum", 3, 1),
+        slow("gcnii", "clip", 3, 1),
+        ("gat_jk", "all", 3, 1),
+        ("edge", "adam", 3, 1),
+        slow("gcn", "decay", 3, 1),
+        slow("gcnii", "all", 1, 2),
+        ("gat_jk", "clip", 1, 3),
+        slow("edge", "accumulate", 2, 2),
+        ("sage", "all", 2, 2),
+        slow("gcn", "adam", 1, 2),
     ],
 )
-def test_stages_equal_plain_lightning(
-    name: str, setting: str, num_stages: int, tmp_path: Path
+def test_stages_and_shards_equal_plain_lightning(
+    name: str, setting: str, num_stages: int, num_shards: int, tmp_path: Path
 ) -> None:
-    piped, plain = fit_both(name, setting, communities(5), num_stages, tmp_path)
+    where = {"num_stages": num_stages, "num_shards": num_shards}
+    piped, plain = fit_both(name, setting, tmp_path, **where)
     assert_transparent(piped, plain)
-
-    # and no rank did the whole work: what it holds is its stage's
-    names = set(plain.steps[0].weights)
-    assert set().union(*piped.held_by_rank) == names
-    for held in piped.held_by_rank:
-        assert held
-        assert held < names
+    if num_stages > 1:
+        assert_shared_out(piped, plain)
 
 
 class ComplexModule(ReferenceModule):
@@ -143,34 +138,40 @@ class ComplexNet(nn.Module):
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_complex_values_and_outputs(num_stages: int, tmp_path: Path) -> None:
-    case = communities(5)
+    data, warmup = communities(5).data, [StalenessWarmup(num_epochs=3)]
     shared: dict[str, Any] = {"max_epochs": 3, "tmp_path": tmp_path}
-    piped = run_fit(
-        ComplexModule(),
-        case.data,
-        num_stages=num_stages,
-        num_chunks=case.num_chunks,
-        callbacks=[StalenessWarmup(num_epochs=3)],
-        **shared,
-    )
-    assert_transparent(piped, run_plain(ComplexModule(), case.data, **shared))
+    where = {"num_stages": num_stages, "num_chunks": 5, "callbacks": warmup}
+    piped = run_fit(ComplexModule(), data, **where, **shared)
+    assert_transparent(piped, run_plain(ComplexModule(), data, **shared))
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [("gcn", 1), ("edge", 1), ("gat_jk", 2)])
-def test_evaluation_has_no_stale_rows(name: str, num_stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards", "strategy"),
+    [
+        ("gcn", 1, 1, {}),
+        ("edge", 1, 1, {}),
+        ("gat_jk", 2, 1, {}),
+        ("gcn", 1, 1, {"cross_chunk_edges": "drop"}),
+        ("gcn", 2, 1, {"cross_chunk_edges": "drop"}),
+        ("gcn", 1, 2, {"cross_chunk_edges": "drop"}),
+    ],
+)
+def test_evaluation_is_exact(
+    name: str, num_stages: int, num_shards: int, strategy: dict[str, Any], tmp_path: Path
+) -> None:
     """Validation and prediction of a model trained in chunks equal plain PyG with its weights."""
-    from lightning_gnnpipe import FullGraphDataModule
-
     case, module, plain = communities(5), ReferenceModule(name), ReferenceModule(name)
     fit = run_fit(
         module,
         case.data,
         num_stages=num_stages,
+        num_shards=num_shards,
         num_chunks=case.num_chunks,
         partition=case.partition,
         max_epochs=NUM_STEPS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0},
+        strategy_kwargs=strategy,
     )
     for step in fit.steps:
         plain.load_state_dict({**plain.state_dict(), **step.weights})
@@ -181,23 +182,7 @@ def test_evaluation_has_no_stale_rows(name: str, num_stages: int, tmp_path: Path
 
     with torch.no_grad():  # outside the trainer the module is the plain model again
         torch.testing.assert_close(module.eval()(case.data), outputs, rtol=1e-10, atol=1e-10)
-    if num_stages == 1:  # Lightning returns no predictions from other processes
+    if num_stages * num_shards == 1:  # Lightning returns no predictions from other processes
         datamodule = FullGraphDataModule(case.data)
         (predicted,) = fit.trainer.predict(module, datamodule=datamodule)
         torch.testing.assert_close(predicted, outputs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "num_stages", "num_shards"),
-    [
-        slow("gcnii", "all", 1, 2),
-        ("gat_jk", "clip", 1, 3),
-        slow("edge", "accumulate", 2, 2),
-        ("sage", "all", 2, 2),
-        slow("gcn", "adam", 1, 2),
-    ],
-)
-def test_p1_shards_equal_plain_lightning(
-    name: str, setting: str, num_stages: int, num_shards: int, tmp_path: Path
-) -> None:
-    assert_transparent(*fit_both(name, setting, communities(5), num_stages, tmp_path, num_shards))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from lightning_gnnpipe.types import OrderName, RepeatOption
+from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
+from lightning_gnnpipe.graph import chunk_order
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
+from lightning_gnnpipe.types import OrderName
 from tests.helpers.cases import covering, name_of, slow, some
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
@@ -30,35 +33,22 @@ RULES = {
     "warmup_snapshot": Refresh(num_exact_epochs=2, every_n_epochs=4),
     "warmup_exact": Refresh(num_exact_epochs=2, every_n_epochs=3, how="exact"),
 }
-
-
 OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
-
-
-def callbacks(rule: str) -> list[Any]:
-    """Return the callbacks that switch a rule on."""
-    return callbacks_of(RULES[rule])
+LINEAR = {"gcn", "sage", "gcnii"}  # nets whose messages are a weighted sum
 
 
 def callbacks_of(refresh: Refresh) -> list[Any]:
     """Return the callbacks that switch on what `method` does not."""
-    from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
-
     chosen: list[Any] = []
-    if refresh.num_exact_epochs > 1:
-        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
     if refresh.every_n_epochs:
         chosen.append(EmbeddingRefresh(refresh.every_n_epochs, refresh.how))
-    return chosen[::-1]
-
-
-LINEAR = {"gcn", "sage", "gcnii"}  # nets whose messages are a weighted sum
+    if refresh.num_exact_epochs > 1:
+        chosen.append(StalenessWarmup(num_epochs=refresh.num_exact_epochs))
+    return chosen
 
 
 def method(scale: Scale) -> Any:
     """Return the method with one factor of gradients, or the default without validation's rows."""
-    from lightning_gnnpipe.staleness import METHODS, StalenessMethod
-
     if scale == "drift":
         return replace(METHODS["drift"], takes_validation=False)
     return StalenessMethod(linear_scale=scale, message_scale=scale)
@@ -85,11 +75,8 @@ def assert_equals_oracle(
     scale: Scale = 1.0,
     optimizer: str = "momentum",
     validate: bool = False,
-    recompute: bool = False,
-    repeat_encoder: RepeatOption = "auto",
+    **strategy: Any,
 ) -> None:
-    from lightning_gnnpipe.graph import chunk_order
-
     options: dict[str, Any] = {**OPTIMIZER, "optimizer": optimizer}
     if optimizer == "adam":
         options["lr"] = 0.01
@@ -111,15 +98,11 @@ def assert_equals_oracle(
         num_shards=num_shards,
         num_chunks=case.num_chunks,
         partition=case.partition,
-        callbacks=callbacks(rule),
+        callbacks=callbacks_of(RULES[rule]),
         max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
-        strategy_kwargs={
-            "chunk_order": order,
-            "recompute": recompute,
-            "repeat_encoder": repeat_encoder,
-        },
+        strategy_kwargs={"chunk_order": order, **strategy},
         method=method(scale),
     )
     assert_steps_equal(fit.steps, expected)
@@ -128,104 +111,88 @@ def assert_equals_oracle(
 
 
 # The product of all options on one stage; the models take turns. One in eleven has every value.
-OPTIONS = list(product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, SCALES))
-
-
-@pytest.mark.parametrize(
-    ("num_chunks", "order", "rule", "scale", "name"),
-    some(
-        [(*options, list(NETS)[turn % len(NETS)]) for turn, options in enumerate(OPTIONS)],
-        every=11,
-    ),
-)
-def test_one_stage_equals_oracle(
-    num_chunks: int, order: OrderName, rule: str, scale: Scale, name: str, tmp_path: Path
-) -> None:
-    assert_equals_oracle(
-        communities(num_chunks), tmp_path, name=name, order=order, rule=rule, scale=scale
+OPTIONS = [
+    (num_chunks, {"order": order, "rule": rule, "scale": scale, "name": name})
+    for (num_chunks, order, rule, scale), name in zip(
+        product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, SCALES), cycle(NETS), strict=False
     )
+]
+AGAIN: dict[str, Any] = {"recompute": True, "validate": True}
+SHARDS: dict[str, Any] = {"num_shards": 2, "validate": True}
+REPEATED: dict[str, Any] = {"scale": 2.0, "validate": True, "repeat_encoder": True}
 
 
+@pytest.mark.parametrize(("num_chunks", "options"), some(OPTIONS, every=11))
+def test_one_stage_equals_oracle(num_chunks: int, options: dict[str, Any], tmp_path: Path) -> None:
+    assert_equals_oracle(communities(num_chunks), tmp_path, **options)
+
+
+@pytest.mark.parametrize("options", [{"scale": "drift"}, {"num_shards": 2, "scale": 2.0}], ids=str)
 @pytest.mark.parametrize(
     ("case", "name"), covering(all_cases(), ["gcn", "sage", "edge"]), ids=name_of
 )
-def test_one_stage_equals_oracle_on(case: GraphCase, name: str, tmp_path: Path) -> None:
-    assert_equals_oracle(case, tmp_path, name=name, scale="drift")
+def test_small_graphs_equal_oracle(
+    case: GraphCase, name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_equals_oracle(case, tmp_path, name=name, **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages", "num_chunks", "order", "rule", "scale", "optimizer"),
+    ("name", "num_stages", "num_chunks", "options"),
     [
         # every value of every option on two stages and on three; in the fast ones, on either
-        slow("gcn", 2, 5, "shuffled", "live", 1.0, "momentum"),
-        ("gcnii", 2, 5, "shuffled", "warmup_snapshot", "drift", "momentum"),
-        ("gat_jk", 3, 16, "shuffled", "live", "drift", "momentum"),
-        ("sage", 2, 16, "fixed", "snapshot", 2.0, "sgd"),
-        slow("gcnii", 2, 2, "shuffled", "exact", 2.0, "adam"),
-        slow("gat_jk", 2, 5, "shuffled", "warmup_snapshot", 1.0, "momentum"),
-        slow("edge", 2, 16, "shuffled", "warmup", 2.0, "sgd"),
-        ("gcn", 2, 1, "fixed", "warmup_exact", 1.0, "adam"),
-        slow("gcnii", 3, 5, "shuffled", "live", 2.0, "momentum"),
-        slow("gcn", 3, 16, "shuffled", "snapshot", 1.0, "adam"),
-        ("sage", 3, 2, "fixed", "warmup", 1.0, "momentum"),
-        ("gat_jk", 3, 16, "shuffled", "exact", 2.0, "sgd"),
-        slow("edge", 3, 5, "fixed", "warmup_exact", 2.0, "momentum"),
-        slow("gcnii", 3, 1, "shuffled", "warmup_snapshot", 1.0, "sgd"),
+        slow("gcn", 2, 5, {}),
+        ("gcnii", 2, 5, {"rule": "warmup_snapshot", "scale": "drift"}),
+        ("gat_jk", 3, 16, {"scale": "drift"}),
+        ("sage", 2, 16, {"order": "fixed", "rule": "snapshot", "scale": 2.0, "optimizer": "sgd"}),
+        slow("gcnii", 2, 2, {"rule": "exact", "scale": 2.0, "optimizer": "adam"}),
+        slow("gat_jk", 2, 5, {"rule": "warmup_snapshot"}),
+        slow("edge", 2, 16, {"rule": "warmup", "scale": 2.0, "optimizer": "sgd"}),
+        ("gcn", 2, 1, {"order": "fixed", "rule": "warmup_exact", "optimizer": "adam"}),
+        slow("gcnii", 3, 5, {"scale": 2.0}),
+        slow("gcn", 3, 16, {"rule": "snapshot", "optimizer": "adam"}),
+        ("sage", 3, 2, {"order": "fixed", "rule": "warmup"}),
+        ("gat_jk", 3, 16, {"rule": "exact", "scale": 2.0, "optimizer": "sgd"}),
+        slow("edge", 3, 5, {"order": "fixed", "rule": "warmup_exact", "scale": 2.0}),
+        slow("gcnii", 3, 1, {"rule": "warmup_snapshot", "optimizer": "sgd"}),
+        # activations that are computed again, and validation between the steps
+        ("gcnii", 2, 5, {"rule": "warmup_snapshot", "scale": "drift", **AGAIN}),
+        slow("gat_jk", 3, 5, {"scale": "drift", **AGAIN}),
+        ("edge", 1, 5, {"rule": "exact", "scale": "drift", **AGAIN}),
+        ("gcn", 1, 5, {"validate": True}),
+        ("gcn", 2, 5, {"validate": True}),
+        # shards
+        slow("gcn", 1, 1, SHARDS),
+        slow("gcn", 1, 5, SHARDS),
+        ("gcn", 1, 5, {"scale": 2.0, **SHARDS, "num_shards": 3}),
+        ("sage", 1, 5, {"rule": "snapshot", "scale": 2.0, **SHARDS}),
+        ("gat_jk", 1, 5, {"rule": "exact", "scale": 2.0, **SHARDS}),
+        ("gat_jk", 1, 2, {**AGAIN, "num_shards": 3}),
+        ("edge", 1, 5, {"rule": "warmup", "scale": 2.0, **SHARDS}),
+        slow("edge", 2, 5, {"scale": 2.0, **AGAIN, **SHARDS}),
+        slow("gcnii", 2, 5, {"scale": 2.0, **SHARDS}),
+        ("gcnii", 2, 2, {"rule": "warmup_exact", **AGAIN, **SHARDS}),
+        slow("sage", 2, 1, SHARDS),
+        slow("sage", 1, 1, {**AGAIN, **SHARDS}),
+        ("gat_jk", 1, 1, {**AGAIN, **SHARDS}),
+        # encoders that each stage computes
+        ("encoded", 2, 5, REPEATED),
+        ("in_place", 3, 5, {"rule": "snapshot", **AGAIN, **REPEATED}),
+        slow("overwritten", 2, 5, REPEATED),
+        ("behind", 2, 5, {"rule": "warmup", **AGAIN, **REPEATED}),
+        slow("frozen", 3, 5, REPEATED),
+        ("two", 3, 5, {"rule": "exact", **AGAIN, **REPEATED}),
+        slow("pyg", 2, 5, REPEATED),
+        slow("edge_encoded", 3, 5, REPEATED),
+        ("encoded", 2, 5, {**AGAIN, **SHARDS, **REPEATED}),
+        ("edge_encoded", 2, 5, {"rule": "warmup_exact", **SHARDS, **REPEATED}),
     ],
 )
-def test_stages_equal_oracle(
-    name: str,
-    num_stages: int,
-    num_chunks: int,
-    order: OrderName,
-    rule: str,
-    scale: Scale,
-    optimizer: str,
-    tmp_path: Path,
+def test_stages_and_shards_equal_oracle(
+    name: str, num_stages: int, num_chunks: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_equals_oracle(
-        communities(num_chunks),
-        tmp_path,
-        name=name,
-        num_stages=num_stages,
-        order=order,
-        rule=rule,
-        scale=scale,
-        optimizer=optimizer,
-    )
-
-
-@pytest.mark.parametrize(
-    "case",
-    some([case for case in all_cases() if case.num_chunks == 3][:4], every=2),
-    ids=name_of,
-)
-def test_two_stages_equal_oracle_on(case: GraphCase, tmp_path: Path) -> None:
-    assert_equals_oracle(case, tmp_path, name="edge", num_stages=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_stages", "rule"),
-    [("gcnii", 2, "warmup_snapshot"), slow("gat_jk", 3, "live"), ("edge", 1, "exact")],
-)
-def test_recomputed_activations_equal_oracle(
-    name: str, num_stages: int, rule: str, tmp_path: Path
-) -> None:
-    assert_equals_oracle(
-        communities(5),
-        tmp_path,
-        name=name,
-        num_stages=num_stages,
-        rule=rule,
-        scale="drift",
-        validate=True,
-        recompute=True,
-    )
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_validation_leaves_stale_rows_as_they_were(num_stages: int, tmp_path: Path) -> None:
-    assert_equals_oracle(communities(5), tmp_path, num_stages=num_stages, validate=True)
+    case = communities(num_chunks)
+    assert_equals_oracle(case, tmp_path, name=name, num_stages=num_stages, **options)
 
 
 @pytest.mark.parametrize("name", some(NETS, every=4))
@@ -245,6 +212,11 @@ def test_every_option_changes_the_result(name: str) -> None:
             follows_drift=scale == "drift",
         )
         losses[rule, scale, order] = float(steps[-1].loss)
-    ranked = sorted(losses.values())
-    gaps = [after - before for before, after in pairwise(ranked)]
+    exact = Refresh(num_exact_epochs=NUM_EPOCHS)
+    oracle = ReferenceModule(name, **OPTIMIZER)
+    steps = train_with_oracle(
+        oracle, case.data, case.partition, orders=lambda epoch: (), refresh=exact, num_epochs=4
+    )
+    losses["exact"] = float(steps[-1].loss)
+    gaps = [after - before for before, after in pairwise(sorted(losses.values()))]
     assert min(gaps) > 1e-8, losses

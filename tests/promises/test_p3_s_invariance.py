@@ -1,20 +1,28 @@
-"""P3: the number of stages changes no number, dropout included."""
+"""P3: the number of stages changes no number, dropout included; nor do shards, norms included."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.data import Data
 
+from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
+from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.cases import slow
 from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, run_fit
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
+from tests.helpers.trainers import quiet_trainer
 
 NUM_EPOCHS = 5
+N, D = 60, 6
 
 
 def fit(
@@ -22,15 +30,13 @@ def fit(
     num_stages: int,
     tmp_path: Path,
     *,
-    dropout: float = 0.5,
     num_exact_epochs: int = 0,
+    module: ReferenceModule | None = None,
     **options: Any,
 ) -> FitResult:
-    from lightning_gnnpipe import StalenessWarmup
-
     case = communities(5)
     return run_fit(
-        ReferenceModule(name, optimizer="adam", lr=0.01, dropout=dropout),
+        module or ReferenceModule(name, optimizer="adam", lr=0.01, dropout=0.5),
         case.data,
         num_stages=num_stages,
         num_chunks=case.num_chunks,
@@ -66,21 +72,84 @@ def test_losses_do_not_depend_on_the_number_of_stages(
             torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
 
 
-def test_the_seed_alone_decides(tmp_path: Path) -> None:
+def test_the_seed_alone_decides_and_dropout_differs_between_epochs(tmp_path: Path) -> None:
     first, again = fit("gcnii", 1, tmp_path), fit("gcnii", 1, tmp_path)
     assert torch.equal(first.losses, again.losses)
     assert not torch.allclose(first.losses, fit("gcnii", 1, tmp_path, seed=8).losses)
-    assert not torch.allclose(first.losses, fit("gcnii", 1, tmp_path, dropout=0.0).losses)
+    plain = ReferenceModule("gcnii", optimizer="adam", lr=0.01)
+    assert not torch.allclose(first.losses, fit("gcnii", 1, tmp_path, module=plain).losses)
+    resting = ReferenceModule("gcn", optimizer="sgd", lr=0.0, dropout=0.5)
+    exact = fit("gcn", 1, tmp_path, module=resting, num_exact_epochs=NUM_EPOCHS)
+    assert len(set(exact.losses.tolist())) == NUM_EPOCHS
 
 
-def test_dropout_differs_between_epochs(tmp_path: Path) -> None:
-    case = communities(5)
-    result = run_fit(
-        ReferenceModule("gcn", optimizer="sgd", lr=0.0, dropout=0.5),
-        case.data,
-        num_stages=1,
-        num_chunks=1,
-        max_epochs=NUM_EPOCHS,
-        tmp_path=tmp_path,
+class Norms(nn.Module):
+    """A message-passing layer in front of each kind of norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(
+            [
+                nn.BatchNorm1d(D),
+                gnn.BatchNorm(D),
+                gnn.GraphNorm(D),
+                gnn.GraphSizeNorm(),
+                gnn.PairNorm(scale=3.0),
+                gnn.InstanceNorm(D, affine=True, track_running_stats=True),
+                gnn.MeanSubtractionNorm(),
+                gnn.DiffGroupNorm(D, groups=2),
+                gnn.LayerNorm(D),
+            ]
+        )
+        # Without a bias, whose gradient is zero in front of a norm: Adam would scale up rounding.
+        self.convs = nn.ModuleList([gnn.GCNConv(D, D, bias=False) for _ in self.norms])
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + torch.tanh(norm(conv(x, edge_index)))
+        return x
+
+
+def fit_norms(
+    num_chunks: int, validates: bool, *, shards: int = 1, stages: int = 1, **piped: Any
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    data = Data(
+        x=torch.randn(N, D, generator=generator, dtype=torch.float64),
+        edge_index=torch.randint(0, N, (2, 4 * N), generator=generator),
+        y=torch.randint(0, D, (N,), generator=generator),
     )
-    assert len(set(result.losses.tolist())) == NUM_EPOCHS
+    L.seed_everything(1, verbose=False)
+    module = NodeClassifier(Norms(), D, lr=0.05).double()
+    trainer = quiet_trainer(
+        shards * stages,
+        {"graph_parallel": shards, "num_chunks": num_chunks, **piped},
+        max_epochs=NUM_EPOCHS,
+        callbacks=[StalenessWarmup(num_epochs=2)],
+        limit_val_batches=1.0 if validates else 0,
+    )
+    trainer.fit(module, datamodule=FullGraphDataModule(data))
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "validates", "where"),
+    [
+        slow(1, False, {"shards": 2}),
+        (4, False, {"shards": 2, "recompute": True}),
+        slow(4, False, {"shards": 3}),
+        (4, False, {"shards": 2, "stages": 2}),
+        slow(1, True, {"shards": 2}),
+        (4, True, {"shards": 2}),
+        slow(4, True, {"stages": 2}),
+    ],
+)
+def test_p3_norms_see_all_shards(num_chunks: int, validates: bool, where: dict[str, Any]) -> None:
+    """Validation replaces running statistics by those of an exact pass, on all ranks."""
+    expected = fit_norms(num_chunks, validates)
+    found = fit_norms(num_chunks, validates, **where)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-9, msg=key)
+    if validates and num_chunks > 1:
+        left, key = fit_norms(num_chunks, False), "net.norms.5.running_mean"
+        assert not torch.allclose(left[key], expected[key])

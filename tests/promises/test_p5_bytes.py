@@ -5,21 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-)
+from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
-from lightning_gnnpipe.types import CodecOption, RepeatOption, StalenessName
+from lightning_gnnpipe.types import CodecOption, RepeatOption
 from tests.helpers.cases import slow
+from tests.helpers.record import StatsRecorder
+from tests.helpers.trainers import quiet_trainer
 
 N, E, D, C = 37, 120, 8, 3
 FLOAT = 4
@@ -46,20 +44,6 @@ class EdgeClassifier(NodeClassifier):
         return self.net(data.x, data.edge_index, data.edge_attr)
 
 
-class BytesRecorder(L.Callback):
-    """Writes the bytes of every training step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.steps: list[dict[str, int]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        stats = trainer.strategy.collect_stats()
-        self.steps.append(stats.bytes_by_kind)
-        if trainer.is_global_zero:
-            torch.save(self.steps, self.folder / "bytes.pt")
-
-
 def graph() -> Data:
     generator = torch.Generator().manual_seed(0)
     return Data(
@@ -70,46 +54,28 @@ def graph() -> Data:
     )
 
 
-def complete_graph() -> Data:
-    """Every node has edges from all others, so that each shard reads all rows of the others."""
-    data = graph()
-    data.edge_index = torch.cartesian_prod(torch.arange(N), torch.arange(N)).t()
-    del data.edge_attr
-    return data
-
-
 def measure(
     folder: Path,
-    module: L.LightningModule,
+    net: nn.Module,
     num_stages: int,
     num_chunks: int,
     num_shards: int = 1,
     data: Data | None = None,
-    repeat: RepeatOption = "auto",
-    cut_codec: CodecOption = "fp32",
-    staleness: StalenessName = "drift",
-) -> Any:
-    L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages * num_shards,
-        strategy=GNNPipeStrategy(
-            num_chunks=num_chunks,
-            graph_parallel=num_shards,
-            start_method="fork",
-            repeat_encoder=repeat,
-            cut_codec=cut_codec,
-            staleness=staleness,
-        ),
+    num_classes: int = C,
+    **piped: Any,
+) -> list[dict[str, int]]:
+    """Return the bytes of three steps."""
+    kind = EdgeClassifier if isinstance(net, EdgeNet) else NodeClassifier
+    trainer = quiet_trainer(
+        num_stages * num_shards,
+        {"num_chunks": num_chunks, "graph_parallel": num_shards, **piped},
         max_epochs=3,
-        callbacks=[BytesRecorder(folder)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[StatsRecorder(folder)],
     )
-    trainer.fit(module, datamodule=FullGraphDataModule(data or graph()))
-    return torch.load(folder / "bytes.pt")
+    trainer.fit(kind(net, num_classes), datamodule=FullGraphDataModule(data or graph()))
+    steps: list[dict[str, int]] = torch.load(folder / "bytes.pt")
+    assert len(steps) == 3
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -132,9 +98,8 @@ def test_p5_bytes_equal_the_formula(
 
     The first step is exact, the others are not.
     """
-    module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
-    steps = measure(tmp_path, module, num_stages, num_chunks, repeat=repeat)
-    assert len(steps) == 3
+    net = GCNII(4, D, C, num_layers=4)
+    steps = measure(tmp_path, net, num_stages, num_chunks, repeat_encoder=repeat)
     row_bytes = (D if repeat else 2 * D) * FLOAT
     crossing = 2 * (num_stages - 1) * N * row_bytes
     outputs = (num_stages - 1) * N * C * FLOAT
@@ -166,8 +131,7 @@ def test_p5_bytes_equal_the_formula(
 def test_p5_codecs_count_at_cuts(
     codec: CodecOption, forward: int, backward: int, tmp_path: Path
 ) -> None:
-    module = NodeClassifier(GNN(4, D, C, num_layers=4), C)
-    exact, *others = measure(tmp_path, module, 2, 5, cut_codec=codec)
+    exact, *others = measure(tmp_path, GNN(4, D, C, num_layers=4), 2, 5, cut_codec=codec)
     assert exact["forward"] == exact["backward"] == N * D * FLOAT
     for step in others:
         assert (step["forward"], step["backward"]) == (forward, backward)
@@ -175,8 +139,7 @@ def test_p5_codecs_count_at_cuts(
 
 @pytest.mark.parametrize("repeat", ["auto", False])
 def test_p5_edge_features_count_by_edge(repeat: RepeatOption, tmp_path: Path) -> None:
-    module = EdgeClassifier(EdgeNet(), C)
-    [*_, step] = measure(tmp_path, module, 2, 4, repeat=repeat)
+    [*_, step] = measure(tmp_path, EdgeNet(), 2, 4, repeat_encoder=repeat)
     edges = 0 if repeat else E * 5
     assert step["forward"] == step["backward"] == (N * D + edges) * FLOAT
     assert step["output"] == N * C * FLOAT
@@ -194,17 +157,12 @@ class Late(GCNII):
         return self.lin_out(self.dropout(x))
 
 
-def test_p5_only_stages_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> None:
-    module = NodeClassifier(Late(4, D, C, num_layers=3), C)
-    [*_, step] = measure(tmp_path, module, 3, 4)
+def test_p5_only_those_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> None:
+    """With shards as a ring of all would: over stages on the way there, over shards at its end."""
+    [*_, step] = measure(tmp_path, Late(4, D, C, num_layers=3), 3, 4)
     assert step["forward"] == step["backward"] == 2 * N * D * FLOAT
     assert step["tied_grad"] == 2 * (4 * D + D) * FLOAT
-
-
-def test_p5_shards_sum_shared_gradients_as_a_ring_of_all_would(tmp_path: Path) -> None:
-    """Those of a shard are summed over stages on the way there, over shards at its end."""
-    module = NodeClassifier(GCNII(4, D, C, num_layers=4), C)
-    [*_, step] = measure(tmp_path, module, 2, 4, num_shards=2)
+    [*_, step] = measure(tmp_path, GCNII(4, D, C, num_layers=4), 2, 4, num_shards=2)
     assert step["forward"] == step["backward"] == N * D * FLOAT
     assert step["tied_grad"] == 2 * (4 - 1) * (4 * D + D) * FLOAT
 
@@ -212,11 +170,12 @@ def test_p5_shards_sum_shared_gradients_as_a_ring_of_all_would(tmp_path: Path) -
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Path) -> None:
     num_layers = 3
-    module = NodeClassifier(GNN(4, D, D, num_layers), D)
-    weight_bytes = sum(p.numel() for p in module.parameters()) * FLOAT
-    steps = measure(tmp_path, module, 1, 1, num_shards, complete_graph())
-    assert len(steps) == 3
-    for step in steps:
+    net, data = GNN(4, D, D, num_layers), graph()
+    # Every node has edges from all others, so that each shard reads all rows of the others.
+    data.edge_index = torch.cartesian_prod(torch.arange(N), torch.arange(N)).t()
+    del data.edge_attr
+    weight_bytes = sum(p.numel() for p in net.parameters()) * FLOAT
+    for step in measure(tmp_path, net, 1, 1, num_shards, data, num_classes=D):
         assert step["halo"] == step["halo_grad"] == num_layers * (num_shards - 1) * N * D * FLOAT
         assert step["weight_grad"] == 2 * (num_shards - 1) * weight_bytes
         assert step["output"] == (num_shards - 1) * N * D * FLOAT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,39 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.saving.sidecar import histories_folder
 from tests.helpers.cases import slow
 from tests.helpers.realistic import realistic_graph
+from tests.helpers.record import StatsRecorder, as_held
+from tests.helpers.trainers import quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("double")
 SAVED_AT = 4
 EPOCHS = 8
 
 
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 class Net(nn.Module):
-    """Dropout, statistics over all nodes, a linear and an attentive layer, one called twice."""
+    """Dropout, statistics over all nodes, a linear and an attentive layer, one called twice.
+
+    Each stage computes the encoder, whose rows are added behind all layers but the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.lin_in = nn.Linear(5, 8)
         self.first = gnn.GATv2Conv(5, 4, heads=2, dropout=0.1)
         self.norms = nn.ModuleList([nn.BatchNorm1d(8), gnn.GraphNorm(8)])
         self.shared = gnn.GCNConv(8, 8)
         self.last = gnn.SAGEConv(8, 3, aggr="max")
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x_0 = self.lin_in(x).relu()
         x = self.first(x, edge_index)
         for norm in self.norms:
-            x = x + F.dropout(self.shared(norm(x), edge_index).relu(), 0.3, self.training)
-        return self.last(x, edge_index)
+            h = self.shared(norm(x), edge_index).relu() + x_0
+            x = x + F.dropout(h, 0.3, self.training)
+        return self.last(x, edge_index) + x_0[:, :3]
 
 
 class Noisy(L.LightningModule):
@@ -60,20 +61,22 @@ class Noisy(L.LightningModule):
     def __init__(self, has_noise: bool) -> None:
         super().__init__()
         self.net, self.has_noise = Net(), has_noise
-        self.losses: list[float] = []
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         noise = random.random() + np.random.rand() + torch.rand(()).item()
         x = F.dropout(data.x, 0.1) * (1 + 0.1 * noise) if self.has_noise else data.x
         out = self.net(x, data.edge_index)
         loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-        self.losses.append(loss.item())
         self.log("loss", loss, batch_size=1)
         return loss
 
     def validation_step(self, data: Data, batch_idx: int) -> None:
         out = self.net(data.x, data.edge_index)
         self.log("val", F.cross_entropy(out, data.y), batch_size=1)
+
+    def on_train_end(self) -> None:
+        with as_held(self.trainer):
+            assert self.net.lin_in.weight.numel()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -89,16 +92,6 @@ def loader(num_inputs: int, shuffle: bool = False) -> DataLoader:
     return DataLoader(graphs, batch_size=None, shuffle=shuffle)
 
 
-class NotesKind(L.Callback):
-    """Whether each step was exact."""
-
-    def __init__(self) -> None:
-        self.was_exact: list[bool] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.was_exact.append(trainer.strategy.collect_stats().is_exact)
-
-
 def fit(
     folder: Path,
     *,
@@ -110,26 +103,33 @@ def fit(
     num_inputs: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, save every epoch as `epoch=<n>.ckpt`, return the last checkpoint."""
+    """Train, save every epoch, return the last checkpoint."""
     # A resumed process was started with other random numbers.
     L.seed_everything(1 if resume is None else 2, verbose=False)
     saver = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
     is_one = num_inputs == 1
-    options = {"num_chunks": 5, "changing_inputs": "allow" if is_one else "exact", **options}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages * options.get("graph_parallel", 1),
+    trainer = quiet_trainer(
+        num_stages * options.get("graph_parallel", 1),
+        {"num_chunks": 5, "changing_inputs": "allow" if is_one else "exact", **options},
         precision=precision,
-        strategy=GNNPipeStrategy(start_method="fork", **options),
         max_epochs=epochs,
         callbacks=[saver, StalenessWarmup(num_epochs=2), *(callbacks or [])],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+        enable_checkpointing=True,
     )
     loaders = loader(num_inputs, shuffle=True), loader(num_inputs)
     trainer.fit(Noisy(has_noise=is_one), *loaders, ckpt_path=resume)
-    return torch.load(folder / f"epoch={epochs - 1}.ckpt", weights_only=True)
+    return torch.load(saved(folder, epochs), weights_only=True)
+
+
+def saved(folder: Path, epochs: int = SAVED_AT) -> Path:
+    """Return the checkpoint of a run after so many epochs."""
+    return folder / f"epoch={epochs - 1}.ckpt"
+
+
+def fit_in_two(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the last checkpoint of a run that goes on, and of one that never stopped."""
+    whole = fit(tmp_path / "whole", **options)
+    return fit(tmp_path / "second", resume=saved(tmp_path / "whole"), **options), whole
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -144,8 +144,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(3)]},
     "inputs_shards": {"num_inputs": 2, "graph_parallel": 2},
 }
-
-
 FAST = {
     *((1, name) for name in ("bfloat16", "recompute", "constant_recompute", "dropped")),
     *((1, name) for name in ("refresh", "shards")),
@@ -162,10 +160,7 @@ FAST = {
 def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     num_stages: int, variant: str, tmp_path: Path
 ) -> None:
-    options = {**VARIANTS[variant], "num_stages": num_stages}
-    whole = fit(tmp_path / "whole", **options)
-    saved = tmp_path / "whole" / f"epoch={SAVED_AT - 1}.ckpt"
-    second = fit(tmp_path / "second", resume=saved, **options)
+    second, whole = fit_in_two(tmp_path, **VARIANTS[variant], num_stages=num_stages)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "gnnpipe"):
         assert_same(second[name], whole[name], name)
 
@@ -174,15 +169,9 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
 def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
     """Norms give the dtypes of the run before, in the refresh before the fifth epoch too."""
     torch.set_default_dtype(torch.float32)
-    options = {
-        "precision": "bf16-mixed",
-        "graph_parallel": num_shards,
-        "num_stages": 3 - num_shards,
-        "callbacks": [EmbeddingRefresh(5)],
-    }
-    whole = fit(tmp_path / "whole", **options)
-    saved = tmp_path / "whole" / f"epoch={SAVED_AT - 1}.ckpt"
-    second = fit(tmp_path / "second", resume=saved, **options)
+    where = {"graph_parallel": num_shards, "num_stages": 3 - num_shards}
+    options = {"precision": "bf16-mixed", "callbacks": [EmbeddingRefresh(5)], **where}
+    second, whole = fit_in_two(tmp_path, **options)
     assert_same(second["state_dict"], whole["state_dict"], "state_dict")
 
 
@@ -204,51 +193,42 @@ def test_p6_another_number_of_stages_goes_on_alike(
     options = VARIANTS[variant]
     whole = fit(tmp_path / "whole", num_stages=second, **options)
     fit(tmp_path / "first", epochs=SAVED_AT, num_stages=first, **options)
-    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
-    found = fit(tmp_path / "second", num_stages=second, resume=saved, **options)
-    torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
+    resume = saved(tmp_path / "first")
+    found = fit(tmp_path / "second", num_stages=second, resume=resume, **options)
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[key], whole[key], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("variant", "is_told"), [("defaults", False), ("snapshot", True)])
-def test_p6_a_run_that_goes_on_by_another_method_is_told(
-    variant: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("first", "second", "was_exact", "text"),
+    [
+        # rows are taken, one by one where chunks are others: the next step is pipelined
+        ({}, {}, False, ""),
+        ({"num_stages": 2}, {"num_chunks": 3, "partition": "random"}, False, ""),
+        ({"num_stages": 2}, {"num_chunks": 7, "partition": "random"}, False, ""),
+        ({"staleness": "gnnpipe"}, {}, False, "staleness='gnnpipe', and this run has 'drift'"),
+        # histories of all edges are not those without some
+        ({}, {"cross_chunk_edges": "drop"}, True, "has no histories of this input"),
+        ({"cross_chunk_edges": "drop"}, {}, True, "has no histories of this input"),
+    ],
+)
+def test_p6_rows_are_taken_by_runs_with_other_options(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    was_exact: bool,
+    text: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fit(tmp_path / "first", epochs=SAVED_AT, num_stages=1, **VARIANTS[variant])
-    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
+    fit(tmp_path / "first", epochs=SAVED_AT, **{"num_stages": 1, **first})
+    stats = StatsRecorder()
+    again: dict[str, Any] = {"resume": saved(tmp_path / "first"), "callbacks": [stats], **second}
     with caplog.at_level(logging.WARNING):
-        fit(tmp_path / "second", num_stages=1, resume=saved)
-    assert ("staleness='gnnpipe', and this run has 'drift'" in caplog.text) == is_told
-
-
-@pytest.mark.parametrize("num_chunks", [3, 7])
-def test_p6_another_cut_takes_the_histories_row_by_row(num_chunks: int, tmp_path: Path) -> None:
-    """The step after the resume is pipelined, on rows that the run before has written."""
-    fit(tmp_path / "first", epochs=SAVED_AT)
-    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
-    kinds = NotesKind()
-    fit(
-        tmp_path / "second",
-        num_stages=1,
-        epochs=SAVED_AT + 1,
-        resume=saved,
-        callbacks=[kinds],
-        num_chunks=num_chunks,
-        partition="random",
-    )
-    assert kinds.was_exact == [False]
-
-
-@pytest.mark.parametrize(("first", "second"), [("keep", "drop"), ("drop", "keep")])
-def test_p6_histories_of_all_edges_are_not_those_without(
-    first: str, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: dict[str, Any] = {"num_stages": 1, "epochs": SAVED_AT}
-    fit(tmp_path / "first", cross_chunk_edges=first, **options)
-    saved, kinds = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt", NotesKind()
-    options |= {"epochs": SAVED_AT + 2, "resume": saved, "callbacks": [kinds]}
-    fit(tmp_path / "second", cross_chunk_edges=second, **options)
-    assert kinds.was_exact == [True, False]
-    assert "has no histories of this input" in caplog.text
+        fit(tmp_path / "second", num_stages=1, epochs=SAVED_AT + 2, **again)
+    assert stats.was_exact == [was_exact, False]
+    for one in ("and this run has", "has no histories"):
+        assert (one in caplog.text) == (one in text)
+    assert text in caplog.text
 
 
 def assert_same(found: Any, expected: Any, name: str) -> None:
@@ -270,13 +250,11 @@ def assert_same(found: Any, expected: Any, name: str) -> None:
 
 def test_p6_a_snapshot_is_not_taken_by_another_method(tmp_path: Path) -> None:
     """It goes on as from a run of the same weights that has kept nothing."""
-    options: dict[str, Any] = {"num_stages": 1}
-    fit(tmp_path / "first", epochs=SAVED_AT, staleness="gnnpipe", **options)
-    saved = tmp_path / "first" / f"epoch={SAVED_AT - 1}.ckpt"
-    more = {"epochs": SAVED_AT + 4, "resume": saved, "staleness": "constant", **options}
+    first = fit(tmp_path / "first", epochs=SAVED_AT, staleness="gnnpipe", num_stages=1)
+    resume = saved(tmp_path / "first")
+    more: dict[str, Any] = {"resume": resume, "staleness": "constant", "num_stages": 1}
     found = fit(tmp_path / "found", **more)
-    ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
-    path = histories_folder(saved, ident) / "stage_0.pt"
+    path = histories_folder(resume, first["gnnpipe"]["histories"]) / "stage_0.pt"
     stage = torch.load(path, weights_only=True)
     (histories,) = [part["histories"] for parts in stage.values() for part in parts]
     assert any(one["kept"] is not None for one in histories)

@@ -1,8 +1,14 @@
-"""P7: a rank that raises, is killed, stalls or is told to stop ends all ranks, with the cause."""
+"""P7: a rank that raises, is killed, stalls or gets a signal ends all ranks, with the cause.
+
+So does what one rank does alone or wrongly.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,7 @@ from tests.helpers.cases import slow
 from tests.helpers.scripts import Script, is_alive, start_script
 
 SCRIPT = """
-import os, signal, sys, time
+import errno, os, signal, sys, time
 from datetime import timedelta
 
 import lightning as L
@@ -33,30 +39,57 @@ from torch_geometric.loader import DataLoader
 
 torch.set_num_threads(1)
 join = getattr(ProcessContext, "_join_procs_with_timeout", None)
-if join is not None:  # it kills what ignores SIGTERM, after 30 s
+if join is not None and sys.argv[1] != "epoch_start":  # it kills what ignores SIGTERM, after 30 s
     ProcessContext._join_procs_with_timeout = lambda self, seconds: join(self, min(seconds, 1))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
 options = eval(sys.argv[6])
 devices, seconds = options.pop("devices", 2), options.pop("timeout", 8)
+epochs = options.pop("epochs", 50)
 current = None
+
+
+def is_due():
+    return current is not None and (where == "mesh" or (
+        current.current_epoch == 2 and not current.sanity_checking))
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def fail(place):
     trainer = current
-    if place != where or trainer is None or trainer.global_rank != rank:
+    if place != where or not is_due() or trainer.global_rank != rank:
         return
-    if where != "mesh" and (trainer.current_epoch != 2 or trainer.sanity_checking):
-        return
+    print("now", flush=True)
     if how == "raise":
+        raise KeyError("the user's mistake")
+    if how == "raise while others meet":
+        time.sleep(1)
         raise KeyError("the user's mistake")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
-        os._exit(3)
+        sys.exit("enough of it")
     if how == "stall":
-        print("stalling now", flush=True)
         time.sleep(300)
+    if how == "memory":
+        raise torch.OutOfMemoryError("out of memory on purpose")
+    if how == "no space":
+        sidecar.write_stage = full
+    if how == "no space on the way":
+        Transport._encode = lambda *_: (_ for _ in ()).throw(
+            torch.OutOfMemoryError("out of memory on purpose"))
+    if how == "forward":
+        batch = trainer.datamodule.data
+        with torch.no_grad():
+            trainer.lightning_module.net(batch.x, batch.edge_index)
+    if how == "barrier":
+        torch.distributed.barrier()
+    if how == "gather":
+        assert trainer.lightning_module.all_gather(torch.ones(3)).sum() == 3
+        trainer.lightning_module.log("seen", torch.ones(1), sync_dist=True)
     if how.startswith("SIG"):
         os.kill(os.getppid() if how == "SIGTERM-parent" else os.getpid(),
                 getattr(signal, how.removesuffix("-parent")))
@@ -79,15 +112,20 @@ sidecar.write_stage = failing("save", sidecar.write_stage)
 Transport.exchange = failing("exchange", Transport.exchange)
 Transport.start_sum = failing("average", Transport.start_sum)
 transport.make_mesh = failing("mesh", transport.make_mesh)
-
-
 StepReplay.__call__ = failing("loss", StepReplay.__call__)
 
 
 class Fails:
+    def on_train_epoch_start(self):
+        if how == "raise while others meet" and is_due() and self.trainer.global_rank != rank:
+            torch.distributed.barrier()
+        fail("epoch_start")
+
     def training_step(self, batch, batch_idx):
         fail("training_step")
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        is_early = how == "return" and is_due() and self.trainer.global_rank == rank
+        return torch.zeros((), requires_grad=True) if is_early else loss
 
     def validation_step(self, batch, batch_idx):
         fail("validation_step")
@@ -115,9 +153,10 @@ if __name__ == "__main__":
         edge_index=torch.randint(0, 30, (2, 90), generator=generator),
         y=torch.randint(0, 3, (30,), generator=generator),
     )
-    saver = ModelCheckpoint(folder, every_n_epochs=3 if where == "save" else 1000)
+    saves = where == "save" or how == "no space"
+    saver = ModelCheckpoint(folder, every_n_epochs=3 if saves else 1000)
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, max_epochs=50, logger=False,
+        accelerator="cpu", devices=devices, max_epochs=epochs, logger=False,
         callbacks=[Watches(), saver], enable_progress_bar=False, enable_model_summary=False,
         strategy=GNNPipeStrategy(
             start_method=start_method, timeout=timedelta(seconds=seconds), **options
@@ -140,17 +179,10 @@ LOST = "another rank failed|SIGKILL|exit code|terminated with code -9"
 SHARDS: dict[str, Any] = {"graph_parallel": 2, "halo_codec": "int1"}
 HYBRID: dict[str, Any] = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
 """Two replicas of two stages, on batches of graphs."""
+ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b", "num_chunks": 3}
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "num_chunks": 3}
 RANK_OF = {"F": 0, "B": 1, "SEND_F": 0, "RECV_F": 1, "SEND_B": 1, "RECV_B": 0}
-
-
-def covering_ways() -> list[Any]:
-    """Return each operation of a schedule with each failure, of which every other one is slow."""
-    ways = [(op, how, rank) for op, rank in RANK_OF.items() for how in ("raise", "kill")]
-    return [
-        (slow if turn % 4 in (1, 2) else pytest.param)(*way, "fork", {})
-        for turn, way in enumerate(ways)
-    ]
-
+OPERATIONS = [(op, how, rank) for op, rank in RANK_OF.items() for how in ("raise", "kill")]
 
 CASES: list[Any] = [
     slow("training_step", "raise", 0, "popen", {}),
@@ -165,18 +197,21 @@ CASES: list[Any] = [
     ("save", "raise", 1, "fork", {}),
     slow("save", "kill", 0, "fork", {}),
     slow("save", "stall", 1, "fork", {}),
-    *covering_ways(),
+    *(
+        (slow if turn % 4 in (1, 2) else pytest.param)(*way, "fork", {})
+        for turn, way in enumerate(OPERATIONS)
+    ),
     ("exchange", "raise", 0, "fork", SHARDS),
     ("exchange", "kill", 1, "fork", SHARDS),
     ("exchange", "kill", 0, "fork", {**SHARDS, "async_halo": True}),
     ("exchange", "stall", 1, "fork", {**SHARDS, "async_halo": True}),
     # Between the forward and the backward pass of a batch.
-    ("F", "kill", 0, "fork", {"schedule": "1f1b", "num_chunks": 3}),
-    ("B", "raise", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
-    ("loss", "kill", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
-    ("loss", "stall", 1, "fork", {"schedule": "1f1b", "num_chunks": 3}),
-    ("SEND_B", "kill", 1, "fork", {"schedule": "interleaved", "num_chunks": 3}),
-    ("RECV_F", "raise", 0, "fork", {"schedule": "interleaved", "num_chunks": 3}),
+    ("F", "kill", 0, "fork", ONE_F_ONE_B),
+    ("B", "raise", 1, "fork", ONE_F_ONE_B),
+    ("loss", "kill", 1, "fork", ONE_F_ONE_B),
+    ("loss", "stall", 1, "fork", ONE_F_ONE_B),
+    ("SEND_B", "kill", 1, "fork", INTERLEAVED),
+    ("RECV_F", "raise", 0, "fork", INTERLEAVED),
     slow("training_step", "raise", 2, "fork", HYBRID),
     ("validation_step", "kill", 3, "fork", HYBRID),
     slow("B", "kill", 3, "fork", HYBRID),
@@ -188,7 +223,13 @@ CASES: list[Any] = [
 
 
 def run(
-    tmp_path: Path, where: str, how: str, rank: int, start_method: str, **options: Any
+    tmp_path: Path,
+    where: str,
+    how: str,
+    rank: int,
+    start_method: str,
+    number: signal.Signals | None = None,
+    **options: Any,
 ) -> Script:
     """Run the script to its end, of which no process may be left.
 
@@ -197,17 +238,25 @@ def run(
         where: What fails in the third epoch, on `rank`.
         how: The kind of failure.
         rank: Of the process that fails.
-        start_method: With popen a signal comes to a script that a new Python runs, to its end.
+        start_method: With popen only the other ranks have a new Python, since the script is a fork;
+            but it has its own where it sends itself a signal, or ranks say who made which call.
+        number: A signal that the script gets when that rank has failed.
         options: Of the strategy.
     """
     path, folder = tmp_path / "train.py", tmp_path / "checkpoints"
     path.write_text(SCRIPT)
     words = where, how, rank, start_method, folder, options
-    script = start_script(path, *words, is_new=start_method == "popen" and how.startswith("SIG"))
-    script.end(60)
+    is_new = how == "barrier" or (start_method == "popen" and how.startswith("SIG"))
+    script = start_script(path, *words, is_new=is_new)
+    script.wait_for("now")
+    if number is not None:
+        time.sleep(1)  # until the other rank waits
+        os.kill(script.pid, number)
+    script.end(30 if where == "epoch_start" else 60)
     for pid in re.findall(r"is process (\d+)", script.text):
         assert not is_alive(int(pid)), f"process {pid} is left over"
-    assert "ended by itself" not in script.text
+    assert ("ended by itself" in script.text) == (how == "gather"), script.text[-3000:]
+    assert how.startswith("SIGTERM") or (script.returncode == 0) == (how == "gather")
     return script
 
 
@@ -220,8 +269,44 @@ def test_p7_all_ranks_end_with_the_cause(
     script = run(tmp_path, where, how, rank, start_method, **options)
     killed = LOST if start_method == "popen" or where == "mesh" else "SIGKILL"
     cause = {"raise": MISTAKE, "kill": killed, "stall": "did not answer within 2 s"}[how]
-    assert script.returncode != 0
     assert re.search(cause, script.text), script.text[-3000:]
+
+
+DIFFER = "Expected all ranks to make the same calls"
+MEMORY = "out of memory on purpose"
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "start_method", "cause"),
+    [
+        ("forward", 0, "fork", rf"{DIFFER} \(got rank 0 .* evaluate the pipelined module"),
+        slow("barrier", 0, "popen", rf"{DIFFER} \(got .*distributed.barrier \(train.py:\d+\)"),
+        ("return", 1, "fork", rf"{DIFFER} \(got rank 0 wants to wait for backward data of chunk"),
+        ("exit", 1, "popen", "Rank 1 failed: SystemExit: enough of it"),
+        ("memory", 1, "fork", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
+        ("no space", 1, "fork", "Rank 1 failed: .*No space left on device"),
+        ("no space on the way", 0, "fork", f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
+        ("raise while others meet", 1, "popen", f"Rank 1 failed: KeyError: .{MISTAKE}"),
+        ("gather", 1, "fork", ""),  # which needs no other rank
+    ],
+)
+def test_p7_what_one_rank_does_ends_all_with_that_cause(
+    how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+) -> None:
+    """The timeout is ten minutes here: nothing may end by it."""
+    script = run(tmp_path, "epoch_start", how, rank, start_method, timeout=600, epochs=6)
+    assert re.search(cause, script.text), script.text[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("number", "start_method"),
+    [slow(signal.SIGTERM, "popen"), (signal.SIGINT, "fork"), slow(signal.SIGINT, "popen")],
+)
+def test_p7_a_rank_that_waits_obeys_signals(
+    number: signal.Signals, start_method: str, tmp_path: Path
+) -> None:
+    """Rank 1 sleeps, and rank 0 waits for it."""
+    run(tmp_path, "epoch_start", "stall", 1, start_method, number, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +335,7 @@ def test_p7_sigterm_ends_all_ranks_at_the_end_of_the_batch_with_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("rank", "start_method"),
-    [slow(0, "popen"), slow(1, "popen"), (0, "fork"), (1, "fork")],
+    ("rank", "start_method"), [slow(0, "popen"), slow(1, "popen"), (0, "fork"), (1, "fork")]
 )
 def test_p7_sigint_ends_all_ranks(rank: int, start_method: str, tmp_path: Path) -> None:
-    assert run(tmp_path, "training_step", "SIGINT", rank, start_method).returncode != 0
+    run(tmp_path, "training_step", "SIGINT", rank, start_method)

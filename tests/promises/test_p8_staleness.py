@@ -10,17 +10,12 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import (
-    FullGraphDataModule,
-    GNNPipeStrategy,
-    StalenessMonitor,
-    StalenessWarmup,
-)
-from lightning_gnnpipe.graph import ChunkPlan, chunk_order, plan_from_assignment
+from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe.graph import chunk_order, plan_from_assignment
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.schedule import stale_reads
 from lightning_gnnpipe.staleness import StalenessMethod
-from tests.helpers.methods import with_method
+from tests.helpers.trainers import quiet_trainer
 
 N, K, SEED = 40, 5, 11
 ASSIGNMENT = torch.arange(N) * K // N
@@ -37,7 +32,7 @@ class StaleRecorder(L.Callback):
         layers = trainer.strategy.collect_staleness()
         pairs = {layer: sorted(one.stale_pairs) for layer, one in layers.items()}
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.steps.append({"pairs": pairs, "logged": logged})
+        self.steps.append({"pairs": pairs, **logged})
         if trainer.is_global_zero:
             torch.save(self.steps, self.folder / "stale.pt")
 
@@ -55,32 +50,13 @@ def graph() -> Data:
     )
 
 
-def plan() -> ChunkPlan:
-    return plan_from_assignment(graph().edge_index, N, ASSIGNMENT)
-
-
 def run(
-    folder: Path,
-    num_stages: int,
-    *callbacks: L.Callback,
-    method: StalenessMethod | None = None,
-    **options: Any,
+    folder: Path, *callbacks: L.Callback, num_stages: int = 1, **piped: Any
 ) -> list[dict[str, Any]]:
     L.seed_everything(SEED, verbose=False)
-    strategy = GNNPipeStrategy(partition=ASSIGNMENT, start_method="fork", **options)
-    if method is not None:
-        with_method(strategy, method)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=6,
-        callbacks=[*callbacks, StalenessMonitor(), StaleRecorder(folder)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = (*callbacks, StalenessMonitor(), StaleRecorder(folder))
+    piped["partition"] = ASSIGNMENT
+    trainer = quiet_trainer(num_stages, piped, max_epochs=6, callbacks=list(callbacks))
     module = NodeClassifier(GNN(4, 6, 3, num_layers=3, dropout=0.0, conv="sage"), 3)
     trainer.fit(module, datamodule=FullGraphDataModule(graph()))
     steps: list[dict[str, Any]] = torch.load(folder / "stale.pt")
@@ -89,38 +65,33 @@ def run(
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_p8_stale_reads_equal_the_simulators(num_stages: int, tmp_path: Path) -> None:
-    chunks = plan().chunks
+    """Rows of validation have not drifted: without dropout the next step writes the same."""
+    chunks = plan_from_assignment(graph().edge_index, N, ASSIGNMENT).chunks
     sources = {chunk.index: chunk.halo_chunks for chunk in chunks}
     counts = [dict(zip(one.halo_chunks, one.halo_counts, strict=True)) for one in chunks]
     num_rows = sum(sum(each.values()) for each in counts)
-    steps = run(tmp_path, num_stages, StalenessWarmup(num_epochs=2))
     seen = set()
+    steps = run(tmp_path, StalenessWarmup(num_epochs=2), num_stages=num_stages)
     for epoch, step in enumerate(steps):
         order = chunk_order(K, epoch=epoch, seed=SEED, order="shuffled")
         expected = [] if epoch < 2 else sorted(map(tuple, stale_reads(order, sources)))
         share = sum(counts[reader][source] for reader, source in expected) / num_rows
         assert [step["pairs"].get(layer, []) for layer in range(3)] == [expected] * 3
-        assert step["logged"]["history/stale_frac"] == pytest.approx(share)
-        assert step["logged"]["history/age_epochs"] == (1.0 if expected else 0.0)
+        assert step["history/stale_frac"] == pytest.approx(share)
+        assert step["history/age_epochs"] == (1.0 if expected else 0.0)
+        if epoch:
+            assert step["history/drift"] == pytest.approx(0, abs=1e-6)
         seen.add(tuple(expected))
     assert len(seen) > 2, "the order of the chunks was not shuffled"
 
 
 def test_a_snapshot_grows_old_until_it_is_renewed(tmp_path: Path) -> None:
     """Renewed after epochs 0 (exact), 2 and 5: ages 1, 2, 1, 2, 3."""
-    steps = run(tmp_path, 1, method=StalenessMethod(snapshot_steps=3))
-    assert [step["logged"]["history/age_epochs"] for step in steps] == [0, 1, 2, 1, 2, 3]
+    steps = run(tmp_path, method=StalenessMethod(snapshot_steps=3))
+    assert [step["history/age_epochs"] for step in steps] == [0, 1, 2, 1, 2, 3]
 
 
 def test_drift_is_positive_once_weights_move(tmp_path: Path) -> None:
-    steps = run(tmp_path, 1, staleness="constant")
-    assert steps[-1]["logged"]["history/drift"] > 0
-    assert steps[-1]["logged"]["history/drift/layer_2"] > 0
-
-
-def test_rows_of_validation_have_not_drifted(tmp_path: Path) -> None:
-    """Without dropout they are what the next step writes again."""
-    steps = run(tmp_path, 1)
-    assert [step["logged"]["history/drift"] for step in steps[1:]] == pytest.approx(
-        [0] * 5, abs=1e-6
-    )
+    steps = run(tmp_path, staleness="constant")
+    assert steps[-1]["history/drift"] > 0
+    assert steps[-1]["history/drift/layer_2"] > 0

@@ -1,8 +1,12 @@
-"""P1, P2, P3, P5 and P6 where stages compute the encoder again rather than to receive it."""
+"""P1 and P3 where stages compute the encoder again rather than to receive it.
+
+P2 stands in `test_p2_stale_gradient`, P5 in `test_p5_bytes`, P6 in `test_p6_resume`.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import StalenessWarmup
 from lightning_gnnpipe.types import RepeatOption
 from tests.helpers.cases import slow
 from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded
@@ -22,50 +25,67 @@ from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
-from tests.promises.test_p2_stale_gradient import assert_equals_oracle
 
 EPOCHS = 4
 
 
 def fit(
-    name: str,
+    module: ReferenceModule,
     num_stages: int,
     tmp_path: Path,
-    *,
+    *callbacks: L.Callback,
     repeat: RepeatOption = True,
-    num_exact_epochs: int = 0,
-    num_shards: int = 1,
-    dropout: float = 0.0,
-    trainer_kwargs: dict[str, Any] | None = None,
-    callbacks: tuple[L.Callback, ...] = (),
+    data: Data | None = None,
+    strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> FitResult:
     case = communities(5)
-    if num_exact_epochs:
-        callbacks = (*callbacks, StalenessWarmup(num_epochs=num_exact_epochs))
     return run_fit(
-        ReferenceModule(name, optimizer="adam", lr=0.01, dropout=dropout),
-        case.data,
+        module,
+        data or case.data,
         num_stages=num_stages,
-        num_shards=num_shards,
         num_chunks=case.num_chunks,
         partition=case.partition,
         callbacks=callbacks,
         max_epochs=EPOCHS,
         tmp_path=tmp_path,
-        trainer_kwargs=trainer_kwargs,
-        strategy_kwargs={"repeat_encoder": repeat, **options},
+        strategy_kwargs={"repeat_encoder": repeat, **(strategy or {})},
+        **options,
     )
 
 
-def ranks_with(fitted: FitResult, word: str) -> list[int]:
-    """Return the ranks that hold a parameter of this name."""
+def assert_exact(
+    make: Callable[[], ReferenceModule],
+    num_stages: int,
+    tmp_path: Path,
+    *callbacks: L.Callback,
+    data: Data | None = None,
+    trainer_kwargs: dict[str, Any] | None = None,
+    repeat: RepeatOption = "auto",
+) -> FitResult:
+    """Return an exact run on stages, which equals plain Lightning."""
+    data, warmup = data or communities(5).data, StalenessWarmup(num_epochs=EPOCHS)
+    trainer = {"trainer_kwargs": trainer_kwargs}
+    shared: dict[str, Any] = {"max_epochs": EPOCHS, "tmp_path": tmp_path, **trainer}
+    plain = run_plain(make(), data, callbacks=callbacks, **shared)
+    found = fit(
+        make(), num_stages, tmp_path, *callbacks, warmup, repeat=repeat, data=data, **trainer
+    )
+    assert_steps_equal(found.steps, plain.steps)
+    for key, value in plain.state_dict.items():
+        torch.testing.assert_close(found.state_dict[key], value, rtol=1e-10, atol=1e-10)
+    return found
+
+
+def adam(name: str, dropout: float = 0.0) -> ReferenceModule:
+    return ReferenceModule(name, optimizer="adam", lr=0.01, dropout=dropout)
+
+
+def assert_encoder_on(ranks: list[int], fitted: FitResult, name: str = "") -> None:
+    """The weights of the encoder are on these ranks."""
+    word = "lins.0" if name == "pyg" else "lin_in"
     held = enumerate(fitted.held_by_rank)
-    return [rank for rank, names in held if any(word in name for name in names)]
-
-
-def encoder_of(name: str) -> str:
-    return "lins.0" if name == "pyg" else "lin_in"
+    assert [rank for rank, names in held if any(word in one for one in names)] == ranks
 
 
 @pytest.mark.parametrize(
@@ -82,100 +102,51 @@ def test_p1_stages_equal_plain_lightning(
     name: str, num_stages: int, repeat: RepeatOption, tmp_path: Path
 ) -> None:
     """With clipping by the norm of all gradients, in which shared ones count once."""
-    kwargs = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
-    module = ReferenceModule(name, optimizer="adam", lr=0.01)
-    data = communities(5).data
-    plain = run_plain(module, data, max_epochs=EPOCHS, tmp_path=tmp_path, trainer_kwargs=kwargs)
-    found = fit(
-        name,
-        num_stages,
-        tmp_path,
-        repeat=repeat,
-        num_exact_epochs=EPOCHS,
-        trainer_kwargs=kwargs,
-    )
-    assert_steps_equal(found.steps, plain.steps)
-    for key, value in plain.state_dict.items():
-        torch.testing.assert_close(found.state_dict[key], value, rtol=1e-10, atol=1e-10)
+    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
+    options: dict[str, Any] = {"trainer_kwargs": clip, "repeat": repeat}
+    found = assert_exact(lambda: adam(name), num_stages, tmp_path, **options)
     is_repeated = name in REPEATED and repeat is not False
-    ranks = list(range(num_stages)) if is_repeated else [0]
-    assert ranks_with(found, encoder_of(name)) == ranks
-
-
-@pytest.mark.parametrize(
-    ("name", "num_stages", "num_shards", "rule", "recompute"),
-    [
-        ("encoded", 2, 1, "live", False),
-        ("in_place", 3, 1, "snapshot", True),
-        slow("overwritten", 2, 1, "live", False),
-        ("behind", 2, 1, "warmup", True),
-        slow("frozen", 3, 1, "live", False),
-        ("two", 3, 1, "exact", True),
-        slow("pyg", 2, 1, "live", False),
-        slow("edge_encoded", 3, 1, "live", False),
-        ("encoded", 2, 2, "live", True),
-        ("edge_encoded", 2, 2, "warmup_exact", False),
-    ],
-)
-def test_p2_stages_equal_oracle(
-    name: str, num_stages: int, num_shards: int, rule: str, recompute: bool, tmp_path: Path
-) -> None:
-    assert_equals_oracle(
-        communities(5),
-        tmp_path,
-        name=name,
-        num_stages=num_stages,
-        num_shards=num_shards,
-        rule=rule,
-        scale=2.0,
-        validate=True,
-        recompute=recompute,
-        repeat_encoder=True,
-    )
-
-
-P3_OPTIONS: list[tuple[int, dict[str, Any]]] = [
-    (3, {}),
-    (2, {"recompute": True}),
-    (3, {"repeat": False}),
-]
+    assert_encoder_on(list(range(num_stages)) if is_repeated else [0], found, name)
 
 
 @pytest.mark.parametrize(
     "name", [one if one in ("encoded", "two", "pyg") else slow(one) for one in ENCODED_NETS]
 )
 def test_p3_dropout_is_the_same_on_any_number_of_stages(name: str, tmp_path: Path) -> None:
-    one = fit(name, 1, tmp_path, dropout=0.5)
-    for num_stages, options in P3_OPTIONS if name == "encoded" else P3_OPTIONS[:2]:
-        many = fit(name, num_stages, tmp_path, dropout=0.5, **options)
+    one = fit(adam(name, 0.5), 1, tmp_path)
+    ways: list[tuple[int, dict[str, Any]]] = [(3, {}), (2, {"strategy": {"recompute": True}})]
+    if name == "encoded":
+        ways.append((3, {"repeat": False}))
+    for num_stages, options in ways:
+        many = fit(adam(name, 0.5), num_stages, tmp_path, **options)
         is_repeated = name in REPEATED and "repeat" not in options
-        ranks = list(range(num_stages)) if is_repeated else [0]
-        assert ranks_with(many, encoder_of(name)) == ranks
+        assert_encoder_on(list(range(num_stages)) if is_repeated else [0], many, name)
         torch.testing.assert_close(many.losses, one.losses, rtol=1e-12, atol=1e-12)
         assert_steps_equal(many.steps, one.steps)
         for key, value in one.state_dict.items():
             torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
 
 
+class Compares(L.Callback):
+    """Compares the bits of the encoder's weights."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        own = torch.cat([p.detach().flatten() for p in module.net.lin_in.parameters()])
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        assert own.numel() and all(torch.equal(one, own) for one in every)
+
+
 @pytest.mark.parametrize("name", ["encoded", slow("two")])
 def test_p3_dropout_is_the_same_with_shards(name: str, tmp_path: Path) -> None:
-    """Shards draw other masks than one device does, but any number of stages the same."""
-    one = fit(name, 1, tmp_path, dropout=0.5, num_shards=2)
-    many = fit(name, 2, tmp_path, dropout=0.5, num_shards=2)
+    """Shards draw other masks than one device does, but any number of stages the same.
+
+    The weights of the encoder stay the same bits.
+    """
+    one = fit(adam(name, 0.5), 1, tmp_path, num_shards=2)
+    many = fit(adam(name, 0.5), 2, tmp_path, Compares(), num_shards=2)
     assert_steps_equal(many.steps, one.steps)
-    assert ranks_with(many, "lin_in") == [0, 1, 2, 3]
-
-
-def test_replicas_stay_the_same_bits(tmp_path: Path) -> None:
-    class Compares(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-            own = torch.cat([p.detach().flatten() for p in module.net.lin_in.parameters()])
-            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, own)
-            assert all(torch.equal(one, own) for one in every)
-
-    found = fit("encoded", 2, tmp_path, dropout=0.5, num_shards=2, callbacks=(Compares(),))
-    assert ranks_with(found, "lin_in") == [0, 1, 2, 3]
+    assert_encoder_on([0, 1, 2, 3], many)
 
 
 class Unfreezing(L.Callback):
@@ -189,8 +160,7 @@ class Unfreezing(L.Callback):
 def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> None:
     """The wide one pays while it is frozen alone: then no stage may take it, whose momentum it
     would not know."""
-    case = communities(5)
-    data = case.data.clone()
+    data = communities(5).data.clone()
     data.x = torch.sin(torch.arange(24 * width, dtype=torch.float64)).view(24, width)
 
     def make() -> ReferenceModule:
@@ -200,125 +170,66 @@ def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> No
             module.net.lin_in = nn.Linear(width, 6).double()
         return module
 
-    shared: dict[str, Any] = {"max_epochs": EPOCHS, "tmp_path": tmp_path}
-    plain = run_plain(make(), data, callbacks=[Unfreezing()], **shared)
-    found = run_fit(
-        make(),
-        data,
-        num_stages=2,
-        num_chunks=5,
-        callbacks=[Unfreezing(), StalenessWarmup(num_epochs=EPOCHS)],
-        **shared,
-    )
-    assert_steps_equal(found.steps, plain.steps)
-    assert ranks_with(found, "lin_in") == ([0, 1] if width == 5 else [0])
+    found = assert_exact(make, 2, tmp_path, Unfreezing(), data=data)
+    assert_encoder_on([0, 1] if width == 5 else [0], found)
 
 
-@pytest.mark.parametrize(("first", "second"), [slow(1, 3), (3, 2), (2, 1)])
-def test_p6_another_number_of_stages_goes_on_alike(first: int, second: int, tmp_path: Path) -> None:
-    """Weights that stages share, and what the optimizer knows of them, are saved once."""
+class Outside(ReferenceModule):
+    """Has a layer in front of the pipelined module, so that the batch needs a gradient."""
 
-    def run(name: str, num_stages: int, epochs: int, resume: Path | None = None) -> dict[str, Any]:
-        L.seed_everything(7 if resume is None else 8, verbose=False)
-        saver = ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)
-        case = communities(5)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=num_stages,
-            strategy=GNNPipeStrategy(partition=case.partition, start_method="fork"),
-            max_epochs=epochs,
-            callbacks=[saver],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        module = ReferenceModule("pyg", optimizer="adam", dropout=0.5, seed=1 + bool(resume))
-        trainer.fit(module, datamodule=FullGraphDataModule(case.data), ckpt_path=resume)
-        return torch.load(tmp_path / name / f"epoch={epochs - 1}.ckpt", weights_only=True)
+    def __init__(self) -> None:
+        super().__init__("encoded", optimizer="adam", lr=0.01)
+        torch.manual_seed(1)
+        self.first = nn.Linear(5, 5).double()
 
-    whole = run("whole", second, EPOCHS)
-    run("first", first, 2)
-    found = run("second", second, EPOCHS, tmp_path / "first" / "epoch=1.ckpt")
-    for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], whole[key], rtol=0, atol=1e-10)
+    def net_inputs(self, data: Data) -> list[Tensor]:
+        x, edge_index = super().net_inputs(data)
+        return [self.first(x), edge_index]
 
 
 def test_a_batch_that_needs_a_gradient_gets_those_of_all_stages(tmp_path: Path) -> None:
-    class Outside(ReferenceModule):
-        """Has a layer in front of the pipelined module."""
+    assert_encoder_on([0, 1, 2], assert_exact(Outside, 3, tmp_path))
 
-        def __init__(self) -> None:
-            super().__init__("encoded", optimizer="adam", lr=0.01)
-            torch.manual_seed(1)
-            self.first = nn.Linear(5, 5).double()
 
-        def net_inputs(self, data: Data) -> list[Tensor]:
-            x, edge_index = super().net_inputs(data)
-            return [self.first(x), edge_index]
+class Sometimes(Encoded):
+    uses_encoder = True
 
-    case = communities(5)
-    shared: dict[str, Any] = {"max_epochs": EPOCHS, "tmp_path": tmp_path}
-    plain = run_plain(Outside(), case.data, **shared)
-    found = run_fit(
-        Outside(),
-        case.data,
-        num_stages=3,
-        num_chunks=5,
-        callbacks=[StalenessWarmup(num_epochs=EPOCHS)],
-        **shared,
-    )
-    assert_steps_equal(found.steps, plain.steps)
-    assert ranks_with(found, "lin_in") == [0, 1, 2]
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.uses_encoder:
+            return super().encode(x)
+        h = x[:, :1].expand(-1, 6) * 1.0
+        return h, h
+
+
+class Idle(ReferenceModule):
+    """Uses its encoder in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__("encoded", optimizer="momentum", weight_decay=0.05)
+        net = Sometimes().double()
+        net.load_state_dict(self.net.state_dict())
+        self.net = net
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        self.net.uses_encoder = self.trainer.current_epoch % 2 == 0
+        return super().training_step(data, batch_idx)
+
+
+def test_a_weight_of_several_stages_without_use_has_no_gradient(tmp_path: Path) -> None:
+    """It would decay otherwise, as plain Lightning's does not."""
+    found = assert_exact(Idle, 2, tmp_path)
+    assert all("net.lin_in.weight" not in step.gradients for step in found.steps[1::2])
 
 
 @pytest.mark.parametrize(("name", "is_warned"), [("behind", True), ("encoded", False)])
-def test_a_wish_that_cannot_be_met_is_told(name: str, is_warned: bool, tmp_path: Path) -> None:
+def test_a_wish_that_cannot_be_met_is_logged(name: str, is_warned: bool, tmp_path: Path) -> None:
     """Once, by the first rank."""
     log, handler = logging.getLogger("lightning_gnnpipe"), logging.FileHandler(tmp_path / "log")
     log.addHandler(handler)
     try:
-        fit(name, 2, tmp_path)
+        fit(adam(name), 2, tmp_path)
     finally:
         log.removeHandler(handler)
         handler.close()
     text = (tmp_path / "log").read_text()
     assert text.count("repeat_encoder=True has no effect") == is_warned
-
-
-def test_a_weight_of_several_stages_without_use_has_no_gradient(tmp_path: Path) -> None:
-    """It would decay otherwise, as plain Lightning's does not."""
-
-    class Idle(ReferenceModule):
-        def training_step(self, data: Data, batch_idx: int) -> Tensor:
-            self.net.uses_encoder = self.trainer.current_epoch % 2 == 0
-            return super().training_step(data, batch_idx)
-
-    class Sometimes(Encoded):
-        uses_encoder = True
-
-        def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            if self.uses_encoder:
-                return super().encode(x)
-            h = x[:, :1].expand(-1, 6) * 1.0
-            return h, h
-
-    def make() -> Idle:
-        module = Idle("encoded", optimizer="momentum", weight_decay=0.05)
-        net = Sometimes().double()
-        net.load_state_dict(module.net.state_dict())
-        module.net = net
-        return module
-
-    case = communities(5)
-    shared: dict[str, Any] = {"max_epochs": EPOCHS, "tmp_path": tmp_path}
-    plain = run_plain(make(), case.data, **shared)
-    found = run_fit(
-        make(),
-        case.data,
-        num_stages=2,
-        num_chunks=5,
-        callbacks=[StalenessWarmup(num_epochs=EPOCHS)],
-        **shared,
-    )
-    assert_steps_equal(found.steps, plain.steps)
-    assert all("net.lin_in.weight" not in step.gradients for step in found.steps[1::2])

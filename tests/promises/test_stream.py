@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 from torch_geometric.data import Batch
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.batches import stream
 from tests.helpers.batches import ODD_SIZES, SIZES, GraphModule, draw_batch
 from tests.helpers.launch import BatchList
+from tests.helpers.staged import FreshBatches, Staged, batches_of_all_sizes, widened
+from tests.helpers.trainers import quiet_trainer
 
 NUM_BATCHES = 6
 
@@ -50,6 +50,9 @@ class Writing(GraphModule):
 
 class Copying(GraphModule):
     """Calls the network with what is not in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__("weighted")
 
     def forward(self, data: Batch) -> Any:
         return self.net(data.x * 2.0, data.edge_index, data.edge_weight, data.batch, size=12)
@@ -97,63 +100,51 @@ class Hooked(GraphModule):
 
 
 class Passes(L.Callback):
-    """Writes down, on each rank, predictions, and how many passes were begun ahead, and dropped."""
+    """Writes down, on each rank, its predictions, and counts.
+
+    These are calls of the network, passes begun ahead and passes dropped; and, after each batch,
+    the sends that are open.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.begun = self.dropped = self.calls = 0
+        self.counts = {"run": 0, "run_ahead": 0, "drop": 0}
         self.predictions: list[Any] = []
+        self.num_sends: list[int] = []
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if trainer.world_size == 1:
             return
-        run_ahead, drop, run = stream._Pass.run_ahead, stream._Pass.drop, stream.BatchStream.run
 
-        def count_ahead(one: Any) -> None:
-            self.begun += 1
-            run_ahead(one)
+        def counted(kind: type, name: str) -> None:
+            method = getattr(kind, name)
 
-        def count_drop(one: Any) -> None:
-            self.dropped += 1
-            drop(one)
+            def count(*args: Any) -> Any:
+                self.counts[name] += 1
+                return method(*args)
 
-        def count_run(*args: Any) -> Any:
-            self.calls += 1
-            return run(*args)
+            setattr(kind, name, count)
 
         # In a forked process of its own, so nothing has to be put back.
-        stream._Pass.run_ahead, stream._Pass.drop = count_ahead, count_drop
-        stream.BatchStream.run = count_run
+        counted(stream._Pass, "run_ahead")
+        counted(stream._Pass, "drop")
+        counted(stream.BatchStream, "run")
 
     def on_predict_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.predictions.append(args[1])
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.world_size > 1:
-            torch.save(self.predictions, self.folder / f"{trainer.global_rank}.pt")
+            self.num_sends.append(trainer.strategy.engine.transport.num_sends)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            path = self.folder / f"{trainer.global_rank}.json"
-            path.write_text(json.dumps([self.calls, self.begun, self.dropped]))
+            found = self.predictions, tuple(self.counts.values()), self.num_sends
+            torch.save(found, self.folder / f"{trainer.global_rank}.pt")
 
 
 def make_trainer(folder: Path, num_stages: int, num_chunks: int, **options: Any) -> L.Trainer:
-    strategy: Any = "auto"
-    if num_stages:
-        strategy = GNNPipeStrategy(num_chunks=num_chunks, start_method="fork", balance="uniform")
-    return L.Trainer(
-        accelerator="cpu",
-        devices=max(num_stages, 1),
-        strategy=strategy,
-        logger=False,
-        callbacks=[Passes(folder)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    piped = {"num_chunks": num_chunks, "balance": "uniform"} if num_stages else None
+    options = {"callbacks": [Passes(folder)], "default_root_dir": folder, **options}
+    return quiet_trainer(max(num_stages, 1), piped, **options)
 
 
 def batches() -> list[Any]:
@@ -167,11 +158,11 @@ def flat(predictions: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in flat(item)]
 
 
-def counts(folder: Path) -> tuple[int, int, int]:
+def counts(folder: Path, num_stages: int) -> tuple[int, int, int]:
     """Calls, passes begun ahead and passes dropped, which are the same on all ranks."""
-    found = {path.read_text() for path in folder.glob("*.json")}
+    found = {torch.load(folder / f"{rank}.pt")[1] for rank in range(num_stages)}
     assert len(found) == 1
-    return tuple(json.loads(found.pop()))
+    return found.pop()
 
 
 def compare(
@@ -188,11 +179,11 @@ def compare(
     trainer = make_trainer(folder, num_stages, num_chunks, **options)
     trainer.predict(make(), load(draw()), return_predictions=False)
     for rank in range(num_stages):
-        ours = torch.load(folder / f"{rank}.pt")
+        ours = torch.load(folder / f"{rank}.pt")[0]
         assert len(ours) == len(expected)
         for one, other in zip(flat(ours), flat(expected), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-    return counts(folder)
+    return counts(folder, num_stages)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +193,12 @@ def compare(
 def test_predictions_equal_those_of_one_device(
     name: str, num_stages: int, num_chunks: int, tmp_path: Path
 ) -> None:
+    """Stages work on two batches at a time: the first has sent all of the next one."""
     found = compare(tmp_path, lambda: GraphModule(name), num_stages, num_chunks)
     assert found == (NUM_BATCHES, NUM_BATCHES - 1, 0)
+    first, *_, last = (torch.load(tmp_path / f"{rank}.pt")[2] for rank in range(num_stages))
+    assert first[0] > 0 and first == [first[0]] * (NUM_BATCHES - 1) + [0]
+    assert last == [0] * NUM_BATCHES
 
 
 def test_loaders_without_length_and_limits(tmp_path: Path) -> None:
@@ -212,22 +207,21 @@ def test_loaders_without_length_and_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "calls", "begun", "dropped"),
+    ("make", "found"),
     [
-        (Writing, NUM_BATCHES, 1, 1),
-        (lambda: Copying("weighted"), NUM_BATCHES, 0, 0),
-        (Twice, 2 * NUM_BATCHES, 1, 1),
-        (Skipping, 4, 2, 1),
-        (Hooked, NUM_BATCHES, 0, 0),
-        (Toggling, NUM_BATCHES, 2, 1),
-        (PartlyTraining, NUM_BATCHES, 0, 0),
+        (Writing, (NUM_BATCHES, 1, 1)),
+        (Copying, (NUM_BATCHES, 0, 0)),
+        (Twice, (2 * NUM_BATCHES, 1, 1)),
+        (Skipping, (4, 2, 1)),
+        (Hooked, (NUM_BATCHES, 0, 0)),
+        (Toggling, (NUM_BATCHES, 2, 1)),
+        (PartlyTraining, (NUM_BATCHES, 0, 0)),
     ],
-    ids=["writing", "copying", "twice", "skipping", "hooked", "toggling", "partly training"],
 )
 def test_what_was_not_foreseen_is_right_all_the_same(
-    make: Any, calls: int, begun: int, dropped: int, tmp_path: Path
+    make: Any, found: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    assert compare(tmp_path, make, 2, 2) == (calls, begun, dropped)
+    assert compare(tmp_path, make, 2, 2) == found
 
 
 def test_odd_batches(tmp_path: Path) -> None:
@@ -235,6 +229,22 @@ def test_odd_batches(tmp_path: Path) -> None:
         return [draw_batch(sizes) for sizes in (SIZES, *ODD_SIZES.values(), SIZES)]
 
     assert compare(tmp_path, GraphModule, 3, 4, draw=draw)[2] == 0
+
+
+@pytest.mark.parametrize(("num_stages", "num_virtual"), [(2, 2), (2, 3), (3, 2)])
+def test_predictions_of_ranks_with_several_stages(
+    num_stages: int, num_virtual: int, tmp_path: Path
+) -> None:
+    """Ranks are ahead of each other as far as they can be."""
+    loader = FreshBatches([one.update({"x": widened(one.x)}) for one in batches_of_all_sizes()])
+    plain = quiet_trainer().predict(Staged(), loader)
+    piped = {"schedule": "interleaved", "num_virtual": num_virtual, "num_chunks": 4}
+    trainer = quiet_trainer(num_stages, piped, callbacks=[Passes(tmp_path)])
+    trainer.predict(Staged(), loader, return_predictions=False)
+    for rank in range(num_stages):
+        found = torch.load(tmp_path / f"{rank}.pt")[0]
+        for ours, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_validation_and_test_stream_between_training_steps(tmp_path: Path) -> None:
@@ -247,40 +257,21 @@ def test_validation_and_test_stream_between_training_steps(tmp_path: Path) -> No
         [tested] = trainer.test(module, BatchList(batches()), verbose=False)
         return metrics | tested
 
-    assert run(2) == pytest.approx(run(0), rel=1e-6)
-    assert counts(tmp_path) == (NUM_BATCHES, NUM_BATCHES - 1, 0)  # of the test
+    plain = pytest.approx(run(0), rel=1e-6)
+    assert run(1) == plain
+    assert run(2) == plain
+    assert counts(tmp_path, 2) == (NUM_BATCHES, NUM_BATCHES - 1, 0)  # of the test
+
+
+class Counting(GraphModule):
+    def on_predict_batch_end(self, *args: Any) -> None:
+        with (Path(self.trainer.default_root_dir) / f"done_{self.global_rank}").open("a") as file:
+            file.write("x")
 
 
 def test_an_error_of_the_loader_comes_in_its_turn(tmp_path: Path) -> None:
-    class Counting(GraphModule):
-        def on_predict_batch_end(self, *args: Any) -> None:
-            with (tmp_path / f"done_{self.trainer.global_rank}").open("a") as file:
-                file.write("x")
-
+    trainer, loader = make_trainer(tmp_path, 2, 2), Failing(batches())
     with pytest.raises(ProcessRaisedException, match="the last batch cannot be read"):
-        make_trainer(tmp_path, 2, 2).predict(
-            Counting(), Failing(batches()), return_predictions=False
-        )
+        trainer.predict(Counting(), loader, return_predictions=False)
     done = [path.read_text() for path in sorted(tmp_path.glob("done_*"))]
     assert done == ["x" * (NUM_BATCHES - 1)] * 2
-
-
-def test_stages_work_on_two_batches_at_a_time(tmp_path: Path) -> None:
-    """The first stage has sent all of the next batch when the call for this one returns."""
-
-    class Watching(GraphModule):
-        def predict_step(self, data: Batch, batch_idx: int) -> Any:
-            result = self(data)
-            strategy: Any = self.trainer.strategy
-            pending = strategy.engine.transport.num_sends
-            with (tmp_path / f"sent_{self.trainer.global_rank}").open("a") as file:
-                file.write(f"{pending} ")
-            return result
-
-    make_trainer(tmp_path, 2, 3).predict(Watching(), BatchList(batches()), return_predictions=False)
-    sent = [path.read_text().split() for path in sorted(tmp_path.glob("sent_*"))]
-    first = [int(number) for number in sent[0]]
-    assert first[-1] == 0
-    assert len(set(first[:-1])) == 1
-    assert first[0] > 0
-    assert {int(number) for number in sent[1]} == {0}

@@ -14,12 +14,13 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule
+from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.models import GNN, NodeClassifier
-from lightning_gnnpipe.staleness import METHODS, StalenessMethod
-from tests.helpers.cases import covering
+from lightning_gnnpipe.staleness import StalenessMethod
+from tests.helpers.cases import covering, slow
 from tests.helpers.graphs import communities
-from tests.helpers.methods import with_method
+from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
 LAST, WHERE_THERE = StalenessMethod(), StalenessMethod(takes_validation=True)
@@ -54,56 +55,28 @@ def train(
     method: StalenessMethod,
     datamodule: FullGraphDataModule | None = None,
     *callbacks: L.Callback,
-    resume: str | None = None,
+    resume: Path | None = None,
     kind: type[NodeClassifier] = NodeClassifier,
+    num_stages: int = 1,
+    num_shards: int = 1,
     **options: Any,
 ) -> list[Tensor]:
     """Return the weights after six epochs."""
     L.seed_everything(1, verbose=False)
     module = kind(GNN(4, 6, 3, num_layers=3, dropout=0.5, conv="sage"), 3)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=with_method(GNNPipeStrategy(partition=communities(5).partition), method),
+    partition = communities(5).partition
+    trainer = quiet_trainer(
+        num_stages * num_shards,
+        {"partition": partition, "graph_parallel": num_shards, "method": method},
         max_epochs=6,
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        **options,
     )
     datamodule = datamodule or FullGraphDataModule(graph())
     trainer.fit(module, datamodule=datamodule, ckpt_path=resume)
     return [one.detach() for one in module.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("method", "when"),
-    covering([WHERE_THERE, METHODS["drift"]], ["every_n_epochs", "every_n_train_steps"]),
-)
-def test_p6_a_run_that_is_resumed_goes_on_alike(
-    method: StalenessMethod, when: str, tmp_path: Path
-) -> None:
-    """A checkpoint after validation has its rows.
-
-    One that is written after a training step has none yet, and Lightning does not repeat the
-    validation which would then have renewed them.
-    """
-
-    def go(folder: str, resume: str | None = None, **more: Any) -> list[Tensor]:
-        every: Any = {when: 1}
-        saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, **every)
-        options: dict[str, Any] = {"enable_checkpointing": True, **more}
-        return train(method, None, saver, resume=resume, **options)
-
-    for options in ({}, {"check_val_every_n_epoch": 2}):
-        name = "_".join(("whole", *options))
-        whole = go(name, **options)
-        saved = sorted((tmp_path / name).glob("*.ckpt"))[:-1]
-        assert len(saved) >= 2
-        for path in saved[:3]:
-            assert are_equal(go(f"{name}_{path.stem}", str(path), **options), whole)
 
 
 def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -115,12 +88,33 @@ def scaled(data: Data) -> Data:
     return data
 
 
-def test_rows_of_the_same_features_are_taken() -> None:
-    """Also where they are in other tensors."""
-    wanted = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0)
-    assert are_equal(train(WHERE_THERE), wanted)
-    assert are_equal(train(WHERE_THERE, Two(lambda data: data)), wanted)
-    assert not are_equal(train(LAST), wanted)
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), slow(1, 2)])
+def test_rows_of_validation_are_those_of_a_pass_before_every_step(
+    num_stages: int, num_shards: int
+) -> None:
+    """Also where the same features are in other tensors; without validation they are the last."""
+    where = {"num_stages": num_stages, "num_shards": num_shards}
+    wanted = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0, **where)
+    last = train(LAST, **where)
+    assert are_equal(train(WHERE_THERE, **where), wanted)
+    assert are_equal(train(WHERE_THERE, Two(lambda data: data), **where), wanted)
+    assert are_equal(train(WHERE_THERE, limit_val_batches=0, **where), last)
+    assert not are_equal(last, wanted)
+
+
+def test_validation_saves_the_pass_that_renews_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps are the same with validation and without; with it, no other pass is made."""
+    passes: list[bool] = []
+    refresh = GraphPasses.refresh
+    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(True), refresh(*args)))
+    runs = []
+    for limit_val_batches, num_passes in ((0, 5), (1, 0)):
+        passes.clear()
+        runs.append(
+            train(WHERE_THERE, None, EmbeddingRefresh(1), limit_val_batches=limit_val_batches)
+        )
+        assert len(passes) == num_passes
+    assert are_equal(*runs)
 
 
 def test_rows_of_other_features_are_not() -> None:
@@ -175,53 +169,46 @@ def fewer_edges(data: Data) -> Data:
     return data
 
 
-RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], Callable[[], list[Any]], int]] = {
-    "asks without gradients": (Teaches, lambda: FullGraphDataModule(graph()), list, 0),
-    "two loaders": (ValidatesTwice, lambda: TwoLoaders(graph()), list, 0),
-    "averaged weights": (
-        NodeClassifier,
-        lambda: FullGraphDataModule(graph()),
-        lambda: [EMAWeightAveraging(decay=0.9)],
-        0,
-    ),
-    "a lost step": (Stumbles, lambda: FullGraphDataModule(graph()), list, 0),
+def own() -> FullGraphDataModule:
+    return FullGraphDataModule(graph())
+
+
+RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback], int]] = {
+    "as usual": (NodeClassifier, own, [], 0),
+    "asks without gradients": (Teaches, own, [], 0),
+    "two loaders": (ValidatesTwice, lambda: TwoLoaders(graph()), [], 0),
+    "averaged weights": (NodeClassifier, own, [EMAWeightAveraging(decay=0.9)], 0),
+    "a lost step": (Stumbles, own, [], 0),
     # Before the first validation it is not known that it is over another one.
-    "another graph": (NodeClassifier, lambda: Two(fewer_edges), list, 1),
+    "another graph": (NodeClassifier, lambda: Two(fewer_edges), [], 1),
 }
 
 
-@pytest.mark.parametrize(("name", "limit_val_batches"), covering(RUNS, [0, 1]))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *covering(RUNS, [{"limit_val_batches": 1}, {"limit_val_batches": 0}]),
+        ("as usual", {"check_val_every_n_epoch": 2}),
+    ],
+)
 def test_p6_whatever_validation_would_have_done(
-    name: str, limit_val_batches: int, tmp_path: Path
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A run that goes on from a checkpoint before each validation equals one that never stopped."""
-    kind, make_data, make_callbacks, num_unknown = RUNS[name]
+    """A run that goes on from a checkpoint before each validation equals one that never stopped.
 
-    def go(folder: str, resume: str | None = None) -> list[Tensor]:
+    Lightning does not repeat the validation which would have renewed the rows.
+    """
+    kind, make_data, callbacks, num_unknown = RUNS[name]
+
+    def go(folder: str, resume: Path | None = None) -> list[Tensor]:
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, every_n_train_steps=1)
-        options: dict[str, Any] = {"enable_checkpointing": True, "kind": kind, "resume": resume}
-        options["limit_val_batches"] = limit_val_batches
-        return train(WHERE_THERE, make_data(), *make_callbacks(), saver, **options)
+        more = copy.deepcopy(callbacks)
+        return train(WHERE_THERE, make_data(), *more, saver, resume=resume, kind=kind, **options)
 
     whole = go("whole")
     assert all(bool(one.isfinite().all()) for one in whole)
     for epoch in range(num_unknown, 5):
-        resume = str(tmp_path / "whole" / f"epoch={epoch}.ckpt")
-        assert are_equal(go(str(epoch), resume), whole), epoch
-
-
-class Loses(NodeClassifier):
-    """Has no loss in step 2, and makes nothing of that step's gradients."""
-
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * torch.nan if self.current_epoch == 2 else loss
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        is_finite = all(p.grad.isfinite().all() for p in self.parameters() if p.grad is not None)
-        assert is_finite == (self.current_epoch != 2)
-        if not is_finite:
-            optimizer.zero_grad()
+        assert are_equal(go(str(epoch), tmp_path / "whole" / f"epoch={epoch}.ckpt"), whole), epoch
 
 
 class Skips(NodeClassifier):
@@ -278,35 +265,7 @@ def test_a_step_that_is_not_finite_costs_one_step(
 ) -> None:
     """As in plain training; the next one is exact."""
     module = Skips(GNN(4, 6, 3, num_layers=5, dropout=0.2, conv="sage"), 3, is_manual=is_manual)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2 if options in IN_TWO else 1,
-        strategy=GNNPipeStrategy(
-            partition=communities(5).partition, start_method="fork", **options
-        ),
-        max_epochs=9,
-        limit_val_batches=limit_val_batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=FullGraphDataModule(graph()))  # it counts, on each rank
-
-
-@pytest.mark.parametrize("staleness", METHODS)
-def test_gradients_of_a_loss_that_is_not_finite_cost_one_step(staleness: Any) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=GNNPipeStrategy(partition=communities(5).partition, staleness=staleness),
-        max_epochs=6,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(
-        Loses(GNN(4, 6, 3, num_layers=3, conv="sage"), 3), datamodule=FullGraphDataModule(graph())
-    )
-    assert trainer.current_epoch == 6
+    piped = {"partition": communities(5).partition, **options}
+    num_ranks = 2 if options in IN_TWO else 1
+    trainer = quiet_trainer(num_ranks, piped, max_epochs=9, limit_val_batches=limit_val_batches)
+    trainer.fit(module, datamodule=own())  # it counts, on each rank

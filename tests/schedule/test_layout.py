@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,27 +29,27 @@ WORK = LayoutWork(
 )
 
 
+def step_s(**changes: Any) -> float:
+    return simulate_layout(replace(WORK, **changes)).step_s
+
+
 def test_shards_divide_the_work_and_stages_fill_and_drain() -> None:
-    times = simulate_layout(WORK)
-    assert times.step_s == (4 + 1) * (1 + 2)
-    assert times.bubble_frac == pytest.approx(1 / 5)
+    assert step_s() == (4 + 1) * (1 + 2)
+    assert simulate_layout(WORK).bubble_frac == pytest.approx(1 / 5)
 
 
 def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
-    slow = replace(WORK, halo_row_bytes=[100, 100])  # 3 s a chunk, forward and backward
-    assert simulate_layout(slow).step_s == (4 + 1) * (1 + 3 + 2 + 3)
-    assert simulate_layout(slow).bubble_frac == pytest.approx((9 + 4 * 6) / 45)
-    hidden = replace(slow, waits_for_halo=False)
-    assert simulate_layout(hidden).step_s == 2 * 4 * 3  # as long as the link takes
-    assert simulate_layout(replace(hidden, bytes_per_s=1e6)).step_s == (4 + 1) * (1 + 2)
+    halo = {"halo_row_bytes": [100, 100]}  # 3 s a chunk, forward and backward
+    assert step_s(**halo) == (4 + 1) * (1 + 3 + 2 + 3)
+    assert simulate_layout(replace(WORK, **halo)).bubble_frac == pytest.approx((9 + 4 * 6) / 45)
+    assert step_s(**halo, waits_for_halo=False) == 2 * 4 * 3  # as long as the link takes
+    assert step_s(**halo, waits_for_halo=False, bytes_per_s=1e6) == (4 + 1) * (1 + 2)
 
 
 def test_rows_are_gathered_and_put_down_by_the_rank_itself() -> None:
-    copied = replace(WORK, halo_row_bytes=[100, 100], bytes_per_s=1e30, copied_bytes_per_s=150.0)
-    times = simulate_layout(copied)
-    assert times.step_s == (4 + 1) * (1 + 2 + 2 + 2)
-    assert times.bubble_frac == pytest.approx(1 / 5)
-    assert simulate_layout(replace(copied, waits_for_halo=False)).step_s == times.step_s
+    copied = {"halo_row_bytes": [100, 100], "bytes_per_s": 1e30, "copied_bytes_per_s": 150.0}
+    assert step_s(**copied) == step_s(**copied, waits_for_halo=False) == (4 + 1) * (1 + 2 + 2 + 2)
+    assert simulate_layout(replace(WORK, **copied)).bubble_frac == pytest.approx(1 / 5)
 
 
 def test_a_message_takes_time_whatever_its_size() -> None:
@@ -64,18 +65,15 @@ def test_a_message_takes_time_whatever_its_size() -> None:
 
 
 def test_a_slow_cut_sets_the_pace() -> None:
-    slow = replace(WORK, cut_bytes=[[500] * 4], cut_grad_bytes=[[0] * 4])
-    assert simulate_layout(slow).step_s == (1 + 4 * 5 + 1) + (4 + 1) * 2
-    slow = replace(WORK, cut_grad_bytes=[[500] * 4])
-    assert simulate_layout(slow).step_s == (4 + 1) * 1 + (2 + 4 * 5 + 2)
+    assert step_s(cut_bytes=[[500] * 4]) == (1 + 4 * 5 + 1) + (4 + 1) * 2
+    assert step_s(cut_grad_bytes=[[500] * 4]) == (4 + 1) * 1 + (2 + 4 * 5 + 2)
 
 
 def test_outputs_weights_and_loss_come_on_top() -> None:
-    base = simulate_layout(WORK)
     times = simulate_layout(replace(WORK, output_bytes=300, weight_bytes=[100, 700], loss_s=0.5))
     assert times.output_s == 2 * 3  # to 4 ranks in two rounds
     assert times.weight_s == 7  # 2 (G - 1) / G of those of the larger stage
-    assert times.step_s == base.step_s + 6 + 7 + 0.5
+    assert times.step_s == step_s() + 6 + 7 + 0.5
 
 
 def test_gradients_of_shared_weights_go_along_the_pipe_and_back() -> None:
@@ -85,20 +83,10 @@ def test_gradients_of_shared_weights_go_along_the_pipe_and_back() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    alone = replace(
-        WORK,
-        num_shards=1,
-        forward_s=[8.0],
-        backward_s=[16.0],
-        halo_row_bytes=[100],
-        halo_rows=[0] * 4,
-        work_fracs=[1 / 4] * 4,
-        cut_bytes=[],
-        cut_grad_bytes=[],
-        weight_bytes=[1000],
-        output_bytes=1000,
-    )
-    assert simulate_layout(alone).step_s == 24
+    work = {"num_shards": 1, "forward_s": [8.0], "backward_s": [16.0], "work_fracs": [1 / 4] * 4}
+    halo = {"halo_row_bytes": [100], "halo_rows": [0] * 4}
+    rest = {"cut_bytes": [], "cut_grad_bytes": [], "weight_bytes": [1000], "output_bytes": 1000}
+    assert step_s(**work, **halo, **rest) == 24
 
 
 def test_factorisations() -> None:

@@ -1,20 +1,25 @@
+"""Sends and receives in the lists; which sends have arrived when a rank computes."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnnpipe.errors import ScheduleError
-from lightning_gnnpipe.schedule import Action, Op, Schedule, add_transfers, check, fill_drain
-from tests.schedule.text import num_stages, orders, write
-
-
-@st.composite
-def lowered(draw: st.DrawFn) -> tuple[Schedule, int]:
-    """Draw a lowered schedule and its lookahead."""
-    lookahead = draw(st.integers(0, 5))
-    built = fill_drain(draw(num_stages), draw(orders), backward=draw(st.booleans()))
-    return add_transfers(built, lookahead=lookahead), lookahead
+from lightning_gnnpipe.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_transfers,
+    arrived_sends,
+    check,
+    fill_drain,
+    interleaved,
+    one_f_one_b,
+    simulate,
+)
+from tests.helpers.cases import some
+from tests.schedule.shapes import SHAPES, build_all, num_stages, orders, random_cost, write
 
 
 def test_transfers_without_lookahead() -> None:
@@ -25,7 +30,7 @@ def test_transfers_without_lookahead() -> None:
     ]
 
 
-def test_receives_are_posted_ahead() -> None:
+def test_receives_are_posted_ahead_but_not_before_their_phase() -> None:
     schedule = fill_drain(2, (0, 1, 2, 3), backward=False)
     assert write(add_transfers(schedule, lookahead=1)) == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3",
@@ -34,30 +39,28 @@ def test_receives_are_posted_ahead() -> None:
     assert write(add_transfers(schedule))[1] == (
         "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1RECV_F3 1F1 1F2 1F3"
     )
-
-
-def test_receives_of_the_backward_stay_behind_the_forward() -> None:
     assert write(add_transfers(fill_drain(2, (0, 1)), lookahead=9))[0] == (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0RECV_B0 0B1 0B0"
     )
 
 
-@given(orders)
-def test_one_stage_has_no_transfers(order: list[int]) -> None:
-    assert add_transfers(fill_drain(1, order)) == fill_drain(1, order)
-
-
-@given(lowered())
-def test_check_passes_for_all_that_is_lowered(case: tuple[Schedule, int]) -> None:
-    check(case[0])
-
-
-@given(lowered())
-def test_no_compute_waits_for_a_receive_that_is_not_posted(case: tuple[Schedule, int]) -> None:
-    schedule, lookahead = case
-    last = schedule.num_stages - 1
+@given(num_stages, orders, st.booleans(), st.integers(0, 5))
+def test_lowered_lists_are_the_built_ones_with_transfers_in_their_place(
+    num_stages: int, order: list[int], backward: bool, lookahead: int
+) -> None:
+    built = fill_drain(num_stages, order, backward=backward)
+    schedule = add_transfers(built, lookahead=lookahead)
+    check(built)
+    check(schedule)
+    kept = tuple(tuple(each for each in rank if each.op.is_compute) for rank in schedule.ranks)
+    assert kept == built.ranks
     for stage, rank in enumerate(schedule.ranks):
-        for op, receive, has_cut in [(Op.F, Op.RECV_F, stage > 0), (Op.B, Op.RECV_B, stage < last)]:
+        for i, action in enumerate(rank):
+            if action.op in (Op.SEND_F, Op.SEND_B):
+                op = Op.F if action.op is Op.SEND_F else Op.B
+                assert rank[i - 1] == Action(action.stage, op, action.chunk)
+        cuts = [(Op.F, Op.RECV_F, stage > 0), (Op.B, Op.RECV_B, stage < num_stages - 1)]
+        for op, receive, has_cut in cuts:
             computes = [each for each in rank if each.op is op] if has_cut else []
             for i, compute in enumerate(computes):
                 posted = rank.index(Action(stage, receive, compute.chunk))
@@ -67,28 +70,46 @@ def test_no_compute_waits_for_a_receive_that_is_not_posted(case: tuple[Schedule,
                     assert posted > rank.index(computes[i - lookahead - 1]), "and not earlier"
 
 
-@given(lowered())
-def test_sends_follow_what_they_send(case: tuple[Schedule, int]) -> None:
-    for rank in case[0].ranks:
-        for i, action in enumerate(rank):
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                op = Op.F if action.op is Op.SEND_F else Op.B
-                assert rank[i - 1] == Action(action.stage, op, action.chunk)
+def consumer(send: Action) -> Action:
+    """Return the compute action that waits for what `send` sends."""
+    return send.partner.served
 
 
-@given(lowered())
-def test_lowering_only_adds(case: tuple[Schedule, int]) -> None:
-    schedule, _ = case
-    built = fill_drain(schedule.num_stages, schedule.order, backward=schedule.has_backward)
-    kept = tuple(tuple(each for each in rank if each.op.is_compute) for rank in schedule.ranks)
-    assert kept == built.ranks
+@pytest.mark.parametrize("seed", some(range(3), every=3))
+def test_a_send_is_named_once_when_its_receiver_has_computed_at_any_cost(seed: int) -> None:
+    for shape in SHAPES:
+        for built in build_all(*shape):
+            schedule = add_transfers(built)
+            timeline = simulate(schedule, cost=random_cost(seed), latency=0.5)
+            events = {event.action: event for event in timeline.events}
+            for rank, actions in enumerate(schedule.ranks):
+                place = {action: i for i, action in enumerate(actions)}
+                arrived = arrived_sends(schedule, rank)
+                named = [(send, at) for at, sends in arrived.items() for send in sends]
+                assert len({send for send, _ in named}) == len(named)
+                for send, at in named:
+                    assert at.op.is_compute and place[send] < place[at]
+                    assert events[send].end <= events[consumer(send)].start
+                    assert events[consumer(send)].end <= events[at].start
 
 
-def test_a_negative_lookahead_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"Expected 'lookahead' to be 0 or more \(got -1\)"):
-        add_transfers(fill_drain(2, (0,)), lookahead=-1)
+def most_kept(schedule: Schedule, rank: int) -> int:
+    """Return the largest number of sends that have not been named."""
+    kept = most = 0
+    arrived = arrived_sends(schedule, rank)
+    for action in schedule.ranks[rank]:
+        kept += action.op in (Op.SEND_F, Op.SEND_B)
+        most = max(most, kept)
+        kept -= len(arrived.get(action, ()))
+    return most
 
 
-def test_lowering_twice_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="Call 'add_transfers' only once"):
-        add_transfers(add_transfers(fill_drain(2, (0,))))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_what_is_kept_does_not_grow_with_the_number_of_micro_batches(num_ranks: int) -> None:
+    for make in (
+        lambda number: one_f_one_b(num_ranks, number),
+        lambda number: interleaved(num_ranks, 2, number),
+    ):
+        few, many = (add_transfers(make(number * num_ranks)) for number in (4, 40))
+        for rank in range(num_ranks):
+            assert most_kept(few, rank) == most_kept(many, rank)
