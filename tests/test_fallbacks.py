@@ -155,7 +155,6 @@ TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and th
     "test_a_module_of_the_whole_graph_is_planned_without_plain_trainer",
     "The training loss jumped": "engine/test_loss_guard.py::"
     "test_a_jump_makes_one_step_exact_and_warns_once",
-    "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
     "In a notebook": "launchers/test_notebook.py::"
     "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
     "Message passing on chunks cannot be compiled": "reach/test_compilers.py::"
