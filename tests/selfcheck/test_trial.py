@@ -12,27 +12,24 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.selfcheck.trial import NoRandomness
-from tests.engine.test_batches import make_engine
+from tests.batches.test_batches import on_engine, run
 from tests.helpers.batches import NUM_FEATURES, SIZES, WIDTH, draw_batch
 
 X = torch.randn(3, 5, 4)
+ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.5)
+ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5)
+LSTM, GRU = nn.LSTM(4, 4, 2, dropout=0.5), nn.GRU(4, 4, 2, dropout=0.5)
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "attention": lambda: F.scaled_dot_product_attention(X, X, X, None, 0.5),
     "attention, named": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.5),
-    "MultiheadAttention": lambda: MODULES["attention"](X, X, X)[0],
-    "TransformerEncoderLayer": lambda: MODULES["encoder"](X),
-    "LSTM": lambda: MODULES["lstm"](X)[0],
-    "GRU": lambda: MODULES["gru"](X)[0],
+    "MultiheadAttention": lambda: ATTENTION(X, X, X)[0],
+    "TransformerEncoderLayer": lambda: ENCODER(X),
+    "LSTM": lambda: LSTM(X)[0],
+    "GRU": lambda: GRU(X)[0],
     "a choice": lambda: torch.multinomial(X[0].exp(), 2).float(),
     "gumbel": lambda: F.gumbel_softmax(X, hard=True),
     "exponential": lambda: torch.empty(4).exponential_(),
     "poisson": lambda: torch.poisson(X.exp()),
-}
-MODULES: dict[str, Any] = {
-    "attention": nn.MultiheadAttention(4, 2, dropout=0.5),
-    "encoder": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5),
-    "lstm": nn.LSTM(4, 4, 2, dropout=0.5),
-    "gru": nn.GRU(4, 4, 2, dropout=0.5),
 }
 
 
@@ -76,7 +73,6 @@ def gps(**attention: Any) -> gnn.GPSConv:
 def test_attention_with_dropout_trains_on_batches(
     make: Callable[[], nn.Module], num_chunks: int
 ) -> None:
-    net, data = make(), draw_batch(SIZES)
-    make_engine(net, num_chunks)
-    net(data.x, data.edge_index, data.batch).sum().backward()
+    net = on_engine(make(), num_chunks)
+    run(net, draw_batch(SIZES)).sum().backward()
     assert all(p.grad is not None for p in net.parameters())

@@ -24,10 +24,11 @@ N, D = 30, 4
 
 
 class Base(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., nn.Module] = gnn.GCNConv) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
+        self.convs = nn.ModuleList(make(D, D) for _ in range(2))
         self.dropout = nn.Dropout(0.5)
+        self.part: nn.Module = nn.Identity()
 
     def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.dropout(x).relu()
@@ -37,41 +38,47 @@ class Base(nn.Module):
         return self.convs[1](x, edge_index)
 
 
-class MixesRows(Base):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x - x.mean(dim=0, keepdim=True)
+def base(between: Callable[[Any, Tensor, Tensor], Tensor]) -> type[Base]:
+    """Return the network that has this between its layers."""
+    return type("Net", (Base,), {"between": between})
 
 
-class CountsSources(Base):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x * degree(edge_index[0], x.size(0)).unsqueeze(-1)
+def with_part(make: Callable[[], nn.Module]) -> Callable[[], Base]:
+    """Return what builds a network with a module between its layers."""
+
+    def build() -> Base:
+        net = base(lambda self, x, edge_index: self.part(x))()
+        net.part = make()
+        return net
+
+    return build
 
 
-class CountsTargets(Base):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x * degree(edge_index[1], x.size(0)).unsqueeze(-1)
+mixes_rows = base(lambda self, x, edge_index: x - x.mean(dim=0, keepdim=True))
+counts_sources = base(lambda self, x, e: x * degree(e[0], x.size(0)).unsqueeze(-1))
+counts_targets = base(lambda self, x, e: x * degree(e[1], x.size(0)).unsqueeze(-1))
+gathers_by_hand = base(lambda self, x, e: torch.zeros_like(x).index_add(0, e[1], x[e[0]]))
 
 
-class GathersByHand(Base):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        messages = x[edge_index[0]]
-        return torch.zeros_like(x).index_add(0, edge_index[1], messages)
+def attend(self: Base, x: Tensor, edge_index: Tensor) -> Tensor:
+    weight = softmax(x[edge_index[1]], edge_index[1], num_nodes=x.size(0))
+    return torch.zeros_like(x).index_add(0, edge_index[1], weight * x[edge_index[1]])
 
 
-class AttendsByHand(Base):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        weight = softmax(x[edge_index[1]], edge_index[1], num_nodes=x.size(0))
-        return torch.zeros_like(x).index_add(0, edge_index[1], weight * x[edge_index[1]])
+def stop_gradients(self: Base, x: Tensor, edge_index: Tensor) -> Tensor:
+    """A trace does not take the `no_grad` down: it would train what the module does not."""
+    with torch.no_grad():
+        return Base.between(self, x, edge_index)
 
 
-class Noisy(Base):
+class Noisy(nn.Module):
     """Random numbers a row; hidden values as wide as a sample may be long."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Sequential(nn.Linear(D, 29), nn.Linear(29, 48), nn.Linear(48, D))
 
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.wide(x + torch.randn_like(x)) * torch.rand(x.size(0), 1)
 
 
@@ -96,23 +103,6 @@ class Counter(nn.Module):
         return x
 
 
-class Counts(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = Counter()
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.counter(x)
-
-
-class StopsGradients(Base):
-    """A trace does not take the `no_grad` down: it would train what the module does not."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        with torch.no_grad():
-            return super().between(x, edge_index)
-
-
 class _CenteredGrad(torch.autograd.Function):
     """The identity, whose gradient is centered over all rows."""
 
@@ -130,15 +120,6 @@ class CentersGradients(nn.Module):
         return _CenteredGrad.apply(x)
 
 
-class MixesRowsOfGradients(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.center = CentersGradients()
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.center(x)
-
-
 class BothWays(Base):
     """Edges in both directions, and a norm over all nodes: gradients of chunks are not plain's."""
 
@@ -151,15 +132,8 @@ class BothWays(Base):
         return self.norm(x).relu()
 
 
-class Reentrant(Base):
-    """An activation checkpoint that refuses `torch.autograd.grad`."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return checkpoint(self.convs[1], x, edge_index, use_reentrant=True)
-
-
 class ReentrantConv(gnn.GATConv):
-    """Its activation checkpoint is inside of the layer, which no trace looks into."""
+    """An activation checkpoint in the layer, where no trace sees that it refuses autograd.grad."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return super().forward(checkpoint(torch.tanh, x, use_reentrant=True), edge_index)
@@ -182,7 +156,7 @@ class Overwrites(Base):
 class MeanByHand(MessagePassing):
     """0 / 0 for a node without neighbours, of which the user's graph may have none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: int) -> None:
         super().__init__(aggr="add")
         self.lin = nn.Linear(D, D)
 
@@ -192,12 +166,8 @@ class MeanByHand(MessagePassing):
         return self.propagate(edge_index, x=self.lin(x)) / count
 
 
-class Distances(MessagePassing):
+class Distances(MeanByHand):
     """Its gradient is NaN at a self-loop."""
-
-    def __init__(self) -> None:
-        super().__init__(aggr="add")
-        self.lin = nn.Linear(D, D)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=self.lin(x))
@@ -207,23 +177,14 @@ class Distances(MessagePassing):
 
 
 class Deep(nn.Module):
-    def __init__(self, make: Callable[..., nn.Module], num_layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(make(D, D) for _ in range(num_layers))
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(56))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
             x = x + conv(x.relu(), edge_index)
         return x
-
-
-def with_conv(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        module = Base()
-        module.convs[0], module.convs[1] = make(), make()
-        return module
-
-    return build
 
 
 class ReturnsTwice(Base):
@@ -240,67 +201,56 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     call = flatten_call(module, (torch.randn(N, D, generator=generator).to(dtype), edges), {})
     inputs = classify(call)
     graph, _ = trace(module, call)
-    layers = cut_layers(
-        graph, module, learn_values(graph, module, draw_sample(module, call, inputs))
-    )
-    check_layers(module, layers, call, inputs, on_chunks=True)
+    values = learn_values(graph, module, draw_sample(module, call, inputs))
+    check_layers(module, cut_layers(graph, module, values), call, inputs, on_chunks=True)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         Base,
-        CountsTargets,
-        AttendsByHand,
+        counts_targets,
+        base(attend),
         ReturnsTwice,
-        Noisy,
+        with_part(Noisy),
         ChangesEdges,
         BothWays,
-        Reentrant,
-        with_conv(lambda: ReentrantConv(D, D)),
+        base(lambda self, x, e: checkpoint(self.convs[1], x, e, use_reentrant=True)),
+        lambda: Base(ReentrantConv),
         Overwrites,
-        with_conv(MeanByHand),
-        with_conv(Distances),
-        lambda: Deep(gnn.GCNConv, 56),
+        lambda: Base(MeanByHand),
+        lambda: Base(Distances),
+        Deep,
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], training: bool) -> None:
-    state = torch.get_rng_state()
-    check(kind().train(training))
-    module = kind()
+    module = kind().train(training)
     weights = [p.clone() for p in module.parameters()]
     check(module)
     assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
     assert all(p.grad is None for p in module.parameters())
-    assert state is not None
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (MixesRows, "same values .* a difference of .* begins in or next to layer 'convs.1'"),
-        (CountsSources, "run on a chunk|a difference of"),
-        (GathersByHand, "run on a chunk of the graph .*IndexError"),
-        (Counts, "changes no buffer .* a change of"),
-        (StopsGradients, "one mode of autograd .* torch.no_grad"),
-        (MixesRowsOfGradients, "same gradients .* begins in or next to layer 'convs.1'"),
+        (mixes_rows, "same values .* a difference of .* begins in or next to layer 'convs.1'"),
+        (counts_sources, "run on a chunk|a difference of"),
+        (gathers_by_hand, "run on a chunk of the graph .*IndexError"),
+        (with_part(Counter), "changes no buffer .* a change of"),
+        (base(stop_gradients), "one mode of autograd .* torch.no_grad"),
+        (with_part(CentersGradients), "same gradients .* begins in or next to layer 'convs.1'"),
     ],
 )
-def test_p4_what_is_wrong_on_chunks_is_refused(kind: type[Base], text: str) -> None:
-    with pytest.raises(UnsupportedError, match=text):
-        check(kind())
-
-
-def test_the_check_disturbs_nothing() -> None:
-    module = Counts()
+def test_p4_what_is_wrong_on_chunks_is_refused(kind: Callable[[], Base], text: str) -> None:
+    """And disturbs nothing."""
+    module, state = kind(), torch.get_rng_state()
     buffers = {name: b.clone() for name, b in module.named_buffers()}
-    state = torch.get_rng_state()
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match=text):
         check(module)
     assert torch.equal(state, torch.get_rng_state())
-    for name, buffer in module.named_buffers():
-        assert torch.equal(buffer, buffers[name])
+    assert all(torch.equal(b, buffers[name]) for name, b in module.named_buffers())
 
 
 @pytest.mark.parametrize("self_check", [True, False])
@@ -308,7 +258,7 @@ def test_the_check_can_be_switched_off(self_check: bool) -> None:
     """Then a module that differs is the user's own responsibility."""
     edges = torch.randint(0, N, (2, 80), generator=torch.Generator().manual_seed(0))
     engine = one_process_engine(
-        MixesRowsOfGradients(), partition=torch.arange(N) // 8, self_check=self_check
+        with_part(CentersGradients)(), partition=torch.arange(N) // 8, self_check=self_check
     )
     refused = pytest.raises(UnsupportedError, match="the same gradients")
     with refused if self_check else nullcontext():
@@ -316,7 +266,7 @@ def test_the_check_can_be_switched_off(self_check: bool) -> None:
 
 
 def test_half_precision_of_many_layers_is_no_difference() -> None:
-    module = Deep(gnn.GCNConv, 56)
+    module = Deep()
     with torch.autocast("cpu", torch.bfloat16):
         check(module)
     check(module.bfloat16(), torch.bfloat16)
