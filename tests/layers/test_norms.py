@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,37 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 def assert_same(found: object, expected: object) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+class Steps:
+    """A stack beside its plain copy, and a graph."""
+
+    def __init__(self, net: Any, **options: Any) -> None:
+        self.net = make_stack(net) if isinstance(net, str) else net
+        self.plain, self.graph = copy.deepcopy(self.net), make_graph()
+        self.engine = one_process_engine(self.net, partition=PARTITION, **options)
+
+    def run(self, number: int, moves: float = 0.0) -> Tensor:
+        """Return the outputs of a training step, and move weights then."""
+        self.engine.set_step(step_index=number)
+        output = self.engine.forward(self.graph, {})
+        output.sum().backward()
+        if moves:
+            self.net.lin.weight.data += moves
+        return output.detach()
+
+    def evaluate(self, scale: float = 1.0, *, is_validating: bool = True) -> Tensor:
+        x, edge_index = self.graph
+        self.net.eval()
+        self.engine.set_step(is_validating=is_validating)
+        with torch.no_grad():
+            return self.engine.forward((scale * x, edge_index), {})
+
+    def expected(self) -> Tensor:
+        return self.plain(*self.graph).detach()
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {key: buffer.clone() for key, buffer in self.net.named_buffers()}
 
 
 def normalised(norm: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -183,121 +216,87 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
-    x, edge_index = make_graph()
-    net, reference = make_stack(name), make_stack(name)
+    steps = Steps(name, recompute=recompute)
+    net, reference, graph = steps.net, steps.plain, steps.graph
     check_support(net, num_chunks=CHUNKS)
     oracle = Oracle(reference)
-    engine = one_process_engine(net, partition=PARTITION, recompute=recompute)
     weight = torch.randn(N, D, dtype=torch.float64)
     for epoch in range(4):
         order = chunk_order(CHUNKS, epoch=epoch, seed=0, order="shuffled")
-        expected = oracle.chunked(x, edge_index, order) if epoch else oracle.exact(x, edge_index)
+        expected = oracle.chunked(*graph, order) if epoch else oracle.exact(*graph)
         (expected * weight).sum().backward()
-        engine.set_step(step_index=epoch)
-        found = engine.forward((x, edge_index), {})
+        steps.engine.set_step(step_index=epoch)
+        found = steps.engine.forward(graph, {})
         (found * weight).sum().backward()
         assert_same(found.detach(), expected.detach())
-        expected_grads, found_grads = gradients(reference), gradients(net)
-        assert_same(found_grads, expected_grads)
-        with torch.no_grad():
-            for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
-                moves = 0.05 * torch.sin(torch.arange(mine.numel(), dtype=mine.dtype))
-                mine += moves.view_as(mine)
-                other += moves.view_as(other)
+        assert_same(gradients(net), gradients(reference))
+        for parameter in (*net.parameters(), *reference.parameters()):
+            moves = 0.05 * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
+            parameter.data += moves.view_as(parameter)
 
 
 @pytest.mark.parametrize("name", TRACKED)
 def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
     """Each step counts once, with the mean and the unbiased variance of all rows that it saw."""
-    x, edge_index = make_graph()
-    net, reference = make_stack(name), make_stack(name)
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(4):  # nothing moves, so stale and whole are the same
-        engine.set_step(step_index=step)
-        engine.forward((x, edge_index), {}).sum().backward()
-        reference(x, edge_index)
-    assert dict(net.named_buffers()).keys() == dict(reference.named_buffers()).keys()
-    for key, buffer in reference.named_buffers():
-        assert_same(dict(net.named_buffers())[key], buffer)
-    net.eval()
-    reference.eval()
-    with torch.no_grad():
-        assert_same(engine.forward((x, edge_index), {}), reference(x, edge_index))
+    steps = Steps(name)
+    for number in range(4):  # nothing moves, so stale and whole are the same
+        steps.run(number)
+        steps.expected()
+    assert_same(steps.buffers(), dict(steps.plain.named_buffers()))
+    steps.plain.eval()
+    assert_same(steps.evaluate(is_validating=False), steps.expected())
 
 
 @pytest.mark.parametrize("name", TRACKED)
 def test_validation_replaces_running_statistics_after_pipelined_steps(name: str) -> None:
     """Each norm then has those of the rows that an exact pass gives it, behind the norms before."""
-    x, edge_index = make_graph()
-    net, reference = make_stack(name), make_stack(name)
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        engine.forward((x, edge_index), {}).sum().backward()
-        with torch.no_grad():
-            net.lin.weight += 0.1
-    reference.load_state_dict(net.state_dict())
+    steps = Steps(name)
+    for number in range(3):
+        steps.run(number, moves=0.1)
+    steps.plain.load_state_dict(steps.net.state_dict())
 
     def replace(norm: nn.Module, args: tuple[Tensor]) -> None:
         norm.running_mean.copy_(args[0].mean(0))
         norm.running_var.copy_(args[0].var(0))
 
-    for one in reference.modules():
+    for one in steps.plain.eval().modules():
         if isinstance(one, nn.BatchNorm1d | gnn.InstanceNorm):
             one.register_forward_pre_hook(replace)
-    net.eval()
-    reference.eval()
-    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
-    with torch.no_grad():
-        engine.forward((x, edge_index), {})
-    assert_same(dict(net.named_buffers()), before)  # no validation of the Trainer's
-    engine.set_step(is_validating=True)
-    with torch.no_grad():
-        engine.forward((2 * x, edge_index), {})
-    assert_same(dict(net.named_buffers()), before)  # other inputs than those of training
-    with torch.no_grad():
-        assert_same(engine.forward((x, edge_index), {}), reference(x, edge_index))
-    assert_same(dict(net.named_buffers()), dict(reference.named_buffers()))
+    before = steps.buffers()
+    steps.evaluate(is_validating=False)
+    assert_same(steps.buffers(), before)  # no validation of the Trainer's
+    steps.evaluate(2.0)
+    assert_same(steps.buffers(), before)  # other inputs than those of training
+    assert_same(steps.evaluate(), steps.expected())
+    assert_same(steps.buffers(), dict(steps.plain.named_buffers()))
 
 
 def test_validation_leaves_running_statistics_of_exact_steps_and_frozen_norms() -> None:
-    x, edge_index = make_graph()
-    net = make_stack("batch")
-    engine = one_process_engine(net, partition=PARTITION)
-    engine.set_step(is_validating=True)
-    for step in range(2):
-        engine.set_step(step_index=step)
-        net.train()
-        net.first.eval()
-        engine.forward((x, edge_index), {}).sum().backward()
-        net.eval()
-        before = [norm.running_mean.clone() for norm in (net.first, net.second)]
-        with torch.no_grad():
-            engine.forward((x, edge_index), {})
-        assert_same(net.first.running_mean, before[0])
-        assert torch.equal(net.second.running_mean, before[1]) == (step == 0)
+    steps = Steps("batch")
+    for number in range(2):
+        steps.net.train()
+        steps.net.first.eval()
+        steps.run(number)
+        before = steps.buffers()
+        steps.evaluate()
+        assert_same(steps.net.first.running_mean, before["first.running_mean"])
+        is_same = torch.equal(steps.net.second.running_mean, before["second.running_mean"])
+        assert is_same == (number == 0)
 
 
 @pytest.mark.parametrize("what", ["a checkpoint", "an exact step"])
 def test_validation_replaces_running_statistics_after(what: str) -> None:
-    x, edge_index = make_graph()
-    net = make_stack("batch")
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(4):
-        engine.set_step(step_index=step)
-        engine.controls.is_exact = what == "an exact step" and step == 3
-        engine.forward((x, edge_index), {}).sum().backward()
-        with torch.no_grad():
-            net.lin.weight += 0.1
+    steps = Steps("batch")
+    for number in range(4):
+        steps.engine.controls.is_exact = what == "an exact step" and number == 3
+        steps.run(number, moves=0.1)
     if what == "a checkpoint":
-        engine.stage_states()
-        assert engine.run_state().stale_norms == ("first", "second")
-    net.eval()
-    engine.set_step(is_validating=True)
-    with torch.no_grad():
-        engine.forward((x, edge_index), {})
-    assert_same(net.first.running_mean, net.lin(x).mean(0).detach())
-    assert engine.run_state().stale_norms == ()
+        steps.engine.stage_states()
+        assert steps.engine.run_state().stale_norms == ("first", "second")
+    steps.evaluate()
+    mean = steps.net.lin(steps.graph[0]).mean(0).detach()
+    assert_same(steps.net.first.running_mean, mean)
+    assert steps.engine.run_state().stale_norms == ()
 
 
 def test_validation_leaves_norms_that_are_frozen_later_or_called_twice() -> None:
@@ -306,41 +305,29 @@ def test_validation_leaves_norms_that_are_frozen_later_or_called_twice() -> None
             x = self.first(self.first(self.lin(x)) ** 2)
             return self.second(self.conv(x, edge_index))
 
-    x, edge_index = make_graph()
-    net = Twice(MAKE["batch"]).double()
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        engine.forward((x, edge_index), {}).sum().backward()
-    net.eval()
-    net.second.track_running_stats = False
-    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
-    engine.set_step(is_validating=True)
-    with torch.no_grad():
-        engine.forward((x, edge_index), {})
-    assert_same(dict(net.named_buffers()), before)
+    steps = Steps(Twice(MAKE["batch"]).double())
+    for number in range(3):
+        steps.run(number)
+    steps.net.second.track_running_stats = False
+    before = steps.buffers()
+    steps.evaluate()
+    assert_same(steps.buffers(), before)
 
 
 def test_running_statistics_that_nothing_has_replaced_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once: as validation is given other inputs, or as training ends without it."""
-    x, edge_index = make_graph()
-    net = make_stack("batch")
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(2):
-        engine.statistics.warn()
+    steps = Steps("batch")
+    for number in range(2):
+        steps.engine.statistics.warn()
         assert not caplog.records  # the first step is exact
-        engine.set_step(step_index=step)
-        engine.forward((x, edge_index), {}).sum().backward()
-    net.eval()
-    engine.set_step(is_validating=True)
-    with torch.no_grad():
-        engine.forward((2 * x, edge_index), {})
+        steps.run(number)
+    steps.evaluate(2.0)
     assert not caplog.records  # another validation batch may have the inputs of training
-    engine.note_validation()
+    steps.engine.note_validation()
     assert "The running statistics of 'first' and other norms come from pipelined" in caplog.text
-    engine.statistics.warn()
+    steps.engine.statistics.warn()
     assert len(caplog.records) == 1
 
 
@@ -372,66 +359,39 @@ def test_channels_that_die_or_are_the_same_in_all_rows_stay_finite() -> None:
         net.shift.data[1::2] -= 4.0 * (step == 1)
 
 
-def test_a_frozen_norm_uses_its_running_statistics() -> None:
-    x, edge_index = make_graph()
-    net, reference = make_stack("batch"), make_stack("batch")
-    for module in (net, reference):
-        module.first.running_mean.fill_(0.5)
-        module.first.eval()
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(2):
-        engine.set_step(step_index=step)
-        found = engine.forward((x, edge_index), {})
-        found.sum().backward()
-        assert_same(found.detach(), reference(x, edge_index).detach())
-    assert float(net.first.running_mean.min()) == 0.5
-
-
 def test_a_refresh_renews_statistics_and_leaves_running_ones_alone() -> None:
-    x, edge_index = make_graph()
-    net, reference = make_stack("batch"), make_stack("batch")
-    engine = one_process_engine(net, partition=PARTITION)
-    engine.forward((x, edge_index), {}).sum().backward()
-    tracked = net.first.running_mean.clone()
+    steps = Steps("batch")
+    steps.run(0, moves=0.5)
+    tracked = steps.net.first.running_mean.clone()
     with torch.no_grad():
-        for module in (net, reference):
-            module.lin.weight += 0.5
-    engine.controls.refreshes = True
-    engine.set_step(step_index=1)
-    found = engine.forward((x, edge_index), {})
-    assert_same(found.detach(), reference(x, edge_index).detach())
-    mean = reference.lin(x).mean(0)
-    assert_same(net.first.running_mean, (0.9 * tracked + 0.1 * mean).detach())
-    found.sum().backward()
+        steps.plain.lin.weight += 0.5
+    steps.engine.controls.refreshes = True
+    assert_same(steps.run(1), steps.expected())
+    mean = steps.plain.lin(steps.graph[0]).mean(0)
+    assert_same(steps.net.first.running_mean, (0.9 * tracked + 0.1 * mean).detach())
 
 
-def test_a_norm_that_is_thawed_is_exact_once() -> None:
+def test_a_frozen_norm_uses_its_running_statistics_and_is_exact_once_when_thawed() -> None:
     """Its statistics do not exist yet."""
-    x, edge_index = make_graph()
-    net, reference = make_stack("batch"), make_stack("batch")
-    engine = one_process_engine(net, partition=PARTITION)
-    for step, is_training in enumerate([False, False, True, True]):
-        engine.set_step(step_index=step)
-        for module in (net, reference):
+    steps = Steps("batch")
+    for module in (steps.net, steps.plain):
+        module.first.running_mean.fill_(0.5)
+    for number, is_training in enumerate([False, False, True, True]):
+        for module in (steps.net, steps.plain):
             module.first.train(is_training)
-        found = engine.forward((x, edge_index), {})
-        found.sum().backward()
-        assert_same(found.detach(), reference(x, edge_index).detach())
-        for key, buffer in reference.named_buffers():
-            assert_same(dict(net.named_buffers())[key], buffer)
+        assert_same(steps.run(number), steps.expected())
+        assert_same(steps.buffers(), dict(steps.plain.named_buffers()))
+        assert is_training or float(steps.net.first.running_mean.min()) == 0.5
 
 
 def test_a_norm_that_lightning_froze_does_not_count() -> None:
     """`BaseFinetuning.freeze` leaves the buffers there and switches tracking off."""
-    x, edge_index = make_graph()
-    net = make_stack("batch")
-    net.first.track_running_stats = False
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        engine.forward((x, edge_index), {}).sum().backward()
-    assert int(net.first.num_batches_tracked) == 0
-    assert int(net.second.num_batches_tracked) == 3
+    steps = Steps("batch")
+    steps.net.first.track_running_stats = False
+    for number in range(3):
+        steps.run(number)
+    assert int(steps.net.first.num_batches_tracked) == 0
+    assert int(steps.net.second.num_batches_tracked) == 3
 
 
 def test_norms_take_their_arguments_by_name() -> None:
@@ -440,16 +400,11 @@ def test_norms_take_their_arguments_by_name() -> None:
             x = self.first(input=self.lin(x))
             return gnn.GraphNorm.__call__(self.second, x=self.conv(x, edge_index), batch=None)
 
-    x, edge_index = make_graph()
     net = Named(MAKE["batch"])
     net.second = gnn.GraphNorm(D)
-    net = net.double()
-    expected = net(x, edge_index).detach()
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(2):
-        engine.set_step(step_index=step)
-        assert_same(engine.forward((x, edge_index), {}).detach(), expected)
-        engine.abandon()
+    steps = Steps(net.double())
+    for number in range(2):
+        assert_same(steps.run(number), steps.expected())
 
 
 @pytest.mark.parametrize("name", [n for n in MAKE if n != "pair individual"])
@@ -475,11 +430,9 @@ def test_a_batch_vector_of_another_name_is_refused() -> None:
         def forward(self, x: Tensor, edge_index: Tensor, groups: Tensor) -> Tensor:
             return self.first(self.conv(self.lin(x), edge_index), groups)
 
-    x, edge_index = make_graph()
-    net = Batched(lambda: gnn.GraphNorm(D)).double()
-    engine = one_process_engine(net, partition=PARTITION)
+    steps = Steps(Batched(MAKE["graph"]).double())
     with pytest.raises(UnsupportedError, match="'first', a GraphNorm"):
-        engine.forward((x, edge_index, torch.arange(N) // (N // 2 + 1)), {})
+        steps.engine.forward((*steps.graph, torch.arange(N) // (N // 2 + 1)), {})
 
 
 @pytest.mark.parametrize(
@@ -502,12 +455,6 @@ def test_norms_inside_of_layers_reach_a_fixed_point(make: Callable[[], nn.Module
             return self.second(self.first(x, edge_index), edge_index)
 
     torch.manual_seed(0)
-    x, edge_index = make_graph()
-    net = Two().double()
-    expected = net(x, edge_index).detach()
-    engine = one_process_engine(net, partition=PARTITION)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        found = engine.forward((x, edge_index), {})
-        found.sum().backward()
-        assert_same(found.detach(), expected)
+    steps = Steps(Two().double())
+    for number in range(3):
+        assert_same(steps.run(number), steps.expected())

@@ -26,30 +26,27 @@ def run_elsewhere(conv: gnn.GCNConv) -> Tensor:
         return conv(torch.eye(3), torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]]))
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["hook", "thread"])
-def test_another_network_runs_as_it_would_alone(in_thread: bool) -> None:
+def test_another_network_runs_as_it_would_alone() -> None:
+    """In hooks within and behind a layer, in this thread and in another one."""
     layer, other = gnn.GCNConv(3, 3), gnn.GCNConv(3, 3)
     expected, found = run_elsewhere(other), []
     plan = plan_from_assignment(RING, 6, torch.tensor([0, 0, 0, 1, 1, 1]))
     context = MessageContext(HistoryStore(6, plan.num_chunks), plan)
 
-    def look(*_: object) -> None:
-        if in_thread:
-            with ThreadPoolExecutor(1) as pool:
-                found.append(pool.submit(run_elsewhere, other).result())
-        else:
-            found.append(run_elsewhere(other))
+    def in_thread(*_: object) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(run_elsewhere, other).result())
 
-    layer.register_forward_hook(look)
-    if in_thread:  # in the middle of the layer
-        layer.lin.register_forward_hook(look)
+    for one in (layer, layer.lin):
+        one.register_forward_hook(in_thread)
+    layer.register_forward_hook(lambda *_: found.append(run_elsewhere(other)))
     before = gcn_conv.gcn_norm, han_conv.group
     with intercept(find_layers(layer), context):
         for chunk in (*plan.whole.chunks, *plan.chunks):
             context.enter(chunk, 0, {})
             layer(X[chunk.start : chunk.end], chunk.edge_index)
     assert (gcn_conv.gcn_norm, han_conv.group) == before
-    assert len(found) == (6 if in_thread else 3)
+    assert len(found) == 9
     for one in found:
         torch.testing.assert_close(one, expected)
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.utils import degree
 
-from lightning_gnnpipe.calls import Kind, classify, flatten_call
+from lightning_gnnpipe.calls import Call, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.stages import (
     Layers,
@@ -81,7 +80,7 @@ class FirstStays(nn.Module):
 
 
 class EdgeStream(nn.Module):
-    """Edge features that layers update cross the cuts with one row an edge."""
+    """Edge features that layers update cross the cuts with one row per edge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,39 +128,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "in-place": (InPlace, "x", 3),
     "data": (TakesData, "data", 2),
     "basic-gnn": (lambda: gnn.GCN(D, 5, 4, 3, jk="lstm"), "x", 4),
-    "gat": (
-        lambda: gnn.GAT(D, 6, 3, heads=2, norm="LayerNorm", norm_kwargs={"mode": "node"}),
-        "x",
-        3,
-    ),
-    "sequential": (
-        lambda: gnn.Sequential(
-            "x, edge_index",
-            [
-                (gnn.GCNConv(D, 5), "x, edge_index -> x"),
-                nn.ReLU(),
-                (gnn.GCNConv(5, 3), "x, edge_index -> x"),
-            ],
-        ),
-        "x",
-        2,
-    ),
-    "deep-gcn": (
-        lambda: gnn.Sequential(
-            "x, edge_index",
-            [
-                (
-                    gnn.DeepGCNLayer(
-                        gnn.GENConv(D, D, norm="layer"), nn.LayerNorm(D), nn.ReLU(inplace=True)
-                    ),
-                    "x, edge_index -> x",
-                )
-                for _ in range(3)
-            ],
-        ),
-        "x",
-        3,
-    ),
 }
 
 
@@ -184,20 +150,15 @@ def test_layers_in_a_row_equal_the_module(name: str, training: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_the_cut_lies_where_the_fewest_bytes_cross() -> None:
-    layers = layers_of(Residual(), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 1, 1]
-    assert all("add" in name for names in layers.crossing[1:] for name in names)
+def test_the_cut_lies_where_the_fewest_bytes_cross_and_what_is_alive_crosses() -> None:
+    def crossing(module: nn.Module) -> list[list[str]]:
+        return [list(names) for names in layers_of(module, torch.randn(N, D), EDGES).crossing]
 
-
-def test_whatever_is_alive_crosses() -> None:
-    layers = layers_of(FirstStays(), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 2, 2]
-    layers = layers_of(gnn.GCN(D, 5, 4, 3, jk="cat"), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 1, 2, 3]
-
-
-def test_edge_level_values_cross_with_one_row_an_edge() -> None:
+    found = crossing(Residual())
+    assert [len(names) for names in found] == [0, 1, 1]
+    assert all("add" in name for names in found[1:] for name in names)
+    assert [len(names) for names in crossing(FirstStays())] == [0, 2, 2]
+    assert [len(names) for names in crossing(gnn.GCN(D, 5, 4, 3, jk="cat"))] == [0, 1, 2, 3]
     layers = layers_of(EdgeStream(), torch.randn(N, D), EDGES, torch.randn(EDGES.size(1), 3))
     kinds = {layers.values[name].kind for name in layers.crossing[1]}
     assert kinds <= {Kind.NODE, Kind.EDGE} and Kind.NODE in kinds
@@ -211,15 +172,6 @@ def test_tied_weights_belong_to_several_stages() -> None:
     assert set(map(frozenset, users.values())) == {frozenset({0, 1, 2})}
 
 
-def test_a_module_that_cannot_be_traced_says_what_to_do() -> None:
-    class Branches(TakesData):
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.convs[0](x, edge_index) if x.sum() > 0 else x
-
-    with pytest.raises(UnsupportedError, match=r"traceable by torch.fx .*control flow"):
-        layers_of(Branches(), torch.randn(N, D), EDGES)
-
-
 class Odd(TakesData):
     """Does `how` in forward."""
 
@@ -228,6 +180,8 @@ class Odd(TakesData):
         self.how, self.count, self.hidden = how, 0, None
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if self.how == "branch" and not x.sum() > 0:
+            return x
         if self.how == "random":
             x = x * random.random()
         if self.how == "count":
@@ -240,12 +194,16 @@ class Odd(TakesData):
             self.hidden = x
         if self.how == "per-node":
             x = x + self.table
+        if self.how == "pool":
+            return x.mean(0)
         return self.convs[1](x, edge_index)
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
     [
+        ("branch", r"traceable by torch.fx .*control flow"),
+        ("pool", "one row per node"),
         ("random", "compute the same in every call"),
         ("constant", "create no tensors of its own"),
         ("count", "values kept on the module: count"),
@@ -261,28 +219,18 @@ def test_p4_what_a_trace_would_freeze_is_refused(how: str, text: str) -> None:
     assert module.hidden is None and module.count == 0
 
 
-def test_graph_level_outputs_of_inner_layers_are_refused() -> None:
-    class Pools(TakesData):
-        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.convs[0](x, edge_index)
-            mean = x.mean(0)
-            return self.convs[1](x - mean, edge_index), mean
-
-    with pytest.raises(UnsupportedError, match="one row per node"):
-        layers_of(Pools(), torch.randn(N, D), EDGES)
-
-
 def test_inputs_are_told_apart() -> None:
-    module = EdgeStream()
-    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(11, 3)})
-    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = flatten_call(module, (torch.randn(11, D), EDGES), {"edge_attr": torch.randn(11, 3)})
-    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
+    def flat(num_nodes: int, num_attrs: int) -> Call:
+        attr = torch.randn(num_attrs, 3)
+        return flatten_call(EdgeStream(), (torch.randn(num_nodes, D), EDGES), {"edge_attr": attr})
+
+    for num_nodes in (N, 11):
+        kinds = classify(flat(num_nodes, 11)).kinds
+        assert kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
     with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
-        classify(call)
+        classify(flat(N, 10))
     with pytest.raises(UnsupportedError, match="sparse adjacency"):
-        flatten_call(module, (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
+        flatten_call(EdgeStream(), (torch.randn(N, D), torch.eye(N).to_sparse_csr()), {})
 
 
 class Branches(nn.Module):
@@ -318,21 +266,26 @@ def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None
         find_pipelined(nn.Linear(2, 2), None)
 
 
-def test_balance() -> None:
-    assert solve_balance([1, 1, 1, 1], 2) == (2, 2)
-    assert solve_balance([5, 1, 1, 1], 2) == (1, 3)
-    assert solve_balance([1, 1, 1, 9], 3) == (1, 2, 1)
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "firsts", "counts"),
+    [
+        ([1, 1, 1, 1], 2, None, (2, 2)),
+        ([5, 1, 1, 1], 2, None, (1, 3)),
+        ([1, 1, 1, 9], 3, None, (1, 2, 1)),
+        ([2, 2, 2, 2], 2, [0, 3, 3, 3], (3, 1)),  # what a stage computes again
+        ([2, 2, 2, 2], 2, [0, 0, 0, 3], (2, 2)),
+    ],
+)
+def test_balance(costs: Any, num_stages: int, firsts: Any, counts: tuple[int, ...]) -> None:
+    assert solve_balance(costs, num_stages, firsts) == counts
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
     assert check_counts([1, 2], 3, 2) == (1, 2)
     with pytest.raises(ConfigError, match="3 stages and 2 layers"):
         solve_balance([1, 1], 3)
     with pytest.raises(ConfigError, match="'balance' to assign 3 layers"):
         check_counts([2, 2], 3, 2)
-
-
-def test_balance_counts_what_a_stage_computes_again() -> None:
-    assert solve_balance([2, 2, 2, 2], 2) == (2, 2)
-    assert solve_balance([2, 2, 2, 2], 2, [0, 3, 3, 3]) == (3, 1)
-    assert solve_balance([2, 2, 2, 2], 2, [0, 0, 0, 3]) == (2, 2)
 
 
 def brute_force(costs: list[float], num_stages: int, firsts: list[float]) -> float:
@@ -360,35 +313,16 @@ def test_balance_equals_brute_force(seed: int) -> None:
         assert slowest == pytest.approx(brute_force(costs, num_stages, extra))
 
 
-class CountsSources(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.GCNConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv(x, edge_index) * degree(edge_index[0], x.size(0)).unsqueeze(-1)
-
-
-def test_functions_of_pyg_are_leaves_of_the_trace() -> None:
-    graph, _ = trace(CountsSources(), flatten_call(CountsSources(), (torch.randn(N, D), EDGES), {}))
-    assert any(node.target is degree for node in graph.nodes)
-
-
-def test_outputs_can_be_written_to():
+def test_outputs_can_be_written_to() -> None:
     """Dicts and lists in a traced output are immutable; those of a plain module are not."""
 
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.GCNConv(3, 3)
-
+    class Nested(TakesData):
         def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
-            x = self.conv(x, edge_index)
+            x = self.convs[0](x, edge_index)
             return {"out": x, "all": [x, (x.relu(), x.tanh())]}
 
-    data = (torch.randn(N, 3), EDGES)
-    layers = layers_of(Nested(), *data)
-    output = run_layers(layers, list(data))
+    data = torch.randn(N, D), EDGES
+    output = run_layers(layers_of(Nested(), *data), list(data))
     assert isinstance(output, dict)
     output["more"] = output["all"].pop()
     assert type(output["more"]) is tuple
