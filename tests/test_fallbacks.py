@@ -31,7 +31,7 @@ TOLD = {  # the first words of each, and the test that meets it
     "'…' computes statistics over all nodes": VALIDATION,
     "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
     "A batch has … graphs with nodes": HERE + "test_a_batch_of_fewer_graphs_than_micro_batches",
-    "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
+    "BatchNorm ('…')": "batches/test_batches.py::test_batch_norm_is_told_of_once",
     "Edges connect different graphs": HERE + "test_a_batch_whose_graphs_are_joined",
     "In a notebook": "launchers/test_notebook.py::"
     "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
@@ -45,7 +45,7 @@ TOLD = {  # the first words of each, and the test that meets it
     "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
     "Histories are kept for": "promises/test_p10_inputs.py::"
     "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
-    "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
+    "Forward reads": "stages/test_reads.py::test_what_changes_often_is_told_once",
     "The last step failed midway": HERE + "test_a_loss_of_nan",
     "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
     "The module does not run on a part": "test_planning.py::"

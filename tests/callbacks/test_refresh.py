@@ -20,7 +20,6 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine.passes import GraphPasses
-from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.cases import slow
 from tests.helpers.observed import make_data, make_module, make_trainer
 
@@ -34,17 +33,6 @@ MAKE: dict[str, Callable[[], L.Callback]] = {
     "bounded": lambda: BoundedStaleness(2),
     "progress": ChunkProgress,
 }
-
-
-@pytest.mark.parametrize("value", [0, 2.5, True])
-def test_refresh_takes_a_number_of_epochs(value: Any) -> None:
-    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
-        EmbeddingRefresh(value)
-
-
-def test_refresh_is_exact_or_a_snapshot() -> None:
-    with pytest.raises(ConfigError, match="'how' of EmbeddingRefresh to be 'exact' or 'snapshot'"):
-        EmbeddingRefresh(2, how="copy")  # type: ignore[arg-type]
 
 
 @pytest.fixture

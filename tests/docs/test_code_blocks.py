@@ -96,10 +96,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_configs_are_read(
-    page: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, *others = save_configs(read_blocks(page))
     for names in ([first], *([first, other] for other in others)):
@@ -113,10 +110,7 @@ def test_configs_are_read(
     [slow(one) if one == "docs/command-line.md" else one for one in pages_with("bash")],
 )
 def test_commands_run(
-    page: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small.install(monkeypatch, most_epochs=2)
     blocks = read_blocks(page)

@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "object": (lambda net, h: setattr(net._options, "h", h) or h, STORES + "_options"),
     "layer": (lambda net, h: setattr(net.parts[0].conv, "h", h) or h, STORES + "h"),
     "cached property": (lambda net, h: h * net.first_rows(h), STORES + ".*rows"),
-    "global list": (keep, STORES + "tests.engine.test_reads.KEPT"),
+    "global list": (keep, STORES + "tests.stages.test_reads.KEPT"),
     "count": (put(_count=lambda net: getattr(net, "_count", 0) + 1), STORES + "_count"),
     "list of counts": (lambda net, h: net._list.append(1.0) or h, CHANCE + ".*_list"),
     "counter": (lambda net, h: h * (next(net.counter) > 1000), CHANCE + ".*counter"),
