@@ -8,15 +8,12 @@ import random
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Batch
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
@@ -33,11 +30,11 @@ from tests.helpers.batches import (
     WeightedGCN,
     draw_batch,
 )
-from tests.helpers.trainers import make_trainer
 
 
-def on_engine(module: nn.Module, num_chunks: int | str = 3, partition: Any = "metis") -> Any:
-    """Return `module` in float64, run by an engine."""
+def make_engine(
+    module: nn.Module, num_chunks: int | str = 3, partition: Any = "metis"
+) -> PipelineEngine:
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=60))
     options = EngineOptions(
         chunks=ChunkOptions(num_chunks, partition, seed=0),
@@ -48,8 +45,14 @@ def on_engine(module: nn.Module, num_chunks: int | str = 3, partition: Any = "me
         is_fitting=True,
     )
     transport = Transport(world, (1, 1), Meter())
-    PipelineEngine(module.double(), transport, options, Controls()).attach()
-    return module
+    engine = PipelineEngine(module.double(), transport, options, Controls())
+    engine.attach()
+    return engine
+
+
+def on_engine(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """Return `module` in float64, run by an engine."""
+    return make_engine(module, *args, **options).model.module
 
 
 def run(net: nn.Module, data: Batch) -> Any:
@@ -244,28 +247,12 @@ def test_rows_that_could_be_of_two_kinds_are_refused_unless_known() -> None:
     assert_same(net(*ambiguous), plain(*ambiguous))
 
 
-class OneGraph(L.LightningModule):
-    """Hands a batch vector of zeros on to its norms, and pools if it is to."""
+class WithNorm(nn.Module):
+    """Hands the batch vector on to its norms, and pools if it is to."""
 
     def __init__(self, norm: nn.Module, *, pools: bool = False, **given: Any) -> None:
         super().__init__()
-        self.net = WithNorm(norm, pools, given)
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        return self.net(data.x, data.edge_index, data.batch).square().mean()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if isinstance(self.trainer.strategy, GNNPipeStrategy):
-            self.num_chunks = self.trainer.strategy.collect_stats().num_chunks
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class WithNorm(nn.Module):
-    def __init__(self, norm: nn.Module, pools: bool, given: dict[str, Any]) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.SAGEConv(4, 4) for _ in range(3))
+        self.convs = nn.ModuleList(gnn.SAGEConv(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
         self.norm, self.pools, self.given = norm, pools, given
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
@@ -274,35 +261,31 @@ class WithNorm(nn.Module):
         return gnn.global_mean_pool(x, batch) if self.pools else x
 
 
-def train(module: OneGraph, num_stages: int, **options: Any) -> OneGraph:
-    """Train a copy: plainly with 0 stages, with one exactly unless options say otherwise."""
-    module, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
-    data = Data(
-        x=torch.randn(40, 4, generator=generator),
-        edge_index=torch.randint(0, 40, (2, 160), generator=generator),
-        batch=torch.zeros(40, dtype=torch.long),
-    )
-    trainer = make_trainer(num_stages, 3, **options)
-    trainer.fit(module, DataLoader([data], batch_size=None))
-    return module
-
-
 @pytest.mark.parametrize(
-    ("module", "num_chunks"),
+    "net",
     [
-        (OneGraph(gnn.GraphNorm(4)), 4),
-        (OneGraph(gnn.GraphNorm(4), batch_size=1), 4),
-        (OneGraph(gnn.LayerNorm(4)), 4),
-        (OneGraph(gnn.InstanceNorm(4)), 4),
-        (OneGraph(gnn.PairNorm()), 4),
-        (OneGraph(gnn.GraphSizeNorm()), 4),
-        (OneGraph(gnn.GraphNorm(4), pools=True), 1),  # a batch of one graph
+        WithNorm(gnn.GraphNorm(NUM_FEATURES)),
+        WithNorm(gnn.GraphNorm(NUM_FEATURES), batch_size=1),
+        WithNorm(gnn.LayerNorm(NUM_FEATURES)),
+        WithNorm(gnn.InstanceNorm(NUM_FEATURES)),
+        WithNorm(gnn.PairNorm()),
+        WithNorm(gnn.GraphSizeNorm()),
+        WithNorm(gnn.GraphNorm(NUM_FEATURES), pools=True),  # a batch of one graph
     ],
 )
-def test_a_batch_vector_of_zeros_is_one_graph(module: OneGraph, num_chunks: int) -> None:
-    plain, exact = train(module, 0), train(module, 1)
-    pipelined = train(module, 1, callbacks=[])
-    for ours in (exact, pipelined) if num_chunks == 1 else (exact,):
-        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert pipelined.num_chunks == num_chunks
+def test_a_batch_vector_of_zeros_is_one_graph(net: WithNorm) -> None:
+    """Which trains in chunks, behind an exact step, unless it is pooled."""
+    data, plain = draw_batch((40,)), net.double()
+    net = copy.deepcopy(plain)
+    engine = make_engine(net, num_chunks=4)
+    for step, num_chunks in enumerate((1, 1 if net.pools else 4)):
+        engine.set_step(step_index=step)
+        found, expected = run(net, data), run(plain, data)
+        assert_same(found, expected)
+        for out, one in ((found, net), (expected, plain)):
+            one.zero_grad()
+            out.square().sum().backward()
+        assert engine.last_step.record is not None
+        assert engine.last_step.record.num_chunks == num_chunks
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert num_chunks > 1 or torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)

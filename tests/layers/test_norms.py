@@ -16,6 +16,7 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
+from tests.passing.test_convs import assert_same, gradients, move
 
 N, D, CHANNELS = 22, 4, 200
 PARTITION = torch.tensor([0] * 5 + [1] * 11 + [2] * 5 + [3])[torch.arange(N) * 5 % N]
@@ -64,16 +65,6 @@ def make_graph() -> tuple[Tensor, Tensor]:
     number = torch.arange(50)
     edge_index = torch.stack([(number * 7 + 1) % (N - 1), (number * 3 + number // 8) % (N - 1)])
     return torch.randn(N, D, dtype=torch.float64) + torch.arange(D), edge_index
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    module.zero_grad()
-    return found
-
-
-def assert_same(found: object, expected: object) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 class Steps:
@@ -230,9 +221,8 @@ def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
         (found * weight).sum().backward()
         assert_same(found.detach(), expected.detach())
         assert_same(gradients(net), gradients(reference))
-        for parameter in (*net.parameters(), *reference.parameters()):
-            moves = 0.05 * torch.sin(torch.arange(parameter.numel(), dtype=parameter.dtype))
-            parameter.data += moves.view_as(parameter)
+        move(net, 0.05)
+        move(reference, 0.05)
 
 
 @pytest.mark.parametrize("name", TRACKED)

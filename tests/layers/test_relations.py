@@ -21,6 +21,7 @@ from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers import observed, trainers
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
+from tests.passing.test_convs import assert_same, gradients, move
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -147,16 +148,6 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
     return {name: batch[name] for name in names}
 
 
-def gradients(net: nn.Module) -> Batch:
-    found = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    net.zero_grad()
-    return found
-
-
-def assert_same(found: object, expected: object) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("num_neg", [44, 61])
 @pytest.mark.parametrize(
     ("partition", "recompute"), [(CHUNKS, False), (CHUNKS, True), (ONE_CHUNK, False)]
@@ -210,9 +201,7 @@ def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
         assert_same(found.detach(), chunked.detach())
         found.square().sum().backward()
         assert_same(gradients(net), expected_grads)
-        for number, parameter in enumerate(net.parameters()):
-            moves = torch.sin(torch.arange(parameter.numel()) + number)
-            parameter.data += 0.1 * moves.view_as(parameter)
+        move(net, 0.1)
 
 
 @pytest.mark.parametrize("kind", DICTS)

@@ -14,7 +14,7 @@ from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.passing.aggregate import linear_rule
-from lightning_gnnpipe.passing.sparse import Adjacency, Pattern, SparseRows, multiply
+from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 from lightning_gnnpipe.staleness import HistoryStore
 
 N, D = 9, 4
@@ -69,33 +69,6 @@ def test_sums_of_constant_multiples_are_linear(
     assert linear_rule(conv) is None
     handle.remove()
     assert (linear_rule(conv) is not None) == is_linear
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("is_mean", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_rows_and_columns_are_those_of_the_matrix(
-    weighted: bool, is_mean: bool, scale: float
-) -> None:
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
-    edges = plan.whole.chunks[0].edge_index
-    owner = plan.chunk_of_position()
-    values = torch.rand(edges.size(1), dtype=torch.float64) if weighted else None
-    dense = torch.zeros(N, N, dtype=torch.float64)
-    entries = torch.ones(edges.size(1), dtype=torch.float64) if values is None else values
-    dense.index_put_((edges[1], edges[0]), entries, accumulate=True)
-    if is_mean:
-        dense /= torch.bincount(edges[1], minlength=N).clamp(min=1).unsqueeze(1)
-    factor = torch.where(owner[:, None] == owner[None, :], 1.0, scale)
-    adjacency = Adjacency(Pattern(edges, N, owner), values, is_mean=is_mean)
-    table = torch.randn(N, D, dtype=torch.float64)
-    for chunk in plan.chunks:
-        own = slice(chunk.start, chunk.end)
-        found = multiply(adjacency.rows(chunk, torch.float64), table)
-        torch.testing.assert_close(found, dense[own] @ table, rtol=1e-12, atol=1e-12)
-        found = multiply(adjacency.columns(chunk, torch.float64, scale), table)
-        expected = (dense * factor).T[own] @ table
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -160,7 +160,11 @@ def set_global(name: str, value: Any) -> Callable[[Any], None]:
     return lambda _: globals().__setitem__(name, value)
 
 
-def set_to(path: str, value: Any) -> Callable[[Any], None]:
+def put(owner: Any, name: str, value: Any = 3.0) -> Callable[[Any], None]:
+    return lambda _: setattr(owner, name, value)
+
+
+def set_to(path: str, value: Any = 3.0) -> Callable[[Any], None]:
     """Return what sets an attribute, or an item, of the module."""
     *owners, last = path.split(".")
 
@@ -188,99 +192,85 @@ def add_layer(net: Any) -> None:
     net.extra = nn.Linear(D, D).double()
 
 
-CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
-    "private": (lambda net, h: h * net._scale, set_to("_scale", 3.0)),
-    "vars": (lambda net, h: h * vars(net)["_scale"], set_to("_scale", 3.0)),
-    "branch": (lambda net, h: h * 2 if net._scale > 2 else h, set_to("_scale", 3.0)),
-    "mangled": (lambda net, h: h * net.mangled, set_to("mangled", 3.0)),
-    "slot": (lambda net, h: h * net._slot, set_to("_slot", 3.0)),
-    "int and float": (
-        lambda net, h: h * (2 if type(net._scale) is int else 3),
-        set_to("_scale", 1),
-    ),
-    "appears": (lambda net, h: h * getattr(net, "later", 1.0), set_to("later", 3.0)),
-    "class": (lambda net, h: h * net.scale, lambda _: setattr(Base, "scale", 3.0)),
-    "type": (lambda net, h: h * type(net).scale, lambda _: setattr(Net, "scale", 3.0)),
-    "class method": (lambda net, h: net.of_class(h), lambda _: setattr(Net, "scale", 3.0)),
-    "shadowed class": (lambda net, h: h * net.scale, set_to("scale", 3.0)),
-    "dataclass": (lambda net, h: h * net._options.scale, set_to("_options.scale", 3.0)),
+def add_part(net: Any) -> None:
+    if len(net.parts) == 2:
+        net.parts.insert(1, Part().double())
+
+
+def in_environment(_: Any) -> None:
+    os.environ["SCALE"] = "3"
+
+
+def as_it_is(net: Any, h: Tensor) -> Tensor:
+    return h
+
+
+THREES = torch.full((D,), 3.0, dtype=torch.float64)
+# What runs in between, and what changes: a name is set to 3.
+CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]] = {
+    "private": (lambda net, h: h * net._scale, "_scale"),
+    "vars": (lambda net, h: h * vars(net)["_scale"], "_scale"),
+    "branch": (lambda net, h: h * 2 if net._scale > 2 else h, "_scale"),
+    "mangled": (lambda net, h: h * net.mangled, "mangled"),
+    "slot": (lambda net, h: h * net._slot, "_slot"),
+    "int and float": (lambda net, h: h * (2 + (type(net._scale) is int)), set_to("_scale", 1)),
+    "appears": (lambda net, h: h * getattr(net, "later", 1.0), "later"),
+    "class": (lambda net, h: h * net.scale, put(Base, "scale")),
+    "type": (lambda net, h: h * type(net).scale, put(Net, "scale")),
+    "class method": (lambda net, h: net.of_class(h), put(Net, "scale")),
+    "shadowed class": (lambda net, h: h * net.scale, "scale"),
+    "dataclass": (lambda net, h: h * net._options.scale, "_options.scale"),
     "nested": (
         lambda net, h: h + net._options.inner["shifts"][1],
         lambda net: net._options.inner["shifts"].__setitem__(1, 3.0),
     ),
-    "namespace": (lambda net, h: h * net.space.args.scale, set_to("space.args.scale", 3.0)),
-    "hparams": (lambda net, h: h * net.hparams.scale, set_to("hparams.scale", 3.0)),
-    "list": (lambda net, h: h * net._list[1], set_to("_list.1", 3.0)),
+    "namespace": (lambda net, h: h * net.space.args.scale, "space.args.scale"),
+    "hparams": (lambda net, h: h * net.hparams.scale, "hparams.scale"),
+    "list": (lambda net, h: h * net._list[1], "_list.1"),
     "length": (lambda net, h: h * len(net._list), lambda net: net._list.append(1.0)),
-    "array": (lambda net, h: h * float(net.array[1]), set_to("array.1", 3.0)),
+    "array": (lambda net, h: h * float(net.array[1]), "array.1"),
     "number": (lambda net, h: h * float(net.number), in_place("number")),
     "tensor": (lambda net, h: h * net.number, set_to("number", torch.tensor(3.0))),
     "global": (lambda net, h: scaled(h), set_global("SCALE", 3.0)),
     "global function": (lambda net, h: ACTIVATION(h), set_global("ACTIVATION", torch.tanh)),
-    "module": (lambda net, h: h * SETTINGS.scale, lambda _: setattr(SETTINGS, "scale", 3.0)),
-    "parent's method": (lambda net, h: net.ends(h), lambda _: setattr(SETTINGS, "scale", 3.0)),
-    "config class": (lambda net, h: h * Config.scale, lambda _: setattr(Config, "scale", 3.0)),
+    "module": (lambda net, h: h * SETTINGS.scale, put(SETTINGS, "scale")),
+    "parent's method": (lambda net, h: net.ends(h), put(SETTINGS, "scale")),
+    "config class": (lambda net, h: h * Config.scale, put(Config, "scale")),
     "closure": (lambda net, h: net.function(h), lambda net: net.change(3.0)),
-    "method of an object": (
-        lambda net, h: h * net.schedule(),
-        lambda net: setattr(net.schedule.__self__, "step", 1),
-    ),
-    "weak reference": (lambda net, h: h * net.owner().scale, lambda _: setattr(OWNER, "scale", 3)),
+    "method of an object": (lambda net, h: h * net.schedule(), set_to("schedule.__self__.step", 1)),
+    "weak reference": (lambda net, h: h * net.owner().scale, put(OWNER, "scale", 3)),
     "function": (lambda net, h: net.function(h), set_to("function", torch.tanh)),
-    "partial": (lambda net, h: net.partial(h), set_to("partial.keywords.shift", 3.0)),
-    "default": (lambda net, h: shifted(h), lambda _: setattr(shifted, "__defaults__", (3.0,))),
-    "environment": (
-        lambda net, h: h * float(os.environ.get("SCALE_OF_TEST", "1")),
-        lambda _: os.environ.__setitem__("SCALE_OF_TEST", "3"),
-    ),
-    "getenv": (
-        lambda net, h: h * float(os.getenv("SCALE_OF_TEST", "1")),
-        lambda _: os.environ.__setitem__("SCALE_OF_TEST", "3"),
-    ),
-    "part's mode": (lambda net, h: h, lambda net: net.parts[0].eval()),
-    "dropout": (lambda net, h: h, set_to("parts.0.drop.p", 1.0)),
-    "functional dropout": (lambda net, h: h, set_to("parts.0.p", 1.0)),
-    "option of a layer": (lambda net, h: h, set_to("parts.1.conv.normalize", True)),
-    "option read of a layer": (
-        lambda net, h: h * net.parts[0].norm.eps,
-        set_to("parts.0.norm.eps", 3.0),
-    ),
+    "partial": (lambda net, h: net.partial(h), "partial.keywords.shift"),
+    "default": (lambda net, h: shifted(h), put(shifted, "__defaults__", (3.0,))),
+    "environment": (lambda net, h: h * float(os.environ.get("SCALE", "1")), in_environment),
+    "getenv": (lambda net, h: h * float(os.getenv("SCALE", "1")), in_environment),
+    "part's mode": (as_it_is, lambda net: net.parts[0].eval()),
+    "dropout": (as_it_is, set_to("parts.0.drop.p", 1.0)),
+    "functional dropout": (as_it_is, set_to("parts.0.p", 1.0)),
+    "option of a layer": (as_it_is, set_to("parts.1.conv.normalize", True)),
+    "option read of a layer": (lambda net, h: h * net.parts[0].norm.eps, "parts.0.norm.eps"),
     "buffer in place": (lambda net, h: h * net.mask, in_place("mask")),
-    "buffer": (
-        lambda net, h: h * net.mask,
-        set_to("mask", torch.full((D,), 3.0, dtype=torch.float64)),
-    ),
-    "weight": (
-        lambda net, h: h * net.weight,
-        set_to("weight", nn.Parameter(torch.full((D,), 3.0, dtype=torch.float64))),
-    ),
-    "other layer": (lambda net, h: h, set_to("parts.0.conv", gnn.SAGEConv(D, D).double())),
-    "other convolution": (lambda net, h: h, set_to("parts.0.conv", gnn.GCNConv(D, D).double())),
-    "other part": (lambda net, h: h, set_to("parts.1", Part().double())),
-    "other norm": (lambda net, h: h, set_to("parts.0.norm", nn.Identity())),
+    "buffer": (lambda net, h: h * net.mask, set_to("mask", THREES.clone())),
+    "weight": (lambda net, h: h * net.weight, set_to("weight", nn.Parameter(THREES.clone()))),
+    "other layer": (as_it_is, set_to("parts.0.conv", gnn.SAGEConv(D, D).double())),
+    "other convolution": (as_it_is, set_to("parts.0.conv", gnn.GCNConv(D, D).double())),
+    "other part": (as_it_is, set_to("parts.1", Part().double())),
+    "other norm": (as_it_is, set_to("parts.0.norm", nn.Identity())),
     "layer more": (lambda net, h: net.extra(h), add_layer),
-    "part more": (
-        lambda net, h: h,
-        lambda net: net.parts.insert(1, Part().double()) if len(net.parts) == 2 else None,
-    ),
-    "method": (
-        lambda net, h: net.ends(h),
-        lambda net: setattr(net, "ends", lambda h: h * 3),
-    ),
-    "frozen": (lambda net, h: h, lambda net: net.parts[0].requires_grad_(False)),
+    "part more": (as_it_is, add_part),
+    "method": (lambda net, h: net.ends(h), set_to("ends", lambda h: h * 3)),
+    "frozen": (as_it_is, lambda net: net.parts[0].requires_grad_(False)),
 }
 
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put globals and classes back after each test."""
-    for owner, name in ((Base, "scale"), (Config, "scale"), (SETTINGS, "scale")):
-        monkeypatch.setattr(owner, name, 1.0)
-    monkeypatch.setattr(OWNER, "scale", 1.0)
+    for owner in (Base, Config, SETTINGS, OWNER):
+        monkeypatch.setattr(owner, "scale", 1.0)
     monkeypatch.setattr(shifted, "__defaults__", (0.0,))
-    monkeypatch.setitem(globals(), "SCALE", 1.0)
-    monkeypatch.setitem(globals(), "KEPT", [])
-    monkeypatch.setitem(globals(), "ACTIVATION", torch.relu)
+    for name, value in {"SCALE": 1.0, "KEPT": [], "ACTIVATION": torch.relu}.items():
+        monkeypatch.setitem(globals(), name, value)
     yield
     if "scale" in vars(Net):
         del Net.scale
@@ -289,6 +279,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
     how, change = CASES[name]
+    change = set_to(change) if isinstance(change, str) else change
     net, engine, inputs = make(how)
     for is_changed in (False, True, False):
         if is_changed:
@@ -315,7 +306,7 @@ def widen(net: Any) -> None:
 
 
 def test_layers_of_another_width_read_no_rows_of_those_before() -> None:
-    net, engine, inputs = make(lambda net, h: h)
+    net, engine, inputs = make(as_it_is)
     engine.controls.is_exact = False
     for number in range(6):
         if number == 3:
@@ -327,11 +318,11 @@ def test_layers_of_another_width_read_no_rows_of_those_before() -> None:
 
 
 def test_the_grad_mode_is_read() -> None:
-    net, engine, inputs = make(lambda net, h: h * 2 if torch.is_grad_enabled() else h)
+    net, _, inputs = make(lambda net, h: h * 2 if torch.is_grad_enabled() else h)
     engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
-    torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
-    with torch.no_grad():
-        torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
 
 
 def count(net: Any, h: Tensor) -> Tensor:
@@ -350,29 +341,33 @@ def without_gradients(net: Any, h: Tensor) -> Tensor:
         return h * 2
 
 
-def put(**values: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """Return what sets attributes of the module."""
+def keep_rows(net: Any, h: Tensor) -> Tensor:
+    net._h = h
+    return h
 
-    def how(net: Any, h: Tensor) -> Tensor:
-        for name, value in values.items():
-            setattr(net, name, value(net) if name == "_count" else h)
-        return h
 
-    return how
+def keep_in_slot(net: Any, h: Tensor) -> Tensor:
+    net._slot = h
+    return h
+
+
+def count_calls(net: Any, h: Tensor) -> Tensor:
+    net._count = getattr(net, "_count", 0) + 1
+    return h
 
 
 STORES = "values kept on the module: "
 CHANCE = "to compute the same in every call"
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "private": (put(_h=lambda net: 0), STORES + "_h"),
-    "slot": (put(_slot=lambda net: 0), STORES + "_slot"),
+    "private": (keep_rows, STORES + "_h"),
+    "slot": (keep_in_slot, STORES + "_slot"),
     "list": (lambda net, h: net._list.append(h) or h, STORES + "_list"),
     "dict": (lambda net, h: net._cache.setdefault("h", h), STORES + "_cache"),
     "object": (lambda net, h: setattr(net._options, "h", h) or h, STORES + "_options"),
     "layer": (lambda net, h: setattr(net.parts[0].conv, "h", h) or h, STORES + "h"),
     "cached property": (lambda net, h: h * net.first_rows(h), STORES + ".*rows"),
     "global list": (keep, STORES + "tests.stages.test_reads.KEPT"),
-    "count": (put(_count=lambda net: getattr(net, "_count", 0) + 1), STORES + "_count"),
+    "count": (count_calls, STORES + "_count"),
     "list of counts": (lambda net, h: net._list.append(1.0) or h, CHANCE + ".*_list"),
     "counter": (lambda net, h: h * (next(net.counter) > 1000), CHANCE + ".*counter"),
     "global count": (count, CHANCE + ".*SCALE"),
