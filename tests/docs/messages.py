@@ -14,18 +14,12 @@ GAP = "…"
 def package_messages() -> dict[str, str]:
     """Return where each message stands, by message."""
     found: dict[str, str] = {}
-    for path, tree in _trees():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
         place = str(path.relative_to(PACKAGE.parent))
         for text, line in _messages(tree):
             found.setdefault(text, f"{place}:{line}")
     return found
-
-
-def fallbacks() -> set[str]:
-    """Return what the package tells when something takes the place of what was asked for."""
-    trees = [tree for _, tree in _trees()]
-    calls = [(tree, call) for tree in trees for call in _calls(tree) if _tells(call)]
-    return {text for tree, call in calls for text in _fallbacks(tree, call)}
 
 
 def refusal_reasons() -> set[str]:
@@ -39,17 +33,9 @@ def refusal_reasons() -> set[str]:
     return {text for reason in reasons for text in texts(reason) if text != GAP} | set(named)
 
 
-def _trees() -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-def _calls(tree: ast.Module) -> list[ast.Call]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-
 def _messages(tree: ast.Module) -> Iterator[tuple[str, int]]:
     wrappers = _parameters(tree, "expected")  # which hand it on to `explain`
-    for call in _calls(tree):
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         expected = next((k.value for k in call.keywords if k.arg == "expected"), None)
         if name in wrappers and expected is None:
@@ -62,6 +48,18 @@ def _messages(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((text, call.lineno) for text in _fallbacks(tree, call))
         elif name in ("PeerError", "log.warning", "warnings.warn"):
             yield from ((text, call.lineno) for text in texts(call.args[0]))
+
+
+def fallbacks() -> set[str]:
+    """Return what the package tells when something takes the place of what was asked for."""
+    trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return {
+        text
+        for tree in trees
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and _tells(call)
+        for text in _fallbacks(tree, call)
+    }
 
 
 def _tells(call: ast.Call) -> bool:
@@ -78,20 +76,18 @@ def _fallbacks(tree: ast.Module, call: ast.Call) -> list[str]:
     return [f"{one}: from {origin} to {to}.{remedy}" for one in reasons for to in parts["to"]]
 
 
-def _values(tree: ast.Module, name: str) -> list[ast.expr]:
-    """Return all that a variable `name` is given."""
-    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    return [one.value for one in assignments if ast.unparse(one.targets[0]) == name]
-
-
 def _all_assigned(tree: ast.Module, name: str) -> list[str]:
-    return [text for value in _values(tree, name) for text in texts(value) if text != GAP]
+    """Return all texts that a variable `name` is given."""
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    values = [one.value for one in assignments if ast.unparse(one.targets[0]) == name]
+    return [text for value in values for text in texts(value) if text != GAP]
 
 
 def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
     """Return the text that a variable `name` is given; None if it is a parameter."""
-    found = (one for one in _values(tree, name) if isinstance(one, ast.JoinedStr | ast.Constant))
-    return next(found, None)
+    assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    values = (node.value for node in assignments if ast.unparse(node.targets[0]) == name)
+    return next((one for one in values if isinstance(one, ast.JoinedStr | ast.Constant)), None)
 
 
 def _parameters(tree: ast.Module, parameter: str) -> dict[str, int]:

@@ -92,7 +92,8 @@ class Steps:
             return self.engine.forward((scale * x, edge_index), {})
 
     def expected(self) -> Tensor:
-        return self.plain(*self.graph).detach()
+        with torch.no_grad():
+            return self.plain(*self.graph)
 
     def buffers(self) -> dict[str, Tensor]:
         return {key: buffer.clone() for key, buffer in self.net.named_buffers()}

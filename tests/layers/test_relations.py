@@ -144,7 +144,7 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
     if isinstance(net, Relations | GivenDicts):
         both = {key: batch[f"{key[1]}_edge_index"] for key in RELATIONS}
         return {"x_dict": {"a": batch["x"]}, "edge_index_dict": both}
-    names = inspect.signature(net.forward).parameters
+    _, *names = inspect.signature(type(net).forward).parameters
     return {name: batch[name] for name in names}
 
 

@@ -114,19 +114,18 @@ def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> N
 
 def test_a_history_may_have_one_row_a_chunk(plan: ChunkPlan) -> None:
     store, between = HistoryStore(5, 2), plan.between_chunks
-    rows = store.by_chunk
-    rows.push("share", between.whole.chunks[0], torch.tensor([[1.0], [2.0]]))
+    store.by_chunk.push("share", between.whole.chunks[0], torch.tensor([[1.0], [2.0]]))
     assert store.rows("share").shape == (2, 1)
     store.begin_step(1)
     store.recorder = StalenessRecorder()
     first, second = between.chunks
     out = torch.empty(1, 1)
-    rows.push("share", first, torch.tensor([[5.0]]))
-    assert rows.pull("share", first, out) == {1} and out.item() == 2
-    rows.push("share", second, torch.tensor([[7.0]]))
-    assert rows.pull("share", second, out) == set() and out.item() == 5
+    store.by_chunk.push("share", first, torch.tensor([[5.0]]))
+    assert store.by_chunk.pull("share", first, out) == {1} and out.item() == 2
+    store.by_chunk.push("share", second, torch.tensor([[7.0]]))
+    assert store.by_chunk.pull("share", second, out) == set() and out.item() == 5
     assert store.recorder.by_key["share"].stale_pairs == [(0, 1)]
-    rows.push_grad("share", second, torch.tensor([[3.0]]))
-    assert rows.pull_grad("share", first, is_linear=True) == 3
+    store.by_chunk.push_grad("share", second, torch.tensor([[3.0]]))
+    assert store.by_chunk.pull_grad("share", first, is_linear=True) == 3
     store.end_step()
-    assert rows.pull_grad("share", first, is_linear=True) is None
+    assert store.by_chunk.pull_grad("share", first, is_linear=True) is None
