@@ -102,15 +102,10 @@ def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
     assert batch["edge_weight"].grad is not None
 
 
-class TwoWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_2: Tensor) -> Tensor:
-        for i, conv in enumerate(self.convs):
-            x = conv(x, edge_index, edge_2 if i % 2 else edge_weight)
-        return x
+def two_weights() -> nn.Module:
+    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
+    layers = [(gnn.GCNConv(D, D), call) for call in calls]
+    return gnn.Sequential("x, edge_index, edge_weight, edge_2", layers)
 
 
 def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +117,7 @@ def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -
         original(self, *args)
 
     monkeypatch.setattr(whole.WholeEdges, "__init__", count)
-    batch, net = make_batch(), TwoWeights()
+    batch, net = make_batch(), two_weights()
     batch["edge_2"] = batch["edge_weight"] + 1
     expected = net(**batch).detach()
     engine = one_process_engine(net, partition=CHUNKS)
@@ -132,27 +127,19 @@ def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -
         made.clear()
 
 
-class Noisy(nn.Module):
+class Noise(nn.Module):
     """Draws from a generator of its own, in a part that is not traced."""
 
-    class Noise(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randn(x.size(0), 1, generator=generator)
-            return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise, self.conv = self.Noise(), gnn.SAGEConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv(self.noise(x), edge_index)
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(x.size(0), 1, generator=generator)
+        return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
 
 
 def test_random_numbers_are_no_difference() -> None:
-    batch = make_batch()
+    batch, layers = make_batch(), [(Noise(), "x -> x"), (gnn.SAGEConv(D, D), "x, edge_index -> x")]
     del batch["edge_weight"]
-    engine = one_process_engine(Noisy(), partition=CHUNKS)
+    engine = one_process_engine(gnn.Sequential("x, edge_index", layers), partition=CHUNKS)
     for number in range(2):
         step(engine, number, batch)
 
@@ -173,18 +160,12 @@ def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: T
         found.float().sum().backward()
 
 
-class WithFeatures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.lin = gnn.GINEConv(nn.Linear(D, D), edge_dim=2), nn.Linear(D, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        return self.lin(self.conv(x, edge_index, edge_attr))
-
-
 def test_a_graph_of_one_node_and_one_edge() -> None:
     """As many nodes as edges: what has a row a node is told apart all the same."""
-    module, edges = WithFeatures(), torch.zeros(2, 1, dtype=torch.int64)
+    conv = gnn.GINEConv(nn.Linear(D, D), edge_dim=2)
+    layers = [(conv, "x, edge_index, edge_attr -> x"), nn.Linear(D, 3)]
+    module = gnn.Sequential("x, edge_index, edge_attr", layers)
+    edges = torch.zeros(2, 1, dtype=torch.int64)
     given = {"x": torch.randn(1, D), "edge_index": edges, "edge_attr": torch.rand(1, 2)}
     engine = one_process_engine(module, partition=torch.zeros(1, dtype=torch.int64))
     torch.testing.assert_close(engine.forward((), given), module(**given))

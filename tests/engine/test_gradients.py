@@ -162,24 +162,16 @@ def test_what_cannot_be_differentiated_is_refused(use: Any, message: str) -> Non
         use(engine.forward((), batch), batch)
 
 
-class Embedded(nn.Module):
-    """Nodes by their numbers, some of which no edge and no loss reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(N + 4, D, sparse=True)
-        self.convs = nn.ModuleList(gnn.SAGEConv(D, D) for _ in range(4))
-
-    def forward(self, number: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.embedding(number)
-        for conv in self.convs:
-            x = conv(x, edge_index).tanh()
-        return x
+def embedded() -> nn.Module:
+    """Return layers on nodes by their numbers, some of which no edge and no loss reaches."""
+    convs = [(gnn.SAGEConv(D, D), "x, edge_index -> x") for _ in range(4)]
+    layers = [(nn.Embedding(N + 4, D, sparse=True), "number -> x"), *convs]
+    return gnn.Sequential("number, edge_index", layers)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
-    plain, edges = Embedded(), make_batch()["edge_index"]
+    plain, edges = embedded(), make_batch()["edge_index"]
     net = copy.deepcopy(plain)
     engine = one_process_engine(net, partition=CHUNKS, recompute=recompute)
     engine.controls.is_exact = True

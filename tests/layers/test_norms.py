@@ -437,15 +437,8 @@ def test_a_batch_vector_of_another_name_is_refused() -> None:
 def test_norms_inside_of_layers_reach_a_fixed_point(make: Callable[[], nn.Module]) -> None:
     """Also where they normalise messages: every edge belongs to one chunk."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = make(), make()
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.second(self.first(x, edge_index), edge_index)
-
     torch.manual_seed(0)
-    steps = Steps(Two().double())
+    layers = [(make(), "x, edge_index -> x") for _ in range(2)]
+    steps = Steps(gnn.Sequential("x, edge_index", layers).double())
     for number in range(3):
         assert_same(steps.run(number), steps.expected())

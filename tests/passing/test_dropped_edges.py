@@ -123,16 +123,8 @@ def test_p4_features_of_dropped_edges_have_no_gradient() -> None:
 def test_p4_norms_are_over_all_nodes(norm: nn.Module) -> None:
     """Not those of a chunk: exact in the first step, of the step before in those that follow."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = gnn.GCNConv(D, D), gnn.GCNConv(D, D)
-            self.norm = norm.double()
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.last(self.norm(self.first(x, edge_index)), edge_index)
-
-    net = Net()
+    first, last = ((gnn.GCNConv(D, D), "x, edge_index -> x") for _ in range(2))
+    net = gnn.Sequential("x, edge_index", [first, (norm.double(), "x -> x"), last])
     inputs = {name: make_batch()[name] for name in ("x", "edge_index")}
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop")
     for step in range(3):  # weights stay, so that the last step's statistics are this one's
