@@ -13,7 +13,6 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.batches.early import _fill
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from tests.helpers.batches import draw_batch
 from tests.helpers.observed import make_data, make_module
@@ -168,11 +167,3 @@ def test_one_graph_may_come_in_validation() -> None:
         graphs.append(Data(x=torch.randn(size, 3), edge_index=torch.cat([ring, ring.flip(0)], 1)))
     loaders = DataLoader(graphs, batch_size=3), DataLoader(graphs, batch_size=1)
     assert fit(Nodes(), *loaders, num_chunks=2).global_step == 1
-
-
-def test_rows_that_are_out_stand_in_for_those_that_are_not() -> None:
-    output = torch.tensor([[9.0], [1.0], [9.0], [2.0], [9.0], [9.0]])
-    filled = _fill(output, torch.tensor([3, 1]))
-    assert filled.flatten().tolist() == [2, 1, 1, 2, 2, 1]
-    assert _fill(output, torch.tensor([], dtype=torch.int64)).abs().sum() == 0
-    assert torch.equal(_fill(output, torch.arange(6)), output)

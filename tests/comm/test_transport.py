@@ -154,18 +154,6 @@ def test_p7_a_wait_ends_with_the_timeout(wait: Work, text: str, tmp_path: Path) 
     run(work, tmp_path)
 
 
-def test_one_process_needs_no_group() -> None:
-    transport = Transport(World(0, 1, CPU, TIMEOUT), (1, 1), Meter())
-    assert not transport.world.is_distributed
-    assert transport.mesh.is_first and transport.mesh.is_last
-    assert transport.meet("meet", [3]) == [[3]]
-    assert transport.broadcast_object("x") == "x"
-    tensor = torch.ones(2)
-    transport.all_reduce(tensor, "tied_grad")
-    transport.broadcast(tensor, 0, "output")
-    assert transport.meter.read() == {}
-
-
 @pytest.mark.parametrize(
     ("num_stages", "num_shards", "stages"),
     [(2, 1, [0, 1]), (4, 1, [0, 2, 3]), (4, 1, [1, 2]), (2, 2, [0, 1])],

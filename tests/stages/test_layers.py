@@ -119,7 +119,7 @@ class Odd(Two):
         super().__init__()
         self.how, self.count, self.hidden = how, 0, None
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         if self.how == "branch" and not x.sum() > 0:
             return x
         if self.how == "random":
@@ -135,7 +135,8 @@ class Odd(Two):
         if self.how == "per-node":
             x = x + self.table
         if self.how == "pool":
-            return x.mean(0)
+            mean = x.mean(0)
+            return self.convs[1](x - mean, edge_index), mean
         return self.convs[1](x, edge_index)
 
 

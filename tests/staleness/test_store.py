@@ -1,4 +1,4 @@
-"""Histories: push, pull, ages, drift, gradient buffers, snapshots."""
+"""Histories: unwritten rows, drift, snapshots."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.staleness import (
-    HistoryOptions,
-    HistoryStore,
-    Staleness,
-    StalenessMethod,
-    StalenessRecorder,
-)
+from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
 
 # Chunk 0 = nodes 0, 1; chunk 1 = nodes 2, 3, 4. Edges 0 -> 2, 4 -> 1, 3 -> 1.
 EDGES = torch.tensor([[0, 4, 3], [2, 1, 1]])
@@ -24,45 +18,11 @@ def plan() -> ChunkPlan:
     return plan_from_assignment(EDGES, 5, ASSIGNMENT)
 
 
-def test_pull_gives_what_was_pushed_last(plan: ChunkPlan) -> None:
+def test_an_unwritten_row_is_never_read(plan: ChunkPlan) -> None:
     store = HistoryStore(5, 2)
-    first, second = plan.chunks
-    store.push("h", plan.whole.chunks[0], torch.arange(5.0).view(5, 1))
-    out = torch.empty(2, 1)
-    store.pull("h", first, out)
-    assert out.flatten().tolist() == [3, 4]
-    store.step = 1
-    store.push("h", second, torch.tensor([[12.0], [13.0], [14.0]]))
-    store.pull("h", first, out)
-    assert out.flatten().tolist() == [13, 14]
-    store.push("new", first, torch.zeros(2, 1))
+    store.push("h", plan.chunks[0], torch.zeros(2, 1))
     with pytest.raises(AssertionError, match="unwritten"):
-        store.pull("new", first, out)
-
-
-def test_gradients_wait_for_their_rows_and_are_scaled(plan: ChunkPlan) -> None:
-    store = HistoryStore(5, 2, HistoryOptions(StalenessMethod(linear_scale=2.0, message_scale=2.0)))
-    store.push("h", plan.whole.chunks[0], torch.zeros(5, 1))
-    assert store.pull_grad("h", plan.chunks[1], is_linear=True) is None
-    store.push_grad("h", plan.chunks[0], torch.tensor([[1.0], [5.0]]))
-    grad = store.pull_grad("h", plan.chunks[1], is_linear=True)
-    assert grad is not None and grad.flatten().tolist() == [0, 2, 10]
-    store.end_step()
-    assert store.pull_grad("h", plan.chunks[1], is_linear=True) is None
-
-
-def test_ages_and_drift_are_recorded(plan: ChunkPlan) -> None:
-    store = HistoryStore(5, 2)
-    store.push("h", plan.whole.chunks[0], torch.ones(5, 1))
-    store.step, store.recorder = 3, StalenessRecorder()
-    store.push("h", plan.chunks[0], torch.full((2, 1), 2.0))
-    store.pull("h", plan.chunks[0], torch.empty(2, 1))
-    store.push("h", plan.chunks[1], torch.ones(3, 1))
-    store.pull("h", plan.chunks[1], torch.empty(1, 1))
-    found = store.recorder.by_key["h"]
-    assert (found.rows, found.stale_rows, found.age_sum) == (3, 2, 6)
-    assert found.stale_pairs == [(0, 1)]
-    assert found.drift == pytest.approx((2 / (8 + 3)) ** 0.5)
+        store.pull("h", plan.chunks[0], torch.empty(2, 1))
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
@@ -110,22 +70,3 @@ def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> N
     assert store.rows("h").mean() == 4
     store.before_forward(is_exact=False, reads_snapshot=False)
     assert store.save("h")["kept"] is None
-
-
-def test_a_history_may_have_one_row_a_chunk(plan: ChunkPlan) -> None:
-    store, between = HistoryStore(5, 2), plan.between_chunks
-    store.by_chunk.push("share", between.whole.chunks[0], torch.tensor([[1.0], [2.0]]))
-    assert store.rows("share").shape == (2, 1)
-    store.begin_step(1)
-    store.recorder = StalenessRecorder()
-    first, second = between.chunks
-    out = torch.empty(1, 1)
-    store.by_chunk.push("share", first, torch.tensor([[5.0]]))
-    assert store.by_chunk.pull("share", first, out) == {1} and out.item() == 2
-    store.by_chunk.push("share", second, torch.tensor([[7.0]]))
-    assert store.by_chunk.pull("share", second, out) == set() and out.item() == 5
-    assert store.recorder.by_key["share"].stale_pairs == [(0, 1)]
-    store.by_chunk.push_grad("share", second, torch.tensor([[3.0]]))
-    assert store.by_chunk.pull_grad("share", first, is_linear=True) == 3
-    store.end_step()
-    assert store.by_chunk.pull_grad("share", first, is_linear=True) is None
