@@ -61,7 +61,7 @@ def test_python_runs(page: str, folder: Path, capfd: pytest.CaptureFixture[str])
             assert printed.strip() == block.text.strip(), f"{page}:{block.line}"
 
 
-@pytest.mark.slow  # examples/test_quickstart.py does as much each time
+@pytest.mark.slow  # examples/test_runs.py does as much each time
 @pytest.mark.parametrize("page", SCRIPTS)
 def test_python_runs_as_a_script(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
