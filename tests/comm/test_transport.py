@@ -30,10 +30,11 @@ def start(rank: int, folder: str, shape: tuple[int, int], work: Work) -> None:
     num_ranks = shape[0] * shape[1]
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    transport = Transport(World(rank, num_ranks, CPU, TIMEOUT), shape, Meter())
     dist.barrier()  # a rank that is left out would leave while others still connect to it
     set_group_timeout(TIMEOUT)
     try:
-        work(Transport(World(rank, num_ranks, CPU, TIMEOUT), shape, Meter()))
+        work(transport)
     finally:
         dist.destroy_process_group()
 

@@ -54,8 +54,8 @@ def test_public_names_models_and_errors_are_documented() -> None:
     assert set(NAMES) <= documented("index.md", "callbacks.md")
     assert documented("models.md") == set(models.__all__)
     classes = inspect.getmembers(errors, inspect.isclass)
-    own = {name for name, one in classes if one.__module__ == errors.__name__}
-    assert documented("errors.md") == own
+    own = {one.__name__ for _, one in classes if one.__module__ == errors.__name__}
+    assert documented("errors.md") == own - {"Fallbacks"}  # which warns
 
 
 def rows() -> list[str]:

@@ -165,8 +165,8 @@ def test_a_share_is_the_projection_of_a_mean_for_a_group_of_layers(bias: Modules
 
 def test_a_factor_makes_up_for_a_part_of_what_is_dropped(bias: Modules) -> None:
     torch.manual_seed(0)
-    graph = Data(x=torch.randn(60, 5), edge_index=erdos_renyi_graph(60, 0.1))
-    graph.y = torch.arange(60) % 3
+    edges = erdos_renyi_graph(60, 0.1)
+    graph = Data(x=torch.randn(60, 5), edge_index=edges, y=torch.arange(60) % 3)
     for name in ("train_mask", "val_mask", "test_mask"):
         graph[name] = torch.ones(60, dtype=torch.bool)
     sizes = {"num_layers": 4, "num_chunks": 4, "num_epochs": 3, "num_steps": 30}
