@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import get_codec, low_bit
-from lightning_gnnpipe.codecs.low_bit import Dither
 from tests.helpers.codecs import FLOATS, LOW_BITS, check_not_hidden, random, steps_of, through
 
 BLOCK = low_bit.BLOCK_CPU  # values that a codec takes at a time
@@ -71,17 +70,6 @@ def test_errors_of_any_two_values_are_uncorrelated() -> None:
     found = torch.stack(products).double()  # [num_draws, 4, rows_per_block]
     z = found.mean(0) / found.std(0) * num_draws**0.5
     assert z.abs().max() < 4.5
-
-
-def test_random_numbers_are_uniform() -> None:
-    dither = Dither(64, (8, 1000), 5, torch.device("cpu"))
-    drawn = torch.zeros(64, 1000)
-    for start in range(0, 64, 8):
-        dither.add_to(drawn[start : start + 8], start)
-    assert bool((drawn >= 0).all()) and bool((drawn < 1).all())
-    counts = torch.histc(drawn, 64, 0, 1)
-    assert abs((counts - 1000).square().sum().item() / 1000 - 63) < 5 * (2 * 63) ** 0.5
-    assert len(drawn.unique()) > 63_000
 
 
 @pytest.mark.parametrize("num_bits", LOW_BITS)
