@@ -167,7 +167,9 @@ def test_two_passes_in_a_step_have_dropout_of_their_own() -> None:
 
 
 FINE, BAD = [torch.zeros(2), torch.ones(1)], [torch.zeros(2), torch.tensor([torch.inf])]
-BACKWARD: list[Any] = [("begin",), ("end_forward", FINE), ("begin_backward", FINE)]
+FORWARD: list[Any] = [("begin",), ("end_forward", 0, FINE)]
+BACKWARD = [*FORWARD, ("begin_backward", 0, FINE)]
+BAD_FORWARD = [("begin",), ("end_forward", 0, BAD)]
 
 
 def sparse(value: float) -> list[Any]:
@@ -175,19 +177,19 @@ def sparse(value: float) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("calls", "is_lost", "awaits"),
+    ("calls", "is_lost", "num_awaiting"),
     [
-        (sparse(torch.nan), True, False),
-        (sparse(1.0), False, False),
-        ([*BACKWARD, ("end_backward", [])], False, False),
-        ([("begin",), ("end_forward", BAD)], False, True),  # its gradients may yet be finite
-        ([("begin",), ("end_forward", BAD), ("abandon",)], True, False),
-        ([("begin",), ("end_forward", FINE), ("abandon",)], False, False),
-        ([*BACKWARD, ("end_backward", BAD), ("settle",)], False, False),
+        (sparse(torch.nan), True, 0),
+        (sparse(1.0), False, 0),
+        ([*BACKWARD, ("end_backward", [])], False, 0),
+        (BAD_FORWARD, False, 1),  # its gradients may yet be finite
+        ([*BAD_FORWARD, ("abandon",)], True, 0),
+        ([*FORWARD, ("abandon",)], False, 0),
+        ([*BACKWARD, ("end_backward", BAD), ("settle",)], False, 0),
     ],
 )
-def test_what_is_lost(calls: list[Any], is_lost: bool, awaits: bool) -> None:
+def test_what_is_lost(calls: list[Any], is_lost: bool, num_awaiting: int) -> None:
     state = PassState()
     for name, *given in calls:
         getattr(state, name)(*given)
-    assert (state.is_lost, state.awaits_backward) == (is_lost, awaits)
+    assert (state.is_lost, state.num_awaiting) == (is_lost, num_awaiting)
