@@ -346,7 +346,6 @@ NO_PAIR = "return pairs of a submodule"
         (["h, y, edge_index -> h, out"], PARTITION, "earlier outputs.*got y"),
         (["h, h, edge_index -> h, out"], PARTITION, "difference"),
         (["h, h, edge_index -> h, out"], ONE_CHUNK, "difference"),
-        (["h, x, edge_index -> h"], ONE_CHUNK, "Expected"),
         ([RIGHT, (torch.relu, "h -> h")], PARTITION, NO_PAIR),
         ([RIGHT, (nn.Linear(D, D), "h -> h")], PARTITION, NO_PAIR),
         ([RIGHT, "h"], PARTITION, NO_PAIR),
