@@ -141,7 +141,7 @@ VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
 TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and the test that meets it
     "'…' computes statistics over all nodes": VALIDATION,
     "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
-    "BatchNorm ('…')": "engine/test_batches.py::test_batch_norm_is_told_of_once",
+    "BatchNorm ('…')": "batches/test_batches.py::test_batch_norm_is_told_of_once",
     "No validation has run": VALIDATION,
     "Ranks … share a GPU": HERE + "test_ranks_on_one_gpu",
     "The checkpoint has no histories": "test_checkpoints.py::"
@@ -149,7 +149,7 @@ TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and th
     "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
     "Histories are kept for": "promises/test_p10_inputs.py::"
     "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
-    "Forward reads": "engine/test_reads.py::test_what_changes_often_is_told_once",
+    "Forward reads": "stages/test_reads.py::test_what_changes_often_is_told_once",
     "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
     "The module does not run on a part": "test_planning.py::"
     "test_a_module_of_the_whole_graph_is_planned_without_plain_trainer",

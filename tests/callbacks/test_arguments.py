@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import lightning as L
 import pytest
-import torch
-from torch_geometric.data import Data
 
 from lightning_gnnpipe import (
     ChunkProgress,
-    FullGraphDataModule,
+    EmbeddingRefresh,
     GNNPipeStrategy,
     PipelineMonitor,
     StalenessMonitor,
@@ -17,51 +17,31 @@ from lightning_gnnpipe import (
     TimelineCallback,
 )
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.steps import Controls
+from tests.helpers.observed import make_data, make_module, make_trainer
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
-def test_warmup_takes_a_number_of_epochs(value: object) -> None:
-    with pytest.raises(ConfigError, match="'num_epochs' to be an integer of at least 0"):
-        StalenessWarmup(value)
-
-
-@pytest.mark.parametrize("kind", [PipelineMonitor, StalenessMonitor])
-@pytest.mark.parametrize("value", [0, 2.0, True])
-def test_monitors_take_a_number_of_epochs(kind: type[L.Callback], value: object) -> None:
-    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
-        kind(every_n_epochs=value)
-
-
-@pytest.mark.parametrize("value", [-1, 2.0, "last"])
-def test_timelines_take_an_epoch(value: object) -> None:
-    with pytest.raises(ConfigError, match="'epoch' to be an integer of at least 0"):
-        TimelineCallback(epoch=value)
-
-
-def trainer(strategy: object, *callbacks: L.Callback) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=3,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
-    generator = torch.Generator().manual_seed(0)
-    data = Data(
-        x=torch.randn(20, 4, generator=generator),
-        edge_index=torch.randint(0, 20, (2, 50), generator=generator),
-        y=torch.randint(0, 3, (20,), generator=generator),
-    )
-    return NodeClassifier(GNN(4, 8, 3, num_layers=2), 3), FullGraphDataModule(data)
+@pytest.mark.parametrize(
+    ("make", "values", "text"),
+    [
+        (StalenessWarmup, [-1, 1.5, True, "3"], "'num_epochs' to be an integer of at least 0"),
+        (PipelineMonitor, [0, 2.0, True], "'every_n_epochs' to be an integer of at least 1"),
+        (StalenessMonitor, [0, 2.0, True], "'every_n_epochs' to be an integer of at least 1"),
+        (EmbeddingRefresh, [0, 2.5, True], "'every_n_epochs' to be an integer of at least 1"),
+        (
+            lambda value: EmbeddingRefresh(2, how=value),
+            ["copy"],
+            "'how' of EmbeddingRefresh to be 'exact' or 'snapshot'",
+        ),
+        (TimelineCallback, [-1, 2.0, "last"], "'epoch' to be an integer of at least 0"),
+    ],
+)
+def test_arguments_are_checked(
+    make: Callable[[object], object], values: list[object], text: str
+) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=text):
+            make(value)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +55,14 @@ def parts() -> tuple[NodeClassifier, FullGraphDataModule]:
     ],
 )
 def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
-    module, datamodule = parts()
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     name = type(callback).__name__
     with pytest.raises(ConfigError, match=f"{name} to be used with GNNPipeStrategy"):
-        trainer("auto", callback).fit(module, datamodule=datamodule)
+        trainer.fit(make_module(), make_data())
 
 
 def test_callbacks_leave_the_switches_off() -> None:
-    strategy = GNNPipeStrategy(num_chunks=4)
-    module, datamodule = parts()
-    callbacks = (StalenessWarmup(9), StalenessMonitor())
-    trainer(strategy, *callbacks).fit(module, datamodule=datamodule)
-    controls = strategy.controls
-    assert controls == Controls()
+    trainer = make_trainer(1, 4, StalenessWarmup(9), StalenessMonitor())
+    trainer.fit(make_module(), make_data())
+    assert isinstance(trainer.strategy, GNNPipeStrategy)
+    assert trainer.strategy.controls == Controls()

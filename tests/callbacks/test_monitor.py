@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
 from lightning_gnnpipe.callbacks import monitor
-from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.schedule import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import (
@@ -31,8 +30,6 @@ from tests.helpers.observed import (
 from tests.helpers.steps import make_stats
 from tests.helpers.wandb_files import read_offline_run
 
-KINDS = get_args(TrafficKind)
-
 
 def pipe_keys(num_stages: int) -> set[str]:
     stages = range(num_stages)
@@ -41,22 +38,38 @@ def pipe_keys(num_stages: int) -> set[str]:
         "pipe/bubble_frac",
         *(f"pipe/wait_s/stage_{s}" for s in stages),
         *(f"pipe/peak_memory_mib/stage_{s}" for s in stages),
-        *(f"pipe/bytes/{kind}" for kind in KINDS),
+        *(f"pipe/bytes/{kind}" for kind in get_args(TrafficKind)),
     }
 
 
-def read_csv(folder: Path) -> list[dict[str, str]]:
-    """Return the logged lines that the monitor wrote."""
-    with (folder / "metrics.csv").open() as file:
-        return [line for line in csv.DictReader(file) if line.get("pipe/step_s")]
+def fit(num_stages: int, *callbacks: L.Callback, **options: Any) -> None:
+    make_trainer(num_stages, 4, *callbacks, **options).fit(make_module(), make_data())
+
+
+def fit_csv(
+    folder: Path, *callbacks: L.Callback, num_stages: int = 1, by: str = "pipe/step_s", **kw: Any
+) -> list[dict[str, str]]:
+    """Return the logged lines that have a figure."""
+    fit(num_stages, *callbacks, logger=CSVLogger(folder, name="csv", version=0), **kw)
+    with (folder / "csv/version_0/metrics.csv").open() as file:
+        return [line for line in csv.DictReader(file) if line.get(by)]
+
+
+class Keep(L.Callback):
+    """Writes what each rank has logged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        found = {k: v.item() for k, v in trainer.callback_metrics.items() if "/" in k}
+        (self.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="csv", version=0)
-    trainer = make_trainer(num_stages, 4, PipelineMonitor(), logger=logger, log_every_n_steps=1)
-    trainer.fit(make_module(), make_data())
-    lines = read_csv(tmp_path / "csv/version_0")
+    callbacks = PipelineMonitor(), Keep(tmp_path)
+    lines = fit_csv(tmp_path, *callbacks, num_stages=num_stages, log_every_n_steps=1)
     assert [int(line["epoch"]) for line in lines] == [0, 1, 2]
     formula = pipeline_bytes(
         num_stages=num_stages,
@@ -75,37 +88,19 @@ def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> 
         assert (sum(waits) > 0) == (value["pipe/bubble_frac"] > 0)
         assert 20 < value[f"pipe/peak_memory_mib/stage_{num_stages - 1}"] < 1e5
     assert float(lines[0]["history/stale_frac"]) == 0 < float(lines[1]["history/stale_frac"])
-
-
-def test_tensorboard_has_all_figures(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path, name="tb", version=0)
-    trainer = make_trainer(2, 4, PipelineMonitor(logs_staleness=False), logger=logger)
-    trainer.fit(make_module(), make_data())
-    events = EventAccumulator(str(tmp_path / "tb/version_0"))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {tag for tag in tags if tag.startswith("pipe/")} == pipe_keys(2)
-    assert not any(tag.startswith("history/") for tag in tags)
-    output = events.Scalars("pipe/bytes/output")
-    assert [(one.step, one.value) for one in output] == [
-        (step, NUM_NODES * NUM_CLASSES * 4) for step in range(3)
-    ]
+    first, *others = (json.loads(path.read_text()) for path in tmp_path.glob("rank_*.json"))
+    assert pipe_keys(num_stages) <= first.keys()
+    assert len(others) == num_stages - 1 and all(other == first for other in others)
 
 
 class FileLogger(Logger):
     """A logger of a user's own, which writes what it is given into a file."""
 
+    name, version = "file", "0"
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-
-    @property
-    def name(self) -> str:
-        return "file"
-
-    @property
-    def version(self) -> str:
-        return "0"
 
     @rank_zero_only
     def log_hyperparams(self, params: Namespace | dict[str, Any], *args: Any, **kw: Any) -> None:
@@ -117,32 +112,23 @@ class FileLogger(Logger):
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-def test_any_logger_has_all_figures(tmp_path: Path) -> None:
-    logger = FileLogger(tmp_path / "log.jsonl")
-    make_trainer(2, 4, PipelineMonitor(), logger=logger).fit(make_module(), make_data())
-    lines = [json.loads(line) for line in logger.path.read_text().splitlines()]
+def test_any_loggers_have_all_figures(tmp_path: Path) -> None:
+    tensorboard = TensorBoardLogger(tmp_path, name="tb", version=0)
+    own = FileLogger(tmp_path / "log.jsonl")
+    fit(2, PipelineMonitor(logs_staleness=False), logger=[tensorboard, own])
+    events = EventAccumulator(str(tmp_path / "tb/version_0"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {tag for tag in tags if tag.startswith("pipe/")} == pipe_keys(2)
+    assert not any(tag.startswith("history/") for tag in tags)
+    output = events.Scalars("pipe/bytes/output")
+    assert [(one.step, one.value) for one in output] == [
+        (step, NUM_NODES * NUM_CLASSES * 4) for step in range(3)
+    ]
+    lines = [json.loads(line) for line in own.path.read_text().splitlines()]
     lines = [line for line in lines if "pipe/step_s" in line]
     assert len(lines) == 3
     assert all(pipe_keys(2) <= line.keys() for line in lines)
-
-
-class Keep(L.Callback):
-    """Writes what each rank has logged."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        found = {k: v.item() for k, v in trainer.callback_metrics.items() if "/" in k}
-        (self.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
-
-
-def test_figures_are_equal_on_all_ranks(tmp_path: Path) -> None:
-    trainer = make_trainer(2, 4, PipelineMonitor(), Keep(tmp_path))
-    trainer.fit(make_module(), make_data())
-    first, second = (json.loads((tmp_path / f"rank_{r}.json").read_text()) for r in range(2))
-    assert pipe_keys(2) <= first.keys()
-    assert first == second
 
 
 def test_only_every_nth_epoch_is_logged_and_measured(tmp_path: Path) -> None:
@@ -152,36 +138,23 @@ def test_only_every_nth_epoch_is_logged_and_measured(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             measured.append(bool(trainer.strategy.collect_staleness()))
 
-    logger = CSVLogger(tmp_path, name="csv", version=0)
-    callbacks = PipelineMonitor(every_n_epochs=2), Measured()
-    trainer = make_trainer(1, 4, *callbacks, logger=logger, max_epochs=5)
-    trainer.fit(make_module(), make_data())
-    assert [int(line["epoch"]) for line in read_csv(tmp_path / "csv/version_0")] == [1, 3]
+    lines = fit_csv(tmp_path, PipelineMonitor(every_n_epochs=2), Measured(), max_epochs=5)
+    assert [int(line["epoch"]) for line in lines] == [1, 3]
     assert measured == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_staleness_monitor_beside_it_does_the_work(is_first: bool, tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="csv", version=0)
     both = [StalenessMonitor(), PipelineMonitor(every_n_epochs=3)]
-    trainer = make_trainer(1, 4, *(both if is_first else both[::-1]), logger=logger)
-    trainer.fit(make_module(), make_data())
-    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
-        stale = [line for line in csv.DictReader(file) if line["history/stale_frac"]]
-    assert [int(line["epoch"]) for line in stale] == [0, 1, 2]
+    lines = fit_csv(tmp_path, *(both if is_first else both[::-1]), by="history/stale_frac")
+    assert [int(line["epoch"]) for line in lines] == [0, 1, 2]
 
 
 def test_large_counts_of_bytes_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 2**40 + 1
-
-    def collect(*_: Any) -> PipelineStats:
-        return make_stats("F0 B0", bytes_by_kind={"forward": count})
-
-    monkeypatch.setattr("lightning_gnnpipe.GNNPipeStrategy.collect_stats", collect)
-    logger = CSVLogger(tmp_path, name="csv", version=0)
-    trainer = make_trainer(1, 4, PipelineMonitor(), logger=logger, max_epochs=1)
-    trainer.fit(make_module(), make_data())
-    [line] = read_csv(tmp_path / "csv/version_0")
+    stats = make_stats("F0 B0", bytes_by_kind={"forward": count})
+    monkeypatch.setattr("lightning_gnnpipe.GNNPipeStrategy.collect_stats", lambda *_: stats)
+    [line] = fit_csv(tmp_path, PipelineMonitor(), max_epochs=1)
     assert float(line["pipe/bytes/forward"]) == count
     assert float(line["pipe/peak_memory_mib/stage_0"]) == 2**20 / monitor._MIB
 
@@ -194,11 +167,11 @@ def test_wandb_has_figures_and_picture_offline(
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True, project="test")
     callbacks = PipelineMonitor(), TimelineCallback(epoch=1, dirpath=tmp_path), EndRun()
-    make_trainer(num_stages, 4, *callbacks, logger=logger).fit(make_module(), make_data())
+    fit(num_stages, *callbacks, logger=logger)
     logged = read_offline_run(tmp_path)
-    steps = [line["trainer/global_step"] for line in logged if "pipe/step_s" in line]
-    assert len(steps) == 3
-    for line in (one for one in logged if "pipe/step_s" in one):
+    lines = [line for line in logged if "pipe/step_s" in line]
+    assert len([line["trainer/global_step"] for line in lines]) == 3
+    for line in lines:
         assert pipe_keys(num_stages) <= line.keys()
         assert line["pipe/bytes/output"] == (num_stages - 1) * NUM_NODES * NUM_CLASSES * 4
     assert sum("pipe/timeline" in line for line in logged) == 1

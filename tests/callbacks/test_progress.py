@@ -20,11 +20,13 @@ def interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
 
 
+def fit(num_stages: int, *callbacks: L.Callback, **options: Any) -> None:
+    make_trainer(num_stages, 4, *callbacks, **options).fit(make_module(), make_data())
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_tqdm_shows_loss_and_chunks(num_stages: int, capfd: pytest.CaptureFixture[str]) -> None:
-    callbacks = TQDMProgressBar(), ChunkProgress()
-    trainer = make_trainer(num_stages, 4, *callbacks, enable_progress_bar=True)
-    trainer.fit(make_module(), make_data())
+    fit(num_stages, TQDMProgressBar(), ChunkProgress(), enable_progress_bar=True)
     shown = capfd.readouterr().out
     found = re.findall(r"Epoch (\d) (forward|backward) (\d)/(\d)", shown)
     phases = ("forward", "backward")
@@ -46,9 +48,7 @@ def test_rich_shows_loss_and_chunks(num_stages: int, capfd: pytest.CaptureFixtur
                 if self.is_enabled:
                     print("\nshown:", text, flush=True)
 
-    callbacks = Watched(), ChunkProgress()
-    trainer = make_trainer(num_stages, 4, *callbacks, enable_progress_bar=True)
-    trainer.fit(make_module(), make_data())
+    fit(num_stages, Watched(), ChunkProgress(), enable_progress_bar=True)
     shown = capfd.readouterr().out
     assert "Epoch 2/2 backward 4/4" in shown
     assert re.findall(r"shown: (.*)", shown)[-1].strip() == "Epoch 2/2"
@@ -59,8 +59,7 @@ def test_updates_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_S", 1e6)
     shown = []
     monkeypatch.setattr(progress, "_describe", lambda bar, text: shown.append(text))
-    callbacks = TQDMProgressBar(), ChunkProgress()
-    make_trainer(1, 4, *callbacks, enable_progress_bar=True).fit(make_module(), make_data())
+    fit(1, TQDMProgressBar(), ChunkProgress(), enable_progress_bar=True)
     assert all(re.fullmatch(r"Epoch \d", text) for text in shown) and shown
 
 
@@ -69,4 +68,4 @@ def test_without_a_bar_nothing_is_reported() -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             assert trainer.strategy.controls == Controls()
 
-    make_trainer(1, 4, ChunkProgress(), Probe()).fit(make_module(), make_data())
+    fit(1, ChunkProgress(), Probe())

@@ -19,8 +19,6 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.engine.passes import GraphPasses
-from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.cases import slow
 from tests.helpers.observed import make_data, make_module, make_trainer
 
@@ -34,17 +32,6 @@ MAKE: dict[str, Callable[[], L.Callback]] = {
     "bounded": lambda: BoundedStaleness(2),
     "progress": ChunkProgress,
 }
-
-
-@pytest.mark.parametrize("value", [0, 2.5, True])
-def test_refresh_takes_a_number_of_epochs(value: Any) -> None:
-    with pytest.raises(ConfigError, match="'every_n_epochs' to be an integer of at least 1"):
-        EmbeddingRefresh(value)
-
-
-def test_refresh_is_exact_or_a_snapshot() -> None:
-    with pytest.raises(ConfigError, match="'how' of EmbeddingRefresh to be 'exact' or 'snapshot'"):
-        EmbeddingRefresh(2, how="copy")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -87,17 +74,3 @@ def test_all_pairs_ask_for_what_each_asks_for(
             for one, other in zip(*(alone[name] for name in pair), strict=True)
         ]
         assert run(asked, *(reversed(pair) if is_reversed else pair)) == both, pair
-
-
-@pytest.mark.parametrize(("limit_val_batches", "num_passes"), [(0, 3), (1.0, 0)])
-def test_an_exact_refresh_takes_the_rows_of_validation(
-    limit_val_batches: float, num_passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = []
-    refresh = GraphPasses.refresh
-    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(1), refresh(*args)))
-    trainer = make_trainer(
-        1, 4, EmbeddingRefresh(2), max_epochs=NUM_EPOCHS, limit_val_batches=limit_val_batches
-    )
-    trainer.fit(make_module(), make_data())
-    assert len(passes) == num_passes

@@ -1,4 +1,4 @@
-"""Messages between two processes: unequal sizes, overlap, bytes, errors and timeouts."""
+"""Messages and sums between processes: unequal sizes, bytes, errors and timeouts; the mesh."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,30 +16,47 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
-from lightning_gnnpipe.comm import Label, Meter, Transport, World
+from lightning_gnnpipe.comm import Label, Mesh, Meter, Transport, World, sum_along_pipe
 from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]
+CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=2)
+
+Work = Callable[[Transport], None]
 
 
-def start(rank: int, folder: str, work: Callable[[Transport, Path], None]) -> None:
+def start(rank: int, folder: str, shape: tuple[int, int], work: Work) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    timeout = timedelta(seconds=2)
-    set_group_timeout(timeout)
-    transport = Transport(World(rank, 2, torch.device("cpu"), timeout), (2, 1), Meter())
+    num_ranks = shape[0] * shape[1]
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    transport = Transport(World(rank, num_ranks, CPU, TIMEOUT), shape, Meter())
+    dist.barrier()  # a rank that is left out would leave while others still connect to it
+    set_group_timeout(TIMEOUT)
     try:
-        work(transport, Path(folder))
+        work(transport)
     finally:
         dist.destroy_process_group()
 
 
-def run(work: Callable[[Transport, Path], None], folder: Path) -> None:
-    mp.start_processes(start, (str(folder), work), nprocs=2, start_method="fork")
+def run(work: Work, folder: Path, shape: tuple[int, int] = (2, 1)) -> None:
+    """Run `work` on each rank of so many stages and shards."""
+    args = (str(folder), shape, work)
+    mp.start_processes(start, args, nprocs=shape[0] * shape[1], start_method="fork")
 
 
-def exchange(transport: Transport, folder: Path) -> None:
+def test_ranks_are_assigned_to_replicas_then_stages_then_shards() -> None:
+    """Three replicas of two stages of two shards."""
+    places = list(product(range(3), range(2), range(2)))
+    for rank, (replica, stage, shard) in enumerate(places):
+        mesh = Mesh(rank, num_stages=2, num_shards=2, num_replicas=3)
+        assert (mesh.replica, mesh.stage, mesh.shard) == (replica, stage, shard)
+        assert (mesh.is_first, mesh.is_last) == (stage == 0, stage == 1)
+        assert mesh.rank_of(1 - stage) == places.index((replica, 1 - stage, shard))
+        assert mesh.rank_of(stage, 1 - shard) == places.index((replica, stage, 1 - shard))
+
+
+def exchange(transport: Transport) -> None:
     """Chunks of unequal, and empty, sizes; received in another order than they were posted."""
     if transport.mesh.is_first:
         for chunk, size in enumerate(SIZES):
@@ -57,11 +75,7 @@ def exchange(transport: Transport, folder: Path) -> None:
     assert transport.meter.read() == {"forward": 11 * 2 * 8 + 4 * 2 * 8}
 
 
-def test_unequal_chunks_arrive_whole(tmp_path: Path) -> None:
-    run(exchange, tmp_path)
-
-
-def leave_behind(transport: Transport, folder: Path) -> None:
+def leave_behind(transport: Transport) -> None:
     """A run ends with a message on its way; the next one, of the same form, is the one received."""
     label = Label("forward", 0)
     if transport.mesh.is_first:
@@ -79,11 +93,7 @@ def leave_behind(transport: Transport, folder: Path) -> None:
     assert transport.wait_receive(label)[0].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_what_a_failed_run_has_sent_is_not_for_the_next(tmp_path: Path) -> None:
-    run(leave_behind, tmp_path)
-
-
-def share(transport: Transport, folder: Path) -> None:
+def share(transport: Transport) -> None:
     stage = transport.mesh.stage
     local = {"a": torch.zeros(2)} if stage == 0 else {"b": torch.ones(3, 1)}
     shapes = {"a": (torch.Size([2]), torch.float32), "b": (torch.Size([3, 1]), torch.float32)}
@@ -97,65 +107,86 @@ def share(transport: Transport, folder: Path) -> None:
     assert transport.run_on_first(lambda: stage) == 0
 
 
-def test_collectives(tmp_path: Path) -> None:
-    run(share, tmp_path)
+def fail_on_first(transport: Transport) -> None:
+    """An error of the first rank is raised on all; so is that ranks want different things."""
 
-
-def fails_on_first(transport: Transport, folder: Path) -> None:
-    def work() -> None:
-        raise GraphError("found on rank 0")
+    def fail(error: Exception) -> None:
+        raise error
 
     with pytest.raises(GraphError, match="found on rank 0"):
-        transport.run_on_first(work)
-
-    def fail() -> None:
-        raise MemoryError("no memory on rank 0")
-
+        transport.run_on_first(lambda: fail(GraphError("found on rank 0")))
     with pytest.raises(MemoryError if transport.mesh.is_first else PeerError, match="no memory"):
-        transport.run_on_first(fail)
+        transport.run_on_first(lambda: fail(MemoryError("no memory on rank 0")))
     with pytest.raises(UnsupportedError, match="rank 0 wants to go; rank 1 wants to stay"):
         transport.meet("go" if transport.mesh.is_first else "stay", [3])
 
 
-def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
-    run(fails_on_first, tmp_path)
+@pytest.mark.parametrize("work", [exchange, leave_behind, share, fail_on_first])
+def test_two_ranks(work: Work, tmp_path: Path) -> None:
+    run(work, tmp_path)
 
 
-def waits_in_vain(transport: Transport, folder: Path) -> None:
-    if transport.mesh.is_first:
-        time.sleep(5)
-        return
+def receive(transport: Transport) -> None:
     transport.post_receive(0, Label("forward", 4), [torch.empty(3)])
-    started = time.monotonic()
-    with pytest.raises(PeerError, match=r"wait for forward data of chunk 4.*within 2 s"):
-        transport.wait_receive(Label("forward", 4))
-    assert time.monotonic() - started < 4
+    transport.wait_receive(Label("forward", 4))
 
 
-def test_p7_a_wait_ends_with_the_timeout(tmp_path: Path) -> None:
-    run(waits_in_vain, tmp_path)
+@pytest.mark.parametrize(
+    ("wait", "text"),
+    [
+        (receive, r"wait for forward data of chunk 4.*within 2 s"),
+        (lambda transport: transport.meet("meet"), r"could not meet: .*within 2 s"),
+        (
+            lambda transport: sum_along_pipe(transport, torch.ones(1), [0, 1], "tied_grad", 0),
+            "wait for tied_grad data",
+        ),
+    ],
+)
+def test_p7_a_wait_ends_with_the_timeout(wait: Work, text: str, tmp_path: Path) -> None:
+    def work(transport: Transport) -> None:
+        if transport.mesh.is_first:
+            time.sleep(5)
+            return
+        started = time.monotonic()
+        with pytest.raises(PeerError, match=text):
+            wait(transport)
+        assert time.monotonic() - started < 4
+
+    run(work, tmp_path)
 
 
-def meets_in_vain(transport: Transport, folder: Path) -> None:
-    if transport.mesh.is_first:
-        time.sleep(5)
-        return
-    with pytest.raises(PeerError, match=r"could not meet: .*within 2 s"):
-        transport.meet("meet")
+@pytest.mark.parametrize(
+    ("num_stages", "num_shards", "stages"),
+    [(2, 1, [0, 1]), (4, 1, [0, 2, 3]), (4, 1, [1, 2]), (2, 2, [0, 1])],
+)
+def test_ranks_of_some_stages_get_the_same_bits(
+    num_stages: int, num_shards: int, stages: list[int], tmp_path: Path
+) -> None:
+    """Of two sums over `stages`, the second time over the first and last stage alone."""
+    sums = [stages, [stages[0], stages[-1]]]
 
+    def work(transport: Transport) -> None:
+        totals, rank = [], transport.world.rank
+        for number, some in enumerate(sums):
+            own = torch.tensor([0.1 * 3**rank, 1.0], dtype=torch.float64)
+            if transport.mesh.stage in some:
+                total = sum_along_pipe(transport, own, some, "tied_grad", number, num_flags=1)
+                totals.append(total)
+            assert own[1] == 1  # as it was
+        torch.save((totals, transport.meter.read()), tmp_path / f"{rank}.pt")
 
-def test_p7_a_collective_ends_with_the_timeout(tmp_path: Path) -> None:
-    run(meets_in_vain, tmp_path)
-
-
-def test_one_process_needs_no_group() -> None:
-    world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
-    transport = Transport(world, (1, 1), Meter())
-    assert not transport.world.is_distributed
-    assert transport.mesh.is_first and transport.mesh.is_last
-    assert transport.meet("meet", [3]) == [[3]]
-    assert transport.broadcast_object("x") == "x"
-    tensor = torch.ones(2)
-    transport.all_reduce(tensor, "tied_grad")
-    transport.broadcast(tensor, 0, "output")
-    assert transport.meter.read() == {}
+    run(work, tmp_path, (num_stages, num_shards))
+    num_ranks = num_stages * num_shards
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
+    for some in sums:
+        taking = [rank for rank in range(num_ranks) if rank // num_shards in some]
+        totals = [found[rank][0].pop(0) for rank in taking]
+        expected = sum(0.1 * 3**rank for rank in taking)
+        assert totals[0][0] == pytest.approx(expected) and totals[0][1] == len(taking)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+    # as much as a ring of all that take part; the second number is a flag
+    received = sum(2 * (len(some) * num_shards - 1) * 8 for some in sums)
+    for kind in ("tied_grad", "control"):
+        assert sum(counts.get(kind, 0) for _, counts in found) == received
+    left_out = [found[rank][1] for rank in range(num_ranks) if rank // num_shards not in stages]
+    assert all(counts == {} for counts in left_out)

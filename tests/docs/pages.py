@@ -19,18 +19,11 @@ _TITLE = re.compile(r'title="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced code block.
+    """A fenced code block."""
 
-    Attributes:
-        language: The first word behind the fence.
-        title: Of the block; empty if it has none.
-        line: The number of its first line in the page.
-        text: What is in it.
-    """
-
-    language: str
-    title: str
-    line: int
+    language: str  # the first word behind the fence
+    title: str  # empty if it has none
+    line: int  # the number of its first line in the page
     text: str
 
 
@@ -40,12 +33,7 @@ def read_blocks(page: str) -> list[Block]:
 
 
 def as_script(blocks: list[Block], first_line: str) -> str:
-    """Return the Python blocks as a file in which each line has the number that it has in the page.
-
-    Args:
-        blocks: Of the page.
-        first_line: Stands where the page's title does.
-    """
+    """Return the Python blocks as a file with the page's line numbers, below a first line."""
     lines = [first_line]
     for block in blocks:
         if block.language == "python":

@@ -26,18 +26,11 @@ MOST_EPOCHS, MOST_EXACT_EPOCHS = 4, 1
 def install(
     patch: pytest.MonkeyPatch, start_method: str | None = None, most_epochs: int = MOST_EPOCHS
 ) -> None:
-    """Make everything small.
-
-    Args:
-        patch: What can take it back.
-        start_method: How strategies that would run the script again start their processes; None
-            for just so.
-        most_epochs: No Trainer runs longer.
-    """
+    """Make everything small; `start_method` is for strategies that would run the script again."""
     patch.setattr(torch_geometric.datasets, "Planetoid", SmallPlanetoid)
-    _limit(patch, StalenessWarmup, num_epochs=MOST_EXACT_EPOCHS)
-    _limit(patch, L.Trainer, max_epochs=most_epochs)
-    _give(patch, L.Trainer, enable_progress_bar=False, enable_model_summary=False)
+    _give(patch, StalenessWarmup, num_epochs=MOST_EXACT_EPOCHS)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    _give(patch, L.Trainer, max_epochs=most_epochs, **quiet)
     if start_method is not None:
         _give(patch, GNNPipeStrategy, start_method=start_method)
 
@@ -63,24 +56,16 @@ class SmallPlanetoid(InMemoryDataset):
         self.data, self.slices = self.collate([graph])
 
 
-def _limit(patch: pytest.MonkeyPatch, owner: type, **most: int) -> None:
-    """Let `owner` be built with these arguments at the most."""
-    original: Any = owner.__init__
-
-    @wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        limited = {name: min(kwargs.get(name) or value, value) for name, value in most.items()}
-        original(self, *args, **{**kwargs, **limited})
-
-    patch.setattr(owner, "__init__", init)
-
-
 def _give(patch: pytest.MonkeyPatch, owner: type, **arguments: Any) -> None:
-    """Let `owner` be built with these arguments."""
+    """Let `owner` be built with these arguments, numbers at the most."""
     original: Any = owner.__init__
+
+    def limit(given: Any, most: Any) -> Any:
+        return min(given or most, most) if type(most) is int else most
 
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, **arguments})
+        limited = {name: limit(kwargs.get(name), most) for name, most in arguments.items()}
+        original(self, *args, **{**kwargs, **limited})
 
     patch.setattr(owner, "__init__", init)

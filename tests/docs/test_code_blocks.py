@@ -61,7 +61,7 @@ def test_python_runs(page: str, folder: Path, capfd: pytest.CaptureFixture[str])
             assert printed.strip() == block.text.strip(), f"{page}:{block.line}"
 
 
-@pytest.mark.slow  # examples/test_quickstart.py does as much each time
+@pytest.mark.slow  # examples/test_runs.py does as much each time
 @pytest.mark.parametrize("page", SCRIPTS)
 def test_python_runs_as_a_script(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,10 +96,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_configs_are_read(
-    page: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, *others = save_configs(read_blocks(page))
     for names in ([first], *([first, other] for other in others)):
@@ -113,10 +110,7 @@ def test_configs_are_read(
     [slow(one) if one == "docs/command-line.md" else one for one in pages_with("bash")],
 )
 def test_commands_run(
-    page: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small.install(monkeypatch, most_epochs=2)
     blocks = read_blocks(page)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.passing import whole
 from tests.helpers.engines import one_process_engine
 
 N, D = 23, 6
 WHOLE, CHUNKS = torch.zeros(N, dtype=torch.int64), torch.arange(N) % 3
+UPSTREAM = {"flow": "target_to_source"}
 
 
 def make_batch() -> dict[str, Tensor]:
     number = torch.arange(56)
     edges = torch.stack([(number * 7 + number // 9) % N, (number * 5 + 1) % N])
     torch.manual_seed(0)
-    return {"x": torch.randn(N, D), "edge_index": edges, "edge_attr": torch.rand(56, 1)}
+    return {"x": torch.randn(N, D), "edge_index": edges, "edge_weight": torch.rand(56)}
+
+
+def step(engine: PipelineEngine, number: int, batch: dict[str, Tensor]) -> Tensor:
+    engine.set_step(step_index=number)
+    found = engine.forward((), batch)
+    found.sum().backward()
+    return found.detach()
 
 
 class Weighted(nn.Module):
@@ -29,12 +40,9 @@ class Weighted(nn.Module):
         super().__init__()
         self.conv, self.lin, self.is_flipped = conv, nn.Linear(1, 1), is_flipped
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        weight = self.lin(edge_attr).sigmoid().squeeze(-1)
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        weight = self.lin(edge_weight[:, None]).sigmoid().squeeze(-1)
         return self.conv(x, edge_index.flip(0) if self.is_flipped else edge_index, weight)
-
-
-UPSTREAM = {"flow": "target_to_source"}
 
 
 @pytest.mark.parametrize("is_flipped", [False, True])
@@ -55,35 +63,7 @@ def test_one_chunk_is_pyg_in_any_direction(make: Callable[[], nn.Module], is_fli
     torch.testing.assert_close(found, expected)
 
 
-class Clamped(nn.Module):
-    """Overwrites its edge weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.GCNConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        return self.conv(x, edge_index, edge_weight.clamp_(max=0.3))
-
-
-@pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
-def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None:
-    batch, net = make_batch(), Clamped()
-    batch["edge_weight"] = batch.pop("edge_attr").squeeze(-1)
-    expected = net(**{**batch, "edge_weight": batch["edge_weight"].clone()}).detach()
-    engine = one_process_engine(net, partition=partition)
-    for step in range(2):
-        engine.set_step(step_index=step)
-        found = engine.forward((), batch)
-        torch.testing.assert_close(found.detach(), expected)
-        found.sum().backward()
-    net.eval()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            torch.testing.assert_close(engine.forward((), batch), expected)
-
-
-class Thawed(nn.Module):
+class OneConv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = gnn.GCNConv(D, D)
@@ -92,100 +72,89 @@ class Thawed(nn.Module):
         return self.conv(x, edge_index, edge_weight)
 
 
+class Clamped(OneConv):
+    """Overwrites its edge weights."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        return self.conv(x, edge_index, edge_weight.clamp_(max=0.3))
+
+
+@pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
+def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None:
+    batch, net = make_batch(), Clamped()
+    expected = net(**{**batch, "edge_weight": batch["edge_weight"].clone()}).detach()
+    engine = one_process_engine(net, partition=partition)
+    for number in range(2):
+        torch.testing.assert_close(step(engine, number, batch), expected)
+    net.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(engine.forward((), batch), expected)
+
+
 def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
-    batch, net = make_batch(), Thawed()
-    batch["edge_weight"] = batch.pop("edge_attr").squeeze(-1)
+    batch, net = make_batch(), OneConv()
     engine = one_process_engine(net, partition=CHUNKS)
     expected = net(**batch).detach()
-    for step in range(5):
-        engine.set_step(step_index=step)
-        batch["edge_weight"].requires_grad_(step >= 2)
-        found = engine.forward((), batch)
-        torch.testing.assert_close(found.detach(), expected)
-        found.sum().backward()
+    for number in range(5):
+        batch["edge_weight"].requires_grad_(number >= 2)
+        torch.testing.assert_close(step(engine, number, batch), expected)
     assert batch["edge_weight"].grad is not None
 
 
-class TwoWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor, edge_index: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        for i, conv in enumerate(self.convs):
-            x = conv(x, edge_index, second if i % 2 else first)
-        return x
+def two_weights() -> nn.Module:
+    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
+    layers = [(gnn.GCNConv(D, D), call) for call in calls]
+    return gnn.Sequential("x, edge_index, edge_weight, edge_2", layers)
 
 
 def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_gnnpipe.passing import whole
-
     made: list[int] = []
     original = whole.WholeEdges.__init__
 
-    def count(self: whole.WholeEdges, *args: object) -> None:
+    def count(self: whole.WholeEdges, *args: Any) -> None:
         made.append(1)
         original(self, *args)
 
     monkeypatch.setattr(whole.WholeEdges, "__init__", count)
-    batch, net = make_batch(), TwoWeights()
-    batch["edge_first"] = batch.pop("edge_attr").squeeze(-1)
-    inputs = (batch["x"], batch["edge_index"], batch["edge_first"], batch["edge_first"] + 1)
-    expected = net(*inputs).detach()
+    batch, net = make_batch(), two_weights()
+    batch["edge_2"] = batch["edge_weight"] + 1
+    expected = net(**batch).detach()
     engine = one_process_engine(net, partition=CHUNKS)
-    for step in range(3):
-        if step == 1:
-            made.clear()
-        engine.set_step(step_index=step)
-        found = engine.forward(inputs, {})
-        torch.testing.assert_close(found.detach(), expected)
-        found.sum().backward()
-    assert not made
+    for number in range(3):
+        torch.testing.assert_close(step(engine, number, batch), expected)
+        assert bool(made) == (number == 0)
+        made.clear()
 
 
-class Noisy(nn.Module):
+class Noise(nn.Module):
     """Draws from a generator of its own, in a part that is not traced."""
 
-    class Noise(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randn(x.size(0), 1, generator=generator)
-            return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise, self.conv = self.Noise(), gnn.SAGEConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv(self.noise(x), edge_index)
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(x.size(0), 1, generator=generator)
+        return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
 
 
 def test_random_numbers_are_no_difference() -> None:
-    batch = make_batch()
-    engine = one_process_engine(Noisy(), partition=CHUNKS)
-    for step in range(2):
-        engine.set_step(step_index=step)
-        engine.forward((batch["x"], batch["edge_index"]), {}).sum().backward()
+    batch, layers = make_batch(), [(Noise(), "x -> x"), (gnn.SAGEConv(D, D), "x, edge_index -> x")]
+    del batch["edge_weight"]
+    engine = one_process_engine(gnn.Sequential("x, edge_index", layers), partition=CHUNKS)
+    for number in range(2):
+        step(engine, number, batch)
 
 
 @pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.TAGConv, gnn.GraphConv])
 @pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
 def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: Tensor) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = conv(D, D, bias=False), conv(D, D, bias=False)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.second(self.first(x, edge_index).relu(), edge_index)
-
-    batch, net = make_batch(), Two()
+    convs = [(conv(D, D, bias=False), "x, edge_index -> x") for _ in range(2)]
+    batch, net = make_batch(), gnn.Sequential("x, edge_index", [convs[0], nn.ReLU(), convs[1]])
+    del batch["edge_weight"]
     engine = one_process_engine(net, partition=partition)
-    for step in range(2):
-        engine.set_step(step_index=step)
+    for number in range(2):
+        engine.set_step(step_index=number)
         with torch.autocast("cpu", torch.bfloat16):
-            found = engine.forward((batch["x"], batch["edge_index"]), {})
-            expected = net(batch["x"], batch["edge_index"])
+            found, expected = engine.forward((), batch), net(**batch)
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
         found.float().sum().backward()
@@ -193,18 +162,10 @@ def test_half_precision_by_autocast(conv: Callable[..., nn.Module], partition: T
 
 def test_a_graph_of_one_node_and_one_edge() -> None:
     """As many nodes as edges: what has a row a node is told apart all the same."""
-    batch = {"x": torch.randn(1, D), "edge_index": torch.zeros(2, 1, dtype=torch.int64)}
-
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.GINEConv(nn.Linear(D, D), edge_dim=2)
-            self.lin = nn.Linear(D, 3)
-
-        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-            return self.lin(self.conv(x, edge_index, edge_attr))
-
-    module = One()
-    given = {**batch, "edge_attr": torch.rand(1, 2)}
+    conv = gnn.GINEConv(nn.Linear(D, D), edge_dim=2)
+    layers = [(conv, "x, edge_index, edge_attr -> x"), nn.Linear(D, 3)]
+    module = gnn.Sequential("x, edge_index, edge_attr", layers)
+    edges = torch.zeros(2, 1, dtype=torch.int64)
+    given = {"x": torch.randn(1, D), "edge_index": edges, "edge_attr": torch.rand(1, 2)}
     engine = one_process_engine(module, partition=torch.zeros(1, dtype=torch.int64))
     torch.testing.assert_close(engine.forward((), given), module(**given))

@@ -1,4 +1,4 @@
-"""What a user does with outputs and inputs of the pipelined module: gradients are as plainly."""
+"""What a user does with inputs, outputs and hooks of the pipelined module: all is as plainly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_gnnpipe.steps.gradient_sums import flatten
 from tests.helpers.engines import one_process_engine
 
 N, D = 23, 6
-CHUNKS = torch.arange(N) % 3
+WHOLE, CHUNKS = torch.zeros(N, dtype=torch.int64), torch.arange(N) % 3
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -78,10 +78,6 @@ def penalized(out: Any, batch: Batch) -> Tensor:
     return square(out["right"]) + square(grad)
 
 
-def rectified(out: Any, batch: Batch) -> Tensor:
-    return (out["left"] * out["right"].relu_()).sum()
-
-
 LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {
     "complex": lambda out, _: square(out["complex"]) + out["complex"].angle().sum(),
     "complex alone, real part": lambda out, _: out["complex"].real.pow(3).sum(),
@@ -96,7 +92,7 @@ LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {
     "integer": lambda out, _: nn.functional.one_hot(out["integer"], D).mul(out["right"]).sum(),
     "detached": lambda out, _: (out["detached"] * out["left"]).sum(),
     "changed in place": changed,
-    "rectified in place": rectified,
+    "rectified in place": lambda out, _: (out["left"] * out["right"].relu_()).sum(),
     "hooks on tensors": hooked,
     "gradient of the rest of the loss": penalized,
     "summed in a subset": lambda out, _: torch.stack([out["left"], out["right"]])[:, ::2].sum(),
@@ -126,21 +122,15 @@ def test_gradients_are_those_of_plain_autograd(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_outputs_that_have_no_gradient_say_so() -> None:
+def test_outputs_that_have_no_gradient_say_so_and_a_graph_may_be_retained() -> None:
     plain, batch = Heads(), make_batch()
     engine = one_process_engine(copy.deepcopy(plain), partition=CHUNKS)
     found, expected = engine.forward((), batch), plain(**batch)
     for name in ("left", "complex", "integer", "detached", "input"):
         assert found[name].requires_grad == expected[name].requires_grad, name
         assert found[name].dtype == expected[name].dtype
-
-
-def double_backward(out: Any, batch: Batch) -> Any:
-    return torch.autograd.grad(square(out["left"]), batch["x"], create_graph=True)
-
-
-def without_weights(out: Any, batch: Batch) -> Any:
-    return torch.autograd.grad(square(out["left"]), batch["x"])
+    square(found["left"]).backward(retain_graph=True)
+    engine.forward((), batch)
 
 
 def backward_twice(out: Any, batch: Batch) -> Any:
@@ -151,8 +141,16 @@ def backward_twice(out: Any, batch: Batch) -> Any:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (double_backward, "create_graph"),
-        (without_weights, r"torch\.autograd\.grad.*loss\.backward"),
+        (
+            lambda out, batch: torch.autograd.grad(
+                square(out["left"]), batch["x"], create_graph=True
+            ),
+            "create_graph",
+        ),
+        (
+            lambda out, batch: torch.autograd.grad(square(out["left"]), batch["x"]),
+            r"torch\.autograd\.grad.*loss\.backward",
+        ),
         (backward_twice, "one backward for each pipelined forward"),
     ],
 )
@@ -164,30 +162,16 @@ def test_what_cannot_be_differentiated_is_refused(use: Any, message: str) -> Non
         use(engine.forward((), batch), batch)
 
 
-def test_a_graph_may_be_retained() -> None:
-    engine = one_process_engine(Heads(), partition=CHUNKS)
-    square(engine.forward((), make_batch())["left"]).backward(retain_graph=True)
-    engine.forward((), make_batch())
-
-
-class Embedded(nn.Module):
-    """Nodes by their numbers, some of which no edge and no loss reaches."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(N + 4, D, sparse=sparse)
-        self.convs = nn.ModuleList(gnn.SAGEConv(D, D) for _ in range(4))
-
-    def forward(self, number: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.embedding(number)
-        for conv in self.convs:
-            x = conv(x, edge_index).tanh()
-        return x
+def embedded() -> nn.Module:
+    """Return layers on nodes by their numbers, some of which no edge and no loss reaches."""
+    convs = [(gnn.SAGEConv(D, D), "x, edge_index -> x") for _ in range(4)]
+    layers = [(nn.Embedding(N + 4, D, sparse=True), "number -> x"), *convs]
+    return gnn.Sequential("number, edge_index", layers)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
-    plain, edges = Embedded(sparse=True), make_batch()["edge_index"]
+    plain, edges = embedded(), make_batch()["edge_index"]
     net = copy.deepcopy(plain)
     engine = one_process_engine(net, partition=CHUNKS, recompute=recompute)
     engine.controls.is_exact = True
@@ -198,8 +182,7 @@ def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert ours.grad.is_sparse == theirs.grad.is_sparse
-        pair = [one.grad.coalesce() if one.grad.is_sparse else one.grad for one in (ours, theirs)]
-        torch.testing.assert_close(*pair)
+        torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
     assert not engine._is_lost
 
 
@@ -208,3 +191,113 @@ def test_sparse_gradients_of_several_ranks_are_refused() -> None:
     weight.grad = torch.ones(3, D).to_sparse(1)
     with pytest.raises(UnsupportedError, match=r"a sparse gradient of 'w'.*sparse=False"):
         flatten([("w", weight)])
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(D, D) for _ in range(2))
+        self.inner = nn.Sequential(nn.Linear(D, D), nn.ReLU())
+        self.norm = nn.utils.weight_norm(nn.Linear(D, D))  # by a hook
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(self.inner(conv(x, edge_index))).tanh()
+        return x
+
+
+def hooked_pair() -> tuple[Hooked, Hooked, Batch]:
+    """Return two equal networks, and a batch whose features need gradients."""
+    plain, net, batch = Hooked(), Hooked(), make_batch()
+    net.load_state_dict(plain.state_dict())
+    return plain, net, {"x": batch["x"].requires_grad_(), "edge_index": batch["edge_index"]}
+
+
+def note(seen: list[Any]) -> Callable[..., None]:
+    def hook(_: nn.Module, *values: Any) -> None:
+        seen.extend(t.detach().clone() for t in _tensors(values))
+
+    return hook
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [t for item in items for t in _tensors(item)] if isinstance(value, tuple | dict) else []
+
+
+def run_hooked(net: nn.Module, batch: Batch) -> list[Tensor]:
+    """Return what hooks on `net` see, and what comes out of a step in which they change things."""
+    seen: list[Any] = []
+    net.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"x": 2 * kwargs["x"]}), with_kwargs=True
+    )
+    net.register_forward_pre_hook(note(seen), with_kwargs=True)
+    net.register_forward_hook(lambda _, args, out: out.clamp(max=0.2))
+    net.register_forward_hook(note(seen), with_kwargs=True)
+    net.register_full_backward_pre_hook(lambda _, grads: tuple(3 * g for g in grads))
+    net.register_full_backward_hook(note(seen))
+    out = net(**batch)
+    out.register_hook(lambda grad: seen.append(grad.clone()))
+    out.square().sum().backward()
+    return [*seen, out.detach(), batch["x"].grad, *(p.grad for p in net.parameters())]
+
+
+def test_hooks_on_the_pipelined_module_are_called_as_plainly() -> None:
+    plain, net, batch = hooked_pair()
+    own_batch = copy.deepcopy(batch)
+    engine = one_process_engine(net, partition=CHUNKS)
+    engine.controls.is_exact = True
+    engine.attach()
+    torch.testing.assert_close(run_hooked(net, own_batch), run_hooked(plain, batch))
+
+
+PLACES: dict[str, tuple[Callable[[Hooked, Any], Any], str]] = {
+    "conv": (lambda net, hook: net.convs[1].register_forward_hook(hook), "'convs.1', a SAGEConv"),
+    "container": (lambda net, hook: net.inner.register_forward_hook(hook), "'inner', a Sequential"),
+    "before": (lambda net, hook: net.inner[0].register_forward_pre_hook(hook), r"'inner\.0'"),
+    "backward": (lambda net, hook: net.norm.register_full_backward_hook(hook), "'norm', a Linear"),
+    "before backward": (
+        lambda net, hook: net.norm.register_full_backward_pre_hook(hook),
+        "'norm', a Linear",
+    ),
+    "messages": (
+        lambda net, hook: net.convs[0].register_message_forward_hook(hook),
+        r"'convs\.0', a SAGEConv",
+    ),
+    "all": (lambda net, hook: nn.modules.module.register_module_forward_hook(hook), "all modules"),
+    "gradient": (
+        lambda net, hook: net.convs[0].lin_l.weight.register_hook(hook),
+        "p.grad is whole",
+    ),
+    "gradient, afterwards": (
+        lambda net, hook: net.inner[0].bias.register_post_accumulate_grad_hook(hook),
+        r"'inner\.0\.bias'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_hooks_on_layers_and_weights_are_refused(name: str) -> None:
+    register, message = PLACES[name]
+    _, net, batch = hooked_pair()
+    engine = one_process_engine(net, partition=CHUNKS)
+    handle = register(net, lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedError, match=f"no hooks on .*{message}"):
+            engine.forward((), batch)
+    finally:
+        handle.remove()
+    engine.forward((), batch)
+
+
+def test_hooks_on_weights_see_the_gradient_of_one_chunk() -> None:
+    plain, net, batch = hooked_pair()
+    engine = one_process_engine(net, partition=WHOLE)
+    for p in (*plain.parameters(), *net.parameters()):
+        p.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    engine.forward((), batch).square().sum().backward()
+    plain(**batch).square().sum().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

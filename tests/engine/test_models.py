@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnnpipe.errors import UnsupportedError
@@ -20,36 +22,32 @@ from tests.helpers.engines import one_process_engine
 N, D, C = 26, 8, 3
 PARTITION = torch.arange(N) * 7 % N // 9
 HISTOGRAM = torch.tensor([1, 3, 4, 3])
-FAMILY: dict[str, Callable[..., BasicGNN]] = {
-    "GCN": gnn.models.GCN,
-    "GraphSAGE": gnn.models.GraphSAGE,
-    "GIN": gnn.models.GIN,
-    "GAT": gnn.models.GAT,
-    "GATv2": lambda *args, **kw: gnn.models.GAT(*args, v2=True, heads=2, **kw),
-    "PNA": lambda *args, **kw: gnn.models.PNA(
-        *args, aggregators=["mean", "max"], scalers=["identity"], deg=HISTOGRAM, **kw
-    ),
-    "EdgeCNN": gnn.models.EdgeCNN,
-}
+FAMILY: list[Callable[..., BasicGNN]] = [
+    gnn.models.GCN,
+    gnn.models.GraphSAGE,
+    gnn.models.GIN,
+    gnn.models.GAT,
+    partial(gnn.models.GAT, v2=True, heads=2),
+    partial(gnn.models.PNA, aggregators=["mean", "max"], scalers=["identity"], deg=HISTOGRAM),
+    gnn.models.EdgeCNN,
+]
 
 
-def make_batch() -> dict[str, Tensor]:
+def make_batch() -> dict[str, Any]:
     torch.manual_seed(3)
     number = torch.arange(61)
     edge_index = torch.stack([(number * 11 + number // 7) % (N - 1), (number * 5 + 2) % (N - 1)])
-    return {
-        "x": torch.randn(N, D, dtype=torch.float64),
-        "edge_index": edge_index,
-        "edge_attr": torch.randn(61, D, dtype=torch.float64),
-    }
+    x = torch.randn(N, D, dtype=torch.float64)
+    edge_attr = torch.randn(61, D, dtype=torch.float64)
+    data = Data(x=x, edge_index=edge_index)
+    return {"x": x, "edge_index": edge_index, "edge_attr": edge_attr, "data": data}
 
 
 def flat(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
-    return [
-        t for item in (output.values() if isinstance(output, dict) else output) for t in flat(item)
-    ]
+    items = output.values() if isinstance(output, dict) else output
+    return [t for item in items for t in flat(item)]
 
 
 def loss_of(output: Any) -> Tensor:
@@ -89,13 +87,8 @@ def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
 @pytest.mark.parametrize("norm", [None, "BatchNorm", "LayerNorm", "GraphNorm"])
 @pytest.mark.parametrize("act_first", [False, True])
 def test_basic_gnns(jk: str | None, norm: str | None, act_first: bool) -> None:
-    make = list(FAMILY.values())[(bool(jk) * 3 + len(norm or "") + act_first) % len(FAMILY)]
+    make = FAMILY[(bool(jk) * 3 + len(norm or "") + act_first) % len(FAMILY)]
     assert_trains_as_plain(make(D, 8, 3, C, norm=norm, jk=jk, act_first=act_first))
-
-
-@pytest.mark.parametrize("name", FAMILY)
-def test_every_basic_gnn(name: str) -> None:
-    assert_trains_as_plain(FAMILY[name](D, 8, 3, C, norm="BatchNorm", jk="cat"))
 
 
 class DeeperGCN(nn.Module):
@@ -110,7 +103,7 @@ class DeeperGCN(nn.Module):
             self.layers.append(
                 gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, dropout=0.0, ckpt_grad=i % 3)
             )
-        self.lin = nn.Linear(2 * D if block == "dense" else D, C)
+        self.lin = nn.Linear(D, C)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         x = self.node_encoder(x)
@@ -121,31 +114,10 @@ class DeeperGCN(nn.Module):
         return self.lin(self.layers[0].act(self.layers[0].norm(x)))
 
 
-class DenseGCN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            gnn.DeepGCNLayer(
-                gnn.SAGEConv(D * 2**i, D * 2**i), nn.BatchNorm1d(D * 2**i), nn.ReLU(), "dense", 0.0
-            )
-            for i in range(2)
-        )
-        self.lin = nn.Linear(4 * D, C)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, edge_index)
-        return self.lin(x)
-
-
 @pytest.mark.parametrize("block", ["res+", "res", "plain"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_deeper_gcn(block: str, norm: type[nn.Module]) -> None:
-    assert_trains_as_plain(DeeperGCN(block, norm), "x", "edge_index", "edge_attr")
-
-
-def test_dense_blocks() -> None:
-    assert_trains_as_plain(DenseGCN())
+    assert_trains_as_plain(DeeperGCN(block, norm), *ALL)
 
 
 class GNNBlock(nn.Module):
@@ -153,8 +125,7 @@ class GNNBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(channels)
-        self.conv = gnn.SAGEConv(channels, channels)
+        self.norm, self.conv = nn.LayerNorm(channels), gnn.SAGEConv(channels, channels)
 
     def forward(self, x: Tensor, edge_index: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
         x = self.norm(x).relu()
@@ -166,8 +137,7 @@ class GNNBlock(nn.Module):
 class RevGNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lin1, self.lin2 = nn.Linear(D, D), nn.Linear(D, C)
-        self.norm = nn.LayerNorm(D)
+        self.lin1, self.lin2, self.norm = nn.Linear(D, D), nn.Linear(D, C), nn.LayerNorm(D)
         self.convs = nn.ModuleList(
             gnn.GroupAddRev(GNNBlock(D // 2), num_groups=2) for _ in range(3)
         )
@@ -179,10 +149,6 @@ class RevGNN(nn.Module):
         for conv in self.convs:
             x = conv(x, edge_index, mask)
         return self.lin2(self.norm(x).relu())
-
-
-def test_reversible_blocks() -> None:
-    assert_trains_as_plain(RevGNN())
 
 
 class GCNII(nn.Module):
@@ -219,14 +185,6 @@ class Checkpointed(GCNII):
         return self.lins[1](x)
 
 
-def test_gcnii() -> None:
-    assert_trains_as_plain(GCNII())
-
-
-def test_activation_checkpoints_in_the_model() -> None:
-    assert_trains_as_plain(Checkpointed())
-
-
 def sequential() -> nn.Module:
     return gnn.Sequential(
         "x, edge_index",
@@ -243,10 +201,6 @@ def sequential() -> nn.Module:
     )
 
 
-def test_sequential() -> None:
-    assert_trains_as_plain(sequential())
-
-
 class Block(nn.Module):
     """Its forward depends on values, so it cannot be traced."""
 
@@ -261,29 +215,6 @@ class Block(nn.Module):
         return h.relu_(), x
 
 
-class Listed(nn.Module):
-    """Says itself how it is cut."""
-
-    def __init__(self, last: str = "h, x, edge_index -> h, out") -> None:
-        super().__init__()
-        self.encoder = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head, self.last = Head(), last
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.encoder(x)
-        for block in self.blocks:
-            h, _ = block(h, edge_index) if len(h) else (h, h)
-        return self.head(h, x, edge_index)
-
-    def pipeline_layers(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (self.encoder, "x -> h"),
-            *((block, "h, edge_index -> h, before") for block in self.blocks),
-            (self.head, self.last),
-        ]
-
-
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -293,48 +224,24 @@ class Head(nn.Module):
         return h, self.lin(h) + self.conv(x, edge_index)
 
 
-def test_a_model_that_says_its_own_cut() -> None:
-    assert_trains_as_plain(Listed())
-    engine = one_process_engine(Listed(), partition=PARTITION)
-    batch = make_batch()
-    engine.forward((batch["x"].float(), batch["edge_index"]), {})
-    assert {len(mode.layers.segments) for mode in engine.model._modes.values()} == {4}
+class Listed(nn.Module):
+    """Says itself how it is cut."""
 
+    def __init__(self, last: str = "h, x, edge_index -> h, out", *more: Any) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.last, self.more = Head(), last, more
 
-@pytest.mark.parametrize(
-    ("last", "text"),
-    [
-        ("h, y, edge_index -> h, out", "earlier outputs.*got y"),
-        ("h, h, edge_index -> h, out", "difference"),
-    ],
-)
-def test_a_wrong_cut_is_refused(last: str, text: str) -> None:
-    batch = make_batch()
-    engine = one_process_engine(Listed(last), partition=PARTITION)
-    with pytest.raises(UnsupportedError, match=text):
-        engine.forward((batch["x"].float(), batch["edge_index"]), {})
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.encoder(x)
+        for block in self.blocks:
+            h, _ = block(h, edge_index) if len(h) else (h, h)
+        return self.head(h, x, edge_index)
 
-
-def test_a_cut_that_computes_something_else_is_refused_on_one_chunk_too() -> None:
-    batch = make_batch()
-    inputs = (batch["x"].float(), batch["edge_index"])
-    one = torch.zeros(N, dtype=torch.int64)
-    with pytest.raises(UnsupportedError, match="difference"):
-        engine = one_process_engine(Listed("h, h, edge_index -> h, out"), partition=one)
-        engine.forward(inputs, {})
-
-
-@pytest.mark.parametrize("entry", [(torch.relu, "h -> h"), (nn.Linear(D, D), "h -> h"), "h"])
-def test_a_malformed_list_is_refused(entry: Any) -> None:
-    class Malformed(Listed):
-        def pipeline_layers(self) -> list[Any]:
-            return [*super().pipeline_layers(), entry]
-
-    batch = make_batch()
-    with pytest.raises(UnsupportedError, match="return pairs of a submodule"):
-        one_process_engine(Malformed(), partition=PARTITION).forward(
-            (batch["x"].float(), batch["edge_index"]), {}
-        )
+    def pipeline_layers(self) -> list[Any]:
+        blocks = [(block, "h, edge_index -> h, before") for block in self.blocks]
+        return [(self.encoder, "x -> h"), *blocks, (self.head, self.last), *self.more]
 
 
 class ListedBlocks(DeeperGCN):
@@ -356,10 +263,6 @@ class ListedBlocks(DeeperGCN):
         return [(self.node_encoder, "x -> h"), *blocks, (self.lin, "h -> out")]
 
 
-def test_listed_blocks_with_checkpoints() -> None:
-    assert_trains_as_plain(ListedBlocks(), "x", "edge_index", "edge_attr")
-
-
 class EdgeUpdates(nn.Module):
     """Edge features are updated between layers; two inputs, a dict with a tuple inside out."""
 
@@ -376,17 +279,78 @@ class EdgeUpdates(nn.Module):
         return {"logits": self.heads[0](x), "both": (self.heads[1](x), x)}
 
 
-class Twice(GCNII):
-    """One tensor stands in the output several times."""
+class TakesData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
-        h = super().forward(x, edge_index)
-        return {"h": h, "all": [h * 2, h, x]}
+    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
+        x, edge_index = data.x, data.edge_index
+        assert data.edge_weight is None and "x" in data
+        first = self.convs[0](x, edge_index)
+        ones = torch.ones(data.num_nodes, 1, dtype=x.dtype)
+        return first, self.convs[1](first + ones, edge_index)
 
 
-def test_one_tensor_given_several_times() -> None:
-    assert_trains_as_plain(Twice())
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GraphConv(D, D) for _ in range(3))
+        self.act, self.scales = nn.ReLU(inplace=True), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        scales = self.scales.softmax(0)
+        for i, conv in enumerate(self.convs):
+            x = self.act(conv(x, edge_index)) * scales[i]
+            x += 1.0
+        return x
 
 
-def test_edge_updates_and_structured_outputs() -> None:
-    assert_trains_as_plain(EdgeUpdates(), "x", "edge_index", "edge_attr")
+ALL = ("x", "edge_index", "edge_attr")
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "reversible blocks": (RevGNN, ALL[:2]),
+    "GCNII": (GCNII, ALL[:2]),
+    "checkpoints": (Checkpointed, ALL[:2]),
+    "sequential": (sequential, ALL[:2]),
+    "in place": (InPlace, ALL[:2]),
+    "data": (TakesData, ("data",)),
+    "says its own cut": (Listed, ALL[:2]),
+    "listed blocks": (ListedBlocks, ALL),
+    "edge updates": (EdgeUpdates, ALL),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_plainly(name: str) -> None:
+    make, arguments = MODELS[name]
+    assert_trains_as_plain(make(), *arguments)
+
+
+def run_listed(*listed: Any, partition: Tensor = PARTITION) -> Any:
+    engine, batch = one_process_engine(Listed(*listed), partition=partition), make_batch()
+    engine.forward((batch["x"].float(), batch["edge_index"]), {})
+    return engine
+
+
+def test_a_model_that_says_its_own_cut_has_these_layers() -> None:
+    assert {len(mode.layers.segments) for mode in run_listed().model._modes.values()} == {4}
+
+
+RIGHT, ONE_CHUNK = "h, x, edge_index -> h, out", torch.zeros(N, dtype=torch.int64)
+NO_PAIR = "return pairs of a submodule"
+
+
+@pytest.mark.parametrize(
+    ("listed", "partition", "text"),
+    [
+        (["h, y, edge_index -> h, out"], PARTITION, "earlier outputs.*got y"),
+        (["h, h, edge_index -> h, out"], PARTITION, "difference"),
+        (["h, h, edge_index -> h, out"], ONE_CHUNK, "difference"),
+        ([RIGHT, (torch.relu, "h -> h")], PARTITION, NO_PAIR),
+        ([RIGHT, (nn.Linear(D, D), "h -> h")], PARTITION, NO_PAIR),
+        ([RIGHT, "h"], PARTITION, NO_PAIR),
+    ],
+)
+def test_a_wrong_cut_is_refused(listed: list[Any], partition: Tensor, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        run_listed(*listed, partition=partition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.helpers.engines import one_process_engine
 
 N, D = 24, 6
 PARTITION = torch.arange(N) * 5 % N // 7
+ELSEWHERE = torch.device("cpu:0")
+"""The same memory as `cpu`, and another device to all that compares the two."""
 
 
 class Net(nn.Module):
@@ -33,9 +36,22 @@ class Net(nn.Module):
         return self.third(self.norm(x).relu(), edge_index)
 
 
+class Two(nn.Module):
+    """Two layers, and between them what drops in evaluation as well, or not."""
+
+    def __init__(self, make: Callable[..., nn.Module], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = make(D, D), make(D, D), dropout
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index).tanh()
+        return self.second(nn.functional.dropout(x, self.dropout), edge_index)
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Net,
     "gcnii": lambda: GCNII(D, D, 3, num_layers=4, dropout=0.5),
+    "drops always": lambda: Two(gnn.GATConv, 0.5),
 }
 
 
@@ -48,149 +64,100 @@ def graph() -> tuple[Tensor, Tensor]:
 def train(
     name: str,
     *,
-    recompute: bool,
-    history_device: torch.device | None = None,
+    steps: tuple[int, ...] = (0, 1, 2, 3),
+    training: bool = True,
+    evaluates: bool = False,
+    lr: float = 1e-4,
+    partition: Tensor = PARTITION,
+    **options: Any,
 ) -> list[dict[str, Tensor]]:
     """Return outputs, gradients and buffers of an exact step and three steps in chunks."""
     torch.manual_seed(0)
-    net = NETS[name]().double()
-    engine = one_process_engine(
-        net,
-        partition=PARTITION,
-        recompute=recompute,
-        method=StalenessMethod(linear_scale=2.0, message_scale=2.0),
-        history_device=history_device,
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    steps = []
-    for step in range(4):
+    net = NETS[name]().double().train(training)
+    method = StalenessMethod(linear_scale=2.0, message_scale=2.0)
+    engine = one_process_engine(net, partition=partition, method=method, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    found = []
+    for step in steps:
         engine.set_step(step_index=step)
         output = engine.forward(graph(), {})
+        if evaluates:
+            with torch.no_grad():
+                engine.forward(graph(), {})
         optimizer.zero_grad()
         output.square().sum().backward()
-        found = {f"grad {n}": p.grad for n, p in net.named_parameters() if p.grad is not None}
+        grads = {f"grad {n}": p.grad for n, p in net.named_parameters() if p.grad is not None}
         buffers = {f"buffer {n}": b.clone() for n, b in net.named_buffers()}
-        steps.append({"output": output.detach(), **found, **buffers})
+        found.append({"output": output.detach(), **grads, **buffers})
         optimizer.step()
-    return steps
+    return found
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_the_numbers_are_the_same(name: str) -> None:
-    kept, again = (train(name, recompute=recompute) for recompute in (False, True))
-    for before, after in zip(kept, again, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixed": ("mixed", {}),
+    "gcnii": ("gcnii", {}),
+    "dropout in evaluation": ("drops always", {"training": False, "lr": 0.05}),
+    "two passes in a step": ("mixed", {"steps": (0, 0, 0, 0), "lr": 0.05}),
+    "one chunk, evaluation in between": (
+        "mixed",
+        {"partition": torch.zeros_like(PARTITION), "evaluates": True, "lr": 0.05},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_the_same(case: str) -> None:
+    name, options = CASES[case]
+    kept, again = (train(name, recompute=recompute, **options) for recompute in (False, True))
+    torch.testing.assert_close(again, kept, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ["mixed", "gcnii"])
 def test_histories_on_another_device(name: str, recompute: bool) -> None:
-    """`cpu:0` is the same memory as `cpu`, and another device to all that compares the two."""
-    elsewhere = torch.device("cpu:0")
-    assert elsewhere != torch.device("cpu")
-    here = train(name, recompute=recompute)
-    there = train(name, recompute=recompute, history_device=elsewhere)
-    for before, after in zip(here, there, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+    assert torch.device("cpu") != ELSEWHERE
+    here, there = (
+        train(name, recompute=recompute, history_device=device) for device in (None, ELSEWHERE)
+    )
+    torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
+
+
+def run_two(
+    make: Callable[..., nn.Module], *, autocast: bool = False, **options: Any
+) -> tuple[list[Tensor], Any]:
+    """Return output and gradients of the last of three steps in single precision, the engine."""
+    torch.manual_seed(0)
+    x, edges = graph()
+    net = Two(make)
+    engine = one_process_engine(net, partition=PARTITION, **options)
+    for step in range(3):
+        engine.set_step(step_index=step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = engine.forward((x.float(), edges), {})
+        assert autocast or output.dtype == torch.float32
+        net.zero_grad()
+        output.float().square().sum().backward()
+    return [output.detach().float(), *(p.grad for p in net.parameters())], engine
 
 
 def test_histories_on_another_device_under_autocast() -> None:
     """Linear layers push what weights promote, others what autocast made: one history for both."""
-    x, edges = graph()
-    torch.manual_seed(0)
-    convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convs = convs
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
-
-    found = []
-    for device in (None, torch.device("cpu:0")):
-        engine = one_process_engine(Two(), partition=PARTITION, history_device=device)
-        for step in range(3):
-            engine.set_step(step_index=step)
-            with torch.autocast("cpu", torch.bfloat16):
-                output = engine.forward((x.float(), edges), {})
-            output.float().sum().backward()
-        found.append(output.detach().float())
-    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
-
-
-class AlwaysDrops(nn.Module):
-    """Drops in evaluation as well, between layers that keep their halos."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = gnn.GATConv(D, D), gnn.GATConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.second(nn.functional.dropout(self.first(x, edge_index), 0.5), edge_index)
-
-
-@pytest.mark.parametrize("case", ["eval", "twice a step", "one chunk"])
-def test_the_numbers_are_the_same_in_odd_cases(case: str) -> None:
-    """Dropout in evaluation; two passes in one step; one chunk, with an evaluation in between."""
-    found = []
-    partition = torch.zeros_like(PARTITION) if case == "one chunk" else PARTITION
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        net = (AlwaysDrops() if case == "eval" else Net()).double()
-        engine = one_process_engine(net, partition=partition, recompute=recompute)
-        net.train(case != "eval")
-        for number in range(4):
-            engine.set_step(step_index=0 if case == "twice a step" else number)
-            output = engine.forward(graph(), {})
-            if case == "one chunk":
-                with torch.no_grad():
-                    engine.forward(graph(), {})
-            net.zero_grad()
-            output.square().sum().backward()
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter -= 0.05 * parameter.grad
-        named = {name: value.clone() for name, value in net.state_dict().items()}
-        found.append({"output": output.detach(), **named})
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    (here, *_), _ = run_two(gnn.GCNConv, autocast=True)
+    (there, *_), _ = run_two(gnn.GCNConv, autocast=True, history_device=ELSEWHERE)
+    torch.testing.assert_close(there, here, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [gnn.GCNConv, gnn.GATConv, gnn.SAGEConv])
 def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: bool) -> None:
     """They take half the memory; outputs and gradients are rounded, and no more than that."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = make(D, D), make(D, D)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.second(self.first(x, edge_index).tanh(), edge_index)
-
-    x, edges = graph()
-    found = {}
+    found = []
     for dtype in (None, torch.bfloat16):
-        torch.manual_seed(0)
-        net = Two()
-        engine = one_process_engine(
-            net,
-            partition=PARTITION,
-            recompute=recompute,
-            history_dtype=dtype,
-        )
-        for step in range(3):
-            engine.set_step(step_index=step)
-            output = engine.forward((x.float(), edges), {})
-            assert output.dtype == torch.float32
-            net.zero_grad()
-            output.square().sum().backward()
+        tensors, engine = run_two(make, recompute=recompute, history_dtype=dtype)
         store = engine.graphs.trained.store
         assert {store.rows(key).dtype for key in store} == {dtype or torch.float32}
-        found[dtype] = [output.detach(), *(p.grad for p in net.parameters())]
-    for rounded, exact in zip(found[torch.bfloat16], found[None], strict=True):
+        found.append(tensors)
+    for exact, rounded in zip(*found, strict=True):
         error = float((rounded - exact).norm() / exact.norm())
         assert 0 < error < 0.02
 

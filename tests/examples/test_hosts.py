@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "examples" / "benchmarks" / "multi_host" / "hosts.py"
+from tests.helpers.scripts import ROOT, modules_of
+
+PATH = ROOT / "examples" / "benchmarks" / "multi_host" / "hosts.py"
 ANNOUNCE = "ip -o -4 addr show eth0; echo rank $RANK of $WORLD_SIZE, $MASTER_ADDR, links $LINKS"
 
 
-@pytest.fixture(scope="module")
-def hosts() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hosts", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def hosts() -> Iterator[ModuleType]:
+    with modules_of(PATH.parent, ("hosts",)) as found:
+        yield found["hosts"]
 
 
 @pytest.fixture
@@ -38,13 +36,10 @@ def namespaces() -> str:
     return done.stdout
 
 
-def test_a_user_who_is_not_root_is_told(hosts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(hosts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     with pytest.raises(hosts.HostsError, match="Expected to run as root"):
         hosts.Hosts(2).__enter__()
-
-
-def test_a_missing_tool_is_named(hosts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else f"/{tool}")
     with pytest.raises(hosts.HostsError, match="command 'tc' \\(not found\\)"):
@@ -71,23 +66,24 @@ def test_when_one_host_fails_all_end_and_are_removed(permitted: ModuleType) -> N
     assert two.names[0] not in namespaces()
 
 
-def test_a_link_lets_as_much_through_as_it_is_told(permitted: ModuleType) -> None:
-    program = (
-        f"import sys; sys.path.append({str(PATH.parent)!r}); import os; from hosts import *\n"
-        "for link in os.environ['LINKS'].split(): limit_rate(link, 100); print(shown(link))\n"
-        "for link in os.environ['LINKS'].split(): limit_rate(link, None); print(shown(link))\n"
-    )
-    shown = (
-        "def shown(link):\n"
-        "    place, _, name = link.rpartition(':')\n"
-        "    tc = ['tc', *(['-n', place] if place else []), 'qdisc', 'show', 'dev', name]\n"
-        "    return subprocess.check_output(tc, text=True).strip()\n"
-    )
+LIMIT = """
+import os, subprocess, sys
+sys.path.append({folder!r})
+from hosts import *
+for rate in (100, None):
+    for link in os.environ["LINKS"].split():
+        limit_rate(link, rate)
+        place, _, name = link.rpartition(":")
+        tc = ["tc", *(["-n", place] if place else []), "qdisc", "show", "dev", name]
+        print(subprocess.check_output(tc, text=True).strip())
+"""
+
+
+def test_a_link_lets_as_much_through_as_it_is_to(permitted: ModuleType) -> None:
+    command = [sys.executable, "-c", LIMIT.format(folder=str(PATH.parent))]
     with permitted.Hosts(1) as one:
-        command = [sys.executable, "-c", f"import subprocess\n{shown}{program}"]
-        limited, limited_too, free, free_too = one.run(command, {}, 20)[0].strip().split("\n")
-    assert "tbf" in limited and "rate 100Mbit" in limited
-    assert "tbf" in limited_too and "rate 100Mbit" in limited_too
+        *limited, free, free_too = one.run(command, {}, 20)[0].strip().split("\n")
+    assert len(limited) == 2 and all("tbf" in one and "rate 100Mbit" in one for one in limited)
     assert "pfifo" in free and "pfifo" in free_too
 
 

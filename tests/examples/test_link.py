@@ -56,28 +56,28 @@ class Formula(Transport):
         return Exchange(self, kind, [], [], [])
 
 
+@pytest.fixture
+def clock(link: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(link, "_compute", lambda device: None)
+    return clock
+
+
 @pytest.mark.parametrize("message_s", [1e-5, 2e-3, 0.04])
 @pytest.mark.parametrize("gbit_per_s", [0.01, 0.1, 1.0, 10.0, 100.0])
 def test_a_link_that_keeps_to_the_formula_is_found(
-    link: ModuleType, gbit_per_s: float, message_s: float, monkeypatch: pytest.MonkeyPatch
+    link: ModuleType, clock: Clock, gbit_per_s: float, message_s: float
 ) -> None:
-    clock, expected = Clock(), Link.of(gbit_per_s, message_s)
-    monkeypatch.setattr(link, "time", clock)
-    monkeypatch.setattr(link, "_compute", lambda device: None)
-    found = link.measure_link(Formula(clock, expected))
+    found = link.measure_link(Formula(clock, Link.of(gbit_per_s, message_s)))
     assert found.gbit_per_s == pytest.approx(gbit_per_s, rel=0.02)
     assert found.message_s == pytest.approx(message_s, rel=0.02, abs=2e-6)
     assert clock.now_s < 2
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_a_link_that_does_not_gets_a_speed(
-    link: ModuleType, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_does_not_gets_a_speed(link: ModuleType, clock: Clock, seconds: float) -> None:
     """No time at all, or as long for all sizes."""
-    clock = Clock()
-    monkeypatch.setattr(link, "time", clock)
-    monkeypatch.setattr(link, "_compute", lambda device: None)
     found = link.measure_link(Formula(clock, Link(float("inf"), seconds)))
     assert 0 < found.bytes_per_s < float("inf") and 0 <= found.message_s <= 1.01
 

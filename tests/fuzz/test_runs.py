@@ -1,6 +1,6 @@
 """Random graphs, models, stages, chunks, orders and callbacks: the oracle holds.
 
-`GNNPIPE_FUZZ` is the number of runs (default 30): `GNNPIPE_FUZZ=500 pytest tests/fuzz`.
+`GNNPIPE_FUZZ` is the number of runs (default 15): `GNNPIPE_FUZZ=500 pytest tests/fuzz`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_gnnpipe import StalenessMonitor
+from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.types import OrderName
 from tests.helpers.graphs import GraphCase, any_case
 from tests.helpers.launch import SEED, run_fit
@@ -43,12 +44,6 @@ refreshes = st.builds(
     every_n_epochs=st.sampled_from([0, 0, 1, 2, 3]),
     how=st.sampled_from(["snapshot", "exact"]),
 )
-
-
-def callbacks(refresh: Refresh, watches: bool) -> list[Any]:
-    from lightning_gnnpipe import StalenessMonitor
-
-    return [*([StalenessMonitor()] if watches else []), *callbacks_of(refresh)]
 
 
 @settings(
@@ -83,8 +78,6 @@ def test_any_run_equals_the_oracle(
     watches: bool,
     balance: str,
 ) -> None:
-    from lightning_gnnpipe.graph import chunk_order
-
     options = {"optimizer": optimizer, "lr": 0.05, "weight_decay": 0.01}
     oracle = ReferenceModule(name, **options)
     expected = train_with_oracle(
@@ -104,15 +97,11 @@ def test_any_run_equals_the_oracle(
             num_stages=num_stages,
             num_chunks=case.num_chunks,
             partition=case.partition,
-            callbacks=callbacks(refresh, watches),
+            callbacks=[*([StalenessMonitor()] if watches else []), *callbacks_of(refresh)],
             max_epochs=NUM_EPOCHS,
             tmp_path=Path(folder),
             trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
-            strategy_kwargs={
-                "chunk_order": order,
-                "recompute": recompute,
-                "balance": balance,
-            },
+            strategy_kwargs={"chunk_order": order, "recompute": recompute, "balance": balance},
             method=method(scale),
         )
     assert_steps_equal(fit.steps, expected)

@@ -1,4 +1,4 @@
-"""Graphs assigned to micro-batches: all of them, whole, with about the same work."""
+"""Graphs assigned to micro-batches with about the same work, and the order of chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_gnnpipe.graph import plan_micro_batches
+from lightning_gnnpipe.graph import chunk_order, plan_micro_batches
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -39,3 +39,12 @@ def test_work_is_balanced(seed: int) -> None:
     best = max(sum(work) / 8, max(work))
     assert max(chunk.work for chunk in plan.chunks) <= 4 / 3 * best + max(work) / 3
     assert sum(chunk.work for chunk in plan.chunks) == sum(work)
+
+
+def test_each_epoch_of_each_seed_draws_an_order_of_its_own() -> None:
+    assert chunk_order(4, epoch=3, seed=7, order="fixed") == (0, 1, 2, 3)
+    orders = {chunk_order(8, epoch=e, seed=s, order="shuffled") for e in range(8) for s in range(8)}
+    assert len(orders) == 64
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    of_all_runs = (6, 2, 0, 7, 5, 1, 4, 3)  # whatever the seed of hash()
+    assert chunk_order(8, epoch=5, seed=1, order="shuffled") == of_all_runs

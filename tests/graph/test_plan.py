@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, GraphError
-from lightning_gnnpipe.graph import Chunk, ChunkPlan, build_chunk_plan, plan_from_assignment
+from lightning_gnnpipe.graph import (
+    Chunk,
+    ChunkPlan,
+    build_chunk_plan,
+    check_graph,
+    partition_nodes,
+    plan_from_assignment,
+)
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
 
@@ -16,59 +23,20 @@ def _edges_of(plan: ChunkPlan, chunk: Chunk) -> Tensor:
     return plan.perm[positions[chunk.edge_index]]
 
 
-def test_the_drawn_graph_is_cut_as_drawn() -> None:
-    plan = plan_from_assignment(DRAWN_EDGES, 5, DRAWN_ASSIGNMENT)
-    first, second = plan.chunks
-    assert plan.perm.tolist() == [0, 2, 4, 1, 3]
-    assert (first.start, first.end, second.start, second.end) == (0, 3, 3, 5)
-    # Into node 0: 3->0. Into node 2: 1->2, 0->2, 0->2. Into node 1: 0->1. Into node 3: 2->3, 3->3.
-    assert plan.edge_perm.tolist() == [3, 1, 4, 5, 0, 2, 6]
-    assert first.halo.tolist() == [3, 4]
-    assert first.edge_index.tolist() == [[4, 3, 0, 0], [0, 1, 1, 1]]
-    assert second.halo.tolist() == [0, 1]
-    assert second.edge_index.tolist() == [[2, 3, 1], [0, 1, 1]]
-    assert (first.halo_chunks, first.halo_counts) == ((1,), (2,))
-    assert (second.halo_chunks, second.halo_counts) == ((0,), (2,))
-    assert plan.chunk_of_position().tolist() == [0, 0, 0, 1, 1]
-    assert (first.num_nodes, first.num_halo, first.num_edges) == (3, 2, 4)
-    assert (plan.num_nodes, plan.num_edges, plan.num_chunks) == (5, 7, 2)
-
-
 @given(cut_multigraphs())
 @settings(max_examples=200)
-def test_edges_mapped_back_are_the_edges_given(graph: tuple[Tensor, int, Tensor]) -> None:
+def test_any_plan_is_the_graph_by_brute_force(graph: tuple[Tensor, int, Tensor]) -> None:
+    """Chunks tile nodes and sorted edges, which are those given; halos are the outside sources."""
     edge_index, num_nodes, assignment = graph
     plan = plan_from_assignment(edge_index, num_nodes, assignment)
     assert sorted(plan.perm.tolist()) == list(range(num_nodes))
+    assert sorted(plan.edge_perm.tolist()) == list(range(edge_index.size(1)))
     back = torch.cat([_edges_of(plan, chunk) for chunk in plan.chunks], dim=1)
     assert torch.equal(back, edge_index[:, plan.edge_perm])
-    assert sorted(plan.edge_perm.tolist()) == list(range(edge_index.size(1)))
     assert torch.equal(_edges_of(plan.whole, plan.whole.chunks[0]), back)
-
-
-@given(cut_multigraphs())
-@settings(max_examples=200)
-def test_halo_is_the_outside_sources_by_brute_force(graph: tuple[Tensor, int, Tensor]) -> None:
-    edge_index, num_nodes, assignment = graph
-    plan = plan_from_assignment(edge_index, num_nodes, assignment)
     owner, pairs = assignment.tolist(), edge_index.t().tolist()
     place = {node: position for position, node in enumerate(plan.perm.tolist())}
-    for chunk in plan.chunks:
-        outside = {s for s, t in pairs if owner[t] == chunk.index != owner[s]}
-        assert chunk.halo.tolist() == sorted(place[node] for node in outside)
-        owners = [owner[node] for node in outside]
-        counts = {c: owners.count(c) for c in sorted(set(owners))}
-        assert dict(zip(chunk.halo_chunks, chunk.halo_counts, strict=True)) == counts
-        assert chunk.halo_chunks == tuple(counts)
-
-
-@given(cut_multigraphs())
-@settings(max_examples=200)
-def test_chunks_tile_nodes_and_edges_and_edges_are_sorted(
-    graph: tuple[Tensor, int, Tensor],
-) -> None:
-    edge_index, num_nodes, assignment = graph
-    plan = plan_from_assignment(edge_index, num_nodes, assignment)
+    assert plan.chunk_of_position().tolist() == [owner[node] for node in plan.perm.tolist()]
     node, edge = 0, 0
     for index, chunk in enumerate(plan.chunks):
         assert (chunk.index, chunk.start, chunk.edge_start) == (index, node, edge)
@@ -78,6 +46,12 @@ def test_chunks_tile_nodes_and_edges_and_edges_are_sorted(
         assert torch.equal(targets, targets.sort().values)
         assert not targets.numel() or int(targets.max()) < chunk.num_nodes
         node, edge = chunk.end, chunk.edge_end
+        outside = {s for s, t in pairs if owner[t] == chunk.index != owner[s]}
+        assert chunk.halo.tolist() == sorted(place[node] for node in outside)
+        owners = [owner[node] for node in outside]
+        counts = {c: owners.count(c) for c in sorted(set(owners))}
+        assert dict(zip(chunk.halo_chunks, chunk.halo_counts, strict=True)) == counts
+        assert chunk.halo_chunks == tuple(counts)
     assert (node, edge) == (num_nodes, edge_index.size(1))
 
 
@@ -86,28 +60,17 @@ def test_edges_of_one_target_keep_their_order() -> None:
     assert plan.edge_perm.tolist() == [0, 1, 2]
 
 
-def test_whole_keeps_the_positions_and_is_one_object() -> None:
+def test_whole_keeps_the_positions_and_all_tensors_move() -> None:
     plan = plan_from_assignment(DRAWN_EDGES, 5, DRAWN_ASSIGNMENT)
     assert plan.whole is plan.whole and plan.whole.whole is plan.whole
-    assert plan.whole.num_chunks == 1
-    assert plan.whole.chunks[0].num_halo == 0
+    assert (plan.whole.num_chunks, plan.whole.chunks[0].num_halo) == (1, 0)
     assert torch.equal(plan.whole.perm, plan.perm)
     assert torch.equal(plan.whole.edge_perm, plan.edge_perm)
-
-
-def test_plan_moves_with_all_its_tensors() -> None:
-    plan = plan_from_assignment(DRAWN_EDGES, 5, DRAWN_ASSIGNMENT).to("meta")
-    tensors = [plan.perm, plan.edge_perm, plan.chunk_of_position()]
-    for chunk in (*plan.chunks, *plan.whole.chunks):
+    moved = plan.to("meta")
+    tensors = [moved.perm, moved.edge_perm, moved.chunk_of_position()]
+    for chunk in (*moved.chunks, *moved.whole.chunks):
         tensors += [chunk.halo, chunk.edge_index]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-
-
-@pytest.mark.parametrize("num_chunks", [1, 5])
-def test_one_chunk_and_a_chunk_a_node_both_work(num_chunks: int) -> None:
-    plan = build_chunk_plan(DRAWN_EDGES, 5, num_chunks=num_chunks)
-    assert plan.num_chunks == num_chunks
-    assert all(chunk.num_nodes == 5 // num_chunks for chunk in plan.chunks)
 
 
 def test_int32_edges_give_the_same_plan_in_int64() -> None:
@@ -117,16 +80,49 @@ def test_int32_edges_give_the_same_plan_in_int64() -> None:
     assert plan.perm.dtype == plan.chunks[0].edge_index.dtype == torch.int64
 
 
-def test_an_empty_chunk_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"every chunk .* \(got chunk 1 has none\)"):
-        plan_from_assignment(DRAWN_EDGES, 5, torch.tensor([0, 0, 2, 2, 2]))
-
-
 @pytest.mark.parametrize("num_chunks", [0, -1, 6])
 def test_number_of_chunks_out_of_range_is_refused(num_chunks: int) -> None:
     text = r"Expected 'num_chunks' to be between 1 and the number of nodes"
     with pytest.raises(ConfigError, match=rf"{text}.*got {num_chunks}"):
         build_chunk_plan(DRAWN_EDGES, 5, num_chunks=num_chunks)
+
+
+EMPTY = torch.empty(2, 0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "num_nodes", "text"),
+    [
+        (DRAWN_EDGES.float(), 5, r"hold integers \(got torch\.float32\)\. .*\.long\(\)"),
+        (DRAWN_EDGES.t(), 5, r"shape \[2, num_edges\] \(got \[7, 2\]\)"),
+        (torch.zeros(4, dtype=torch.int64), 5, r"shape \[2, num_edges\] \(got \[4\]\)"),
+        (DRAWN_EDGES - 1, 5, r"from 0 to 4 \(got node -1\)"),
+        (DRAWN_EDGES + 3, 5, r"from 0 to 4 \(got node 6\)\. .*graph has 5 nodes"),
+        (EMPTY, 0, r"at least one node \(got 0\)"),
+    ],
+)
+def test_a_malformed_graph_is_refused(edge_index: Tensor, num_nodes: int, text: str) -> None:
+    with pytest.raises(GraphError, match=text):
+        check_graph(edge_index, num_nodes)
+    for sound in (DRAWN_EDGES, DRAWN_EDGES.int(), EMPTY):
+        check_graph(sound, 5)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "text"),
+    [
+        (torch.zeros(4, dtype=torch.int64), r"shape \[5\] \(got torch\.int64 of shape \[4\]\)"),
+        (torch.zeros(5), r"integer tensor .* \(got torch\.float32"),
+        (torch.tensor([0, 1, 2, 1, 0]), r"chunks from 0 to 1 \(got chunk 2\)"),
+        (torch.tensor([0, 1, -1, 1, 0]), r"chunks from 0 to 1 \(got chunk -1\)"),
+        (torch.tensor([1, 1, 1, 1, 1]), r"\(got chunk 0 has none\)"),
+    ],
+)
+def test_a_malformed_given_partition_is_refused(assignment: Tensor, text: str) -> None:
+    with pytest.raises(GraphError, match=text):
+        partition_nodes(DRAWN_EDGES, 5, num_chunks=2, method=assignment, seed=0)
+    with pytest.raises(GraphError, match=r"every chunk .* \(got chunk 1 has none\)"):
+        plan_from_assignment(DRAWN_EDGES, 5, torch.tensor([0, 0, 2, 2, 2]))
 
 
 def test_edge_sets_share_chunks_and_halos() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scripts import ROOT, start_script
+from tests.helpers.scripts import start_script
+from tests.launchers.ring import environment
 
 SCRIPT = """
 import os, signal, sys
@@ -21,72 +22,35 @@ from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch_geometric.data import Data
+from tests.launchers.ring import fit, make_module
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GNN, NodeClassifier
-
-torch.set_num_threads(1)
-folder, how, epochs = Path(sys.argv[1]), sys.argv[2], 12
+folder, how = Path(sys.argv[1]), sys.argv[2]
 
 
 class Fails(L.Callback):
     def on_train_batch_start(self, trainer, *_):
-        if how == "kill" and trainer.current_epoch == 5 and trainer.global_rank == 1:
-            marker = folder / "killed"
-            if not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        if how == "requeue" and trainer.current_epoch == 3 and trainer.global_rank == 0:
+        epoch, rank, marker = trainer.current_epoch, trainer.global_rank, folder / "killed"
+        if (how, epoch, rank) == ("kill", 5, 1) and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (how, epoch, rank) == ("requeue", 3, 0):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def on_train_start(self, trainer, *_):
         print(f"rank {trainer.global_rank} begins at epoch {trainer.current_epoch}", flush=True)
 
 
-ring = torch.arange(30)
-data = Data(
-    x=torch.eye(30), edge_index=torch.stack([ring, (ring + 1) % 30]), y=(ring % 3)
+module, saver = make_module(), ModelCheckpoint(folder / "checkpoints", save_last=True)
+trainer = fit(
+    module, saver, Fails(), max_epochs=12, num_nodes=1, default_root_dir=folder,
+    enable_checkpointing=True, ckpt_path="last", strategy={"timeout": timedelta(seconds=20)},
 )
-L.seed_everything(0, verbose=False)
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, num_nodes=1, max_epochs=epochs, logger=False,
-    default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-    callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), Fails()],
-    strategy=GNNPipeStrategy(timeout=timedelta(seconds=20)),
-)
-module = NodeClassifier(GNN(30, 8, 3, num_layers=4, dropout=0.1), 3)
-trainer.fit(module, datamodule=FullGraphDataModule(data), ckpt_path="last")
 total = sum(p.sum().item() for p in module.parameters())
 states = trainer.optimizers[0].state_dict()["state"].values()
 total += sum(state["exp_avg"].sum().item() for state in states)
 print(f"rank {trainer.global_rank} ends with {total:.12f}", flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def environment(**more: str) -> dict[str, str]:
-    path = os.environ.get("PATH", "")
-    return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def ends(text: str) -> set[str]:
-    return set(re.findall(r"ends with (-?\d+\.\d{12})", text))
-
 
 AGENT = """
 import runpy, sys
@@ -105,6 +69,23 @@ config = LaunchConfig(
 elastic_launch(config, rank)(*sys.argv[1:])
 """
 """What torchrun does, but that its agent forks the ranks: they need not import anything."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def ends(text: str) -> set[str]:
+    return set(re.findall(r"ends with (-?\d+\.\d{12})", text))
 
 
 def torchrun(script: Path, folder: Path, how: str) -> str:
@@ -127,32 +108,29 @@ def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_pat
     assert ends(again) == ends(whole)
 
 
-def slurm(script: Path, folder: Path, how: str, rank: int, port: int) -> subprocess.Popen[str]:
-    """Start one task as `srun` would."""
-    return subprocess.Popen(
-        [sys.executable, str(script), str(folder), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(
-            PATH=f"{folder}:{os.environ.get('PATH', '')}",
-            SLURM_JOB_ID="77",
-            SLURM_JOB_NAME="train",
-            SLURM_NTASKS="2",
-            SLURM_NTASKS_PER_NODE="2",
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_NODEID="0",
-            SLURM_NODELIST="localhost",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        ),
-    )
-
-
 def run_slurm(script: Path, folder: Path, how: str) -> list[str]:
-    port = free_port()
-    tasks = [slurm(script, folder, how, rank, port) for rank in (0, 1)]
+    """Start two tasks as `srun` would; return what they print."""
+    shared = environment(
+        PATH=f"{folder}:{os.environ.get('PATH', '')}",
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NAME="train",
+        SLURM_NTASKS="2",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_NODEID="0",
+        SLURM_NODELIST="localhost",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+        )
+        for rank in "01"
+    ]
     try:
         return [task.communicate(timeout=100)[0] for task in tasks]
     finally:
@@ -174,13 +152,9 @@ def test_slurm_starts_the_ranks_and_queues_the_job_again(script: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_torchrun_that_is_told_to_stop_saves_and_goes_on(
-    script: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_torchrun_that_is_to_stop_saves_and_goes_on(script: Path, tmp_path: Path) -> None:
     """The agent passes SIGTERM on to all ranks."""
-    whole = torchrun(script, tmp_path / "whole", "none")
-    folder = tmp_path / "stopped"
+    whole, folder = torchrun(script, tmp_path / "whole", "none"), tmp_path / "stopped"
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={free_port()}", str(script), str(folder), "none"]
@@ -188,15 +162,9 @@ def test_torchrun_that_is_told_to_stop_saves_and_goes_on(
         deadline = time.monotonic() + 60
         while not list(folder.glob("checkpoints/*.ckpt")) and time.monotonic() < deadline:
             time.sleep(0.01)
-        one.send_signal(number)
+        one.send_signal(signal.SIGTERM)
         one.communicate(timeout=60)
     folder.rename(tmp_path / "moved")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "moved"), "none"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment(),
-        check=False,
-    )
-    assert ends(done.stdout) == ends(whole)
+    done = start_script(script, tmp_path / "moved", "none", is_new=True)
+    done.end(100)
+    assert ends(done.text) == ends(whole)

@@ -27,13 +27,8 @@ RANK = None
 atexit.register(say)
 
 import lightning as L
-import torch
-from torch_geometric.data import Data
+from tests.launchers.ring import fit, make_module
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.models import GNN, NodeClassifier
-
-torch.set_num_threads(1)
 how = sys.argv[1]
 
 
@@ -48,33 +43,22 @@ class Stops(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(options):
-    ring = torch.arange(30)
-    edge_index = torch.stack([ring, (ring + 1) % 30])
-    data = Data(x=torch.eye(30), edge_index=edge_index, y=(ring % 3))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=4 if how == "hybrid" else 2, max_epochs=4, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        strategy=GNNPipeStrategy(num_chunks=3, **options), callbacks=[Stops()],
-    )
-    module = NodeClassifier(GNN(30, 8, 3, num_layers=4, dropout=0.1), 3)
-    trainer.fit(module, datamodule=FullGraphDataModule(data))
-
-
 if __name__ == "__main__":
-    fit({
+    options = {
         "hybrid": {"num_stages": 2, "graph_parallel": 2},
         "async": {"num_stages": 1, "graph_parallel": 2, "async_halo": True},
         "spawn": {"start_method": "spawn"},
         "spawn fails": {"start_method": "spawn"},
-    }.get(how, {}))
+    }.get(how, {})
+    devices = 4 if how == "hybrid" else 2
+    fit(make_module(), Stops(), devices=devices, strategy={"num_chunks": 3, **options})
 """
 
 
-def run(tmp_path: Path, how: str, is_new: bool = False) -> Script:
+def run(tmp_path: Path, how: str, is_new: bool = False, program: str = SCRIPT) -> Script:
     """Return the script that has ended; in a fork, only the ranks it starts end as Python does."""
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
+    path.write_text(program)
     script = start_script(path, how, is_new=is_new)
     script.end(120)
     return script
@@ -119,13 +103,16 @@ import sys
 import torch.distributed as dist
 from lightning_gnnpipe.comm import abandon_groups, end_groups_at_exit
 
-init = dist.init_process_group
-destroy = dist.destroy_process_group
+init, destroy = dist.init_process_group, dist.destroy_process_group
 dist.destroy_process_group = lambda: print("destroyed", flush=True) or destroy()
 
 
 def make():
     init("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end(is_new):
+    end_groups_at_exit(is_new=is_new)
 
 
 make()
@@ -136,22 +123,16 @@ exec(sys.argv[1])
 @pytest.mark.parametrize(
     ("steps", "is_destroyed"),
     [
-        ("end_groups_at_exit(is_new=True)", True),
-        ("end_groups_at_exit(is_new=False)", False),  # the user's own
-        ("end_groups_at_exit(is_new=True); abandon_groups()", False),
-        (
-            "end_groups_at_exit(is_new=True); abandon_groups(); end_groups_at_exit(is_new=False)",
-            True,
-        ),
-        ("end_groups_at_exit(is_new=True); destroy()", False),
-        ("end_groups_at_exit(is_new=True); destroy(); make()", False),
+        ("end(True)", True),
+        ("end(False)", False),  # the user's own
+        ("end(True); abandon_groups()", False),
+        ("end(True); abandon_groups(); end(False)", True),
+        ("end(True); destroy()", False),
+        ("end(True); destroy(); make()", False),
     ],
 )
 def test_only_groups_of_ours_are_destroyed(tmp_path: Path, steps: str, is_destroyed: bool) -> None:
     """In a fork, whose functions for the end are its own."""
-    path = tmp_path / "train.py"
-    path.write_text(GROUP)
-    script = start_script(path, steps, is_new=False)
-    script.end(60)
+    script = run(tmp_path, steps, program=GROUP)
     assert script.returncode == 0, script.text[-3000:]
     assert script.text.split() == ["destroyed"] * is_destroyed

@@ -1,16 +1,12 @@
-"""Mini-batches of graphs, and networks for them traced as this library does."""
+"""Mini-batches of graphs, and how networks for them are compared with their formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
-
-from lightning_gnnpipe.calls import flatten_call
-from lightning_gnnpipe.stages import trace
-from lightning_gnnpipe.stages.trace import root_of
 
 EXACT = dict(rtol=1e-10, atol=1e-10)
 
@@ -30,17 +26,11 @@ def join(graphs: Sequence[Data]) -> Data:
     return Batch.from_data_list(list(graphs))
 
 
-def draw_images(number: int, grid: tuple[int, int], channels: int, seed: int = 0) -> list[Data]:
-    return draw_graphs([grid[0] * grid[1]] * number, channels, seed)
-
-
-def trace_net(net: nn.Module, *args: Tensor) -> Callable[..., Tensor]:
-    """Return the network traced for these arguments; it takes those of any mini-batch."""
-    traced = fx.GraphModule(root_of(net), trace(net, flatten_call(net, args, {}))[0])
-    numbers = [node for node in traced.graph.nodes if node.target == "leaf_num_graphs"]
-
-    def run(*args: Tensor) -> Tensor:
-        [graph_of_node] = (arg for arg in args if arg.dim() == 1 and not arg.is_floating_point())
-        return traced(*args, *(int(graph_of_node.max()) + 1 for _ in numbers))
-
-    return run
+def assert_same_gradients(net: nn.Module, found: Tensor, expected: Tensor) -> None:
+    """Compare those of all parameters, none of which goes without."""
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    ours, theirs = (
+        torch.autograd.grad(out.square().sum(), parameters) for out in (found, expected)
+    )
+    for name, one, other in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, **EXACT, msg=lambda text, n=name: f"{n}: {text}")

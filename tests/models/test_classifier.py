@@ -1,80 +1,144 @@
-"""NodeClassifier works in a plain Trainer: it logs, learns, selects, tests and predicts."""
+"""The classifiers work in a plain Trainer: they log, learn, select, test and predict."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+from torchmetrics.functional.classification import binary_auroc
 
 from lightning_gnnpipe.datamodule import FullGraphDataModule
-from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.models import GCNII, GIN, GraphClassifier, NodeClassifier
 
 
 @pytest.fixture
-def data() -> Data:
+def nodes() -> FullGraphDataModule:
     """Two cliques of eight nodes, one class each; the features say it with noise."""
     clique = torch.combinations(torch.arange(8)).t()
     edges = torch.cat([clique, clique + 8], dim=1)
     y = torch.arange(2).repeat_interleave(8)
     noise = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
-    x = torch.nn.functional.one_hot(y, 2).float() + 0.5 * noise
-    return Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], dim=1), y=y)
+    x = F.one_hot(y, 2).float() + 0.5 * noise
+    return FullGraphDataModule(Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=y))
 
 
-def build_classifier(**kwargs: float) -> NodeClassifier:
+@pytest.fixture
+def graphs() -> list[Data]:
+    """Thirty rings and paths of 4 to 8 nodes; the class says which, the features nothing."""
+    graphs = []
+    for n in range(30):
+        size, is_ring = 4 + n % 5, n % 2
+        source = torch.arange(size if is_ring else size - 1)
+        edges = torch.stack([source, (source + 1) % size])
+        edge_index = torch.cat([edges, edges.flip(0)], dim=1)
+        graphs.append(Data(x=torch.ones(size, 1), edge_index=edge_index, y=torch.tensor([is_ring])))
+    return graphs
+
+
+def of_nodes(**options: Any) -> NodeClassifier:
     torch.manual_seed(0)
-    return NodeClassifier(GCNII(2, 8, 2, num_layers=4, dropout=0.1), num_classes=2, **kwargs)
+    return NodeClassifier(GCNII(2, 8, 2, num_layers=4, dropout=0.1), num_classes=2, **options)
 
 
-def build_trainer(folder, **kwargs) -> L.Trainer:
+def of_graphs(**options: Any) -> GraphClassifier:
+    torch.manual_seed(0)
+    return GraphClassifier(GIN(1, 16, 2, 2, 0.0, pool="max"), 2, **({"lr": 0.01} | options))
+
+
+def build_trainer(folder: Path, **kwargs: Any) -> L.Trainer:
     options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     options |= dict(enable_model_summary=False, default_root_dir=folder)
     return L.Trainer(**(options | kwargs))
 
 
-def test_trains_and_logs_in_a_plain_trainer(data, tmp_path):
-    module, datamodule = build_classifier(lr=0.05), FullGraphDataModule(data)
-    best = ModelCheckpoint(tmp_path, monitor="val_acc", mode="max")
-    trainer = build_trainer(tmp_path, max_epochs=20, callbacks=[best])
-    trainer.fit(module, datamodule=datamodule)
+def load(graphs: list[Data], batch_size: int = 8, shuffle: bool = False) -> DataLoader:
+    return DataLoader(graphs, batch_size, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("metric", ["of nodes", "acc", "auroc"])
+def test_trains_and_logs_in_a_plain_trainer(metric, nodes, graphs, tmp_path):
+    if metric == "of nodes":
+        metric, module, data, tested = "acc", of_nodes(lr=0.05), (nodes,), nodes
+    else:
+        module, tested = of_graphs(metric=metric), load(graphs[20:])
+        data = load(graphs[:20], shuffle=True), tested
+    best = ModelCheckpoint(tmp_path, monitor=f"val_{metric}", mode="max")
+    trainer = build_trainer(tmp_path, max_epochs=30, callbacks=[best])
+    trainer.fit(module, *data)
     logged = trainer.callback_metrics
-    assert {"train_loss", "train_acc", "val_loss", "val_acc"} <= set(logged)
+    assert {"train_loss", f"train_{metric}", "val_loss", f"val_{metric}"} <= set(logged)
     assert logged["train_loss"] < 0.2
-    assert logged["train_acc"] == 1.0
+    assert data[0] is not nodes or logged["train_acc"] == 1.0
+    [found] = trainer.test(module, tested, ckpt_path="best", verbose=False)
+    assert found == {f"test_{metric}": 1.0}
 
-    [tested] = trainer.test(module, datamodule=datamodule, ckpt_path="best", verbose=False)
-    assert tested == {"test_acc": 1.0}
 
-
-def test_logged_loss_and_accuracy_are_those_of_the_mask(data, tmp_path):
-    module, datamodule = build_classifier(), FullGraphDataModule(data)
-    trainer = build_trainer(tmp_path)
-    [logged] = trainer.validate(module, datamodule=datamodule, verbose=False)
-    graph = datamodule.data
+def test_figures_of_nodes_are_those_of_the_mask_and_predictions_of_all(nodes, tmp_path):
+    module, graph, trainer = of_nodes(), nodes.data, build_trainer(tmp_path)
+    [logged] = trainer.validate(module, datamodule=nodes, verbose=False)
     with torch.no_grad():
-        logits = module.eval()(graph)[graph.val_mask]
-    labels = graph.y[graph.val_mask]
-    loss = torch.nn.functional.cross_entropy(logits, labels)
-    assert logged["val_loss"] == pytest.approx(loss.item())
-    assert logged["val_acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+        logits = module.eval()(graph)
+    found, labels = logits[graph.val_mask], graph.y[graph.val_mask]
+    assert logged["val_loss"] == pytest.approx(F.cross_entropy(found, labels).item())
+    assert logged["val_acc"] == pytest.approx((found.argmax(1) == labels).float().mean().item())
+    [predicted] = trainer.predict(module, datamodule=nodes)
+    assert predicted.shape == (16, 2)
+    torch.testing.assert_close(predicted, logits)
 
 
-def test_predicts_the_logits_of_all_nodes(data, tmp_path):
-    module, datamodule = build_classifier(), FullGraphDataModule(data)
-    [logits] = build_trainer(tmp_path).predict(module, datamodule=datamodule)
-    assert logits.shape == (16, 2)
-    torch.testing.assert_close(logits, module.eval()(datamodule.data).detach())
+def test_figures_of_graphs_are_those_of_all_whatever_the_batches(graphs, tmp_path):
+    """30 graphs in batches of 8, 8, 8 and 6: means weigh each graph the same."""
+    module, labels = of_graphs(), torch.cat([graph.y for graph in graphs])
+    trainer = build_trainer(tmp_path)
+    with torch.no_grad():
+        logits = torch.cat([module.eval()(batch) for batch in load(graphs, 7)])
+    loss = F.cross_entropy(logits, labels)
+    for metric, expected in {
+        "acc": (logits.argmax(1) == labels).float().mean(),
+        "auroc": binary_auroc(logits.softmax(1)[:, 1], labels),
+    }.items():
+        [logged] = trainer.validate(of_graphs(metric=metric), load(graphs), verbose=False)
+        assert logged["val_loss"] == pytest.approx(loss.item())
+        assert logged[f"val_{metric}"] == pytest.approx(expected.item())
+    assert [len(found) for found in trainer.predict(of_graphs(), load(graphs))] == [8, 8, 8, 6]
+    for graph in graphs:  # labels in a column, as OGB's are
+        graph.y = graph.y.view(1, 1)
+    again = trainer.validate(of_graphs(metric="auroc"), load(graphs), verbose=False)
+    assert again == [logged]
 
 
-def test_checkpoint_restores_options_and_weights(data, tmp_path):
-    module = build_classifier(lr=0.02, weight_decay=0.0)
+def test_the_network_is_called_with_the_inputs_that_are_named(graphs):
+    class Taker(torch.nn.Module):
+        def forward(self, *args):
+            return args
+
+    [batch] = load(graphs[:3], 3)
+    ptr, x = GraphClassifier(Taker(), 2, inputs=("ptr", "x"))(batch)
+    assert ptr is batch.ptr and x is batch.x
+
+
+@pytest.mark.parametrize("build", [of_nodes, of_graphs])
+def test_checkpoint_restores_options_and_weights(build, nodes, graphs, tmp_path):
+    options, more = {"lr": 0.02, "weight_decay": 0.3}, {}
+    if build is of_graphs:
+        options["metric"], more = "auroc", {"inputs": ["x", "edge_index", "batch"]}
+    module = build(**options, **more)
     trainer = build_trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
-    trainer.fit(module, datamodule=FullGraphDataModule(data))
+    trainer.fit(module, nodes if build is of_nodes else load(graphs))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    net = GCNII(2, 8, 2, num_layers=4)
-    loaded = NodeClassifier.load_from_checkpoint(tmp_path / "last.ckpt", net=net)
-    assert (loaded.lr, loaded.weight_decay) == (0.02, 0.0)
+    loaded = type(module).load_from_checkpoint(tmp_path / "last.ckpt", net=build().net)
+    assert {name: getattr(loaded, name) for name in options} == options
     for name, tensor in module.net.state_dict().items():
         assert torch.equal(tensor, loaded.net.state_dict()[name]), name
+
+
+def test_roc_needs_two_classes():
+    with pytest.raises(ValueError, match=r"Expected two classes.*\(got 3\).*metric='acc'"):
+        GraphClassifier(GIN(1, 8, 3), 3, metric="auroc")

@@ -49,26 +49,21 @@ class Module(GraphModule):
         return self.net(*(data[name] for name in self.tensors))
 
 
-def fit(name: str, batches: list[Any], tmp_path: Path, **options: int) -> FitResult:
-    return fit_batches(Module(name), batches, tmp_path=tmp_path, **options)
+BATCHES = [draw_batch(SIZES, seed) for seed in range(3)]
+ODD = [draw_batch(sizes) for sizes in (SIZES, *ODD_SIZES.values())]
 
 
 @pytest.mark.parametrize("name", ["gin", "vig", "pixelvig"])
-@pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 5), (3, 4)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "batches"), [(1, 5, BATCHES), (3, 4, BATCHES), (1, 4, ODD)]
+)
 def test_stages_equal_plain_lightning(
-    name: str, num_stages: int, num_chunks: int, tmp_path: Path
+    name: str, num_stages: int, num_chunks: int, batches: list[Any], tmp_path: Path
 ) -> None:
-    batches = [draw_batch(SIZES, seed) for seed in range(3)]
-    plain = fit(name, batches, tmp_path)
-    piped = fit(name, batches, tmp_path, num_stages=num_stages, num_chunks=num_chunks)
+    def fit(**options: int) -> FitResult:
+        return fit_batches(Module(name), batches, tmp_path=tmp_path, **options)
+
+    plain, piped = fit(), fit(num_stages=num_stages, num_chunks=num_chunks)
     assert_steps_equal(piped.steps, plain.steps)
     if num_stages > 1:  # no rank did the whole work
         assert all(held < set(plain.steps[0].weights) for held in piped.held_by_rank)
-
-
-@pytest.mark.parametrize("name", ["gin", "vig", "pixelvig"])
-def test_odd_batches_equal_plain_lightning(name: str, tmp_path: Path) -> None:
-    batches = [draw_batch(sizes) for sizes in (SIZES, *ODD_SIZES.values())]
-    plain = fit(name, batches, tmp_path)
-    piped = fit(name, batches, tmp_path, num_stages=1, num_chunks=4)
-    assert_steps_equal(piped.steps, plain.steps)

@@ -1,4 +1,4 @@
-"""The reference stacks: shapes, gradients, no dependence on row order, traceable by torch.fx."""
+"""The reference stacks: their formulas, shapes, gradients, and what the pipeline needs of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.models import GCNII, GNN, ResGCNPlus
+from tests.helpers.engines import one_process_engine
 
 STACKS = [
     GNN,
@@ -36,35 +37,18 @@ def build(stack: Callable[..., nn.Module], num_layers: int = 4, **kwargs: float)
     return stack(3, 8, 2, num_layers, **kwargs).double()
 
 
-class ConvsAreLeaves(fx.Tracer):
-    """Trace into the stack, but not into convolutions or modules that hold none."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, MessagePassing):
-            return True
-        return not any(isinstance(child, MessagePassing) for child in m.modules())
-
-
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("num_layers", [1, 4])
-def test_output_has_a_row_per_node_and_a_column_per_class(stack, num_layers, graph):
-    assert build(stack, num_layers)(*graph).shape == (NUM_NODES, 2)
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_parameter_gets_a_gradient(stack, graph):
-    net = build(stack)
-    net(*graph).square().sum().backward()
+def test_layers_are_counted_and_all_parameters_get_a_gradient(stack, num_layers, graph):
+    net = build(stack, num_layers)
+    out = net(*graph)
+    assert out.shape == (NUM_NODES, 2)
+    assert len([m for m in net.modules() if isinstance(m, MessagePassing)]) == num_layers
+    out.square().sum().backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
     assert all(conv.training for conv in net.convs)
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_num_layers_counts_message_passing(stack):
-    convs = [m for m in build(stack, 5).modules() if isinstance(m, MessagePassing)]
-    assert len(convs) == 5
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -75,75 +59,62 @@ def test_a_node_is_changed_only_by_nodes_within_num_layers_hops(stack, graph):
     """
     x, edge_index = graph
     net = build(stack, num_layers=2).eval()
-    out = net(x, edge_index)
     moved = x.clone()
     moved[4] += 1.0
-    change = (net(moved, edge_index) - out).abs().amax(dim=1)
+    change = (net(moved, edge_index) - net(x, edge_index)).abs().amax(dim=1)
     assert (change[[2, 3, 4]] > 1e-6).all()
     assert (change[[0, 1, 5]] == 0).all()
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_trace_equals_the_module_in_eval_and_in_training(stack, graph):
-    net = build(stack)
-    traced = fx.GraphModule(net, ConvsAreLeaves().trace(net))
-    for mode in (False, True):
-        net.train(mode), traced.train(mode)
-        torch.manual_seed(1)
-        expected = net(*graph)
-        torch.manual_seed(1)
-        assert torch.equal(traced(*graph), expected)
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_dropout_acts_in_training_only(stack, graph):
+def test_the_pipeline_runs_it_and_dropout_acts_in_training_only(stack, graph):
     net = build(stack, dropout=0.5)
     assert not torch.equal(net(*graph), net(*graph))
-    net.eval()
-    assert torch.equal(net(*graph), net(*graph))
+    expected = net.eval()(*graph)
+    assert torch.equal(net(*graph), expected)
+    engine = one_process_engine(net, partition=torch.arange(NUM_NODES) // 3)
+    with torch.no_grad():
+        torch.testing.assert_close(engine.forward(graph, {}), expected, rtol=1e-10, atol=1e-10)
+    net.train()
+    for step in range(2):
+        engine.set_step(step_index=step)
+        engine.forward(graph, {}).sum().backward()
 
 
-def propagate(x: Tensor, edge_index: Tensor) -> Tensor:
-    """Return D^-1/2 (A + I) D^-1/2 X, written out densely."""
-    adjacency = torch.eye(NUM_NODES, dtype=x.dtype)
+def propagation(edge_index: Tensor) -> Tensor:
+    """Return D^-1/2 (A + I) D^-1/2, written out densely."""
+    adjacency = torch.eye(NUM_NODES, dtype=torch.float64)
     adjacency[edge_index[1], edge_index[0]] = 1
     scale = adjacency.sum(dim=1).rsqrt()
-    return scale[:, None] * adjacency * scale @ x
+    return scale[:, None] * adjacency * scale
 
 
 def test_gnn_without_skips_is_the_formula_of_kipf_and_welling(graph):
-    x, edge_index = graph
+    x, matrix = graph[0], propagation(graph[1])
     net = build(GNN, num_layers=2).eval()
     first, last = net.convs
-    h = (propagate(x, edge_index) @ first.lin.weight.t() + first.bias).relu()
-    out = propagate(h, edge_index) @ last.lin.weight.t() + last.bias
-    torch.testing.assert_close(net(x, edge_index), out, rtol=1e-12, atol=1e-12)
+    h = (matrix @ x @ first.lin.weight.t() + first.bias).relu()
+    out = matrix @ h @ last.lin.weight.t() + last.bias
+    torch.testing.assert_close(net(*graph), out, rtol=1e-12, atol=1e-12)
 
 
 def test_gnn_with_skips_is_the_formula_of_luo_et_al(graph):
     """relu(norm(conv(X) + skip(X))) for each layer, and a linear map."""
-    x, edge_index = graph
+    x, matrix = graph[0], propagation(graph[1])
     net = build(GNN, num_layers=2, dropout=0.0, norm="batch", skip=True)
-    out = net(x, edge_index)
+    out = net(*graph)
     for conv, skip in zip(net.convs, net.skips, strict=True):
-        x = propagate(x, edge_index) @ conv.lin.weight.t() + conv.bias + skip(x)
+        x = matrix @ x @ conv.lin.weight.t() + conv.bias + skip(x)
         x = ((x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-5).sqrt()).relu()
     torch.testing.assert_close(out, net.lin_out(x), rtol=1e-10, atol=1e-10)
 
 
 def test_gcnii_layer_is_the_formula_of_the_paper(graph):
     """One layer written out densely: relu(((1-a) P X + a X0) ((1-b) I + b W))."""
-    x, edge_index = graph
     net = build(GCNII, num_layers=2, alpha=0.2, theta=0.7).eval()
-
-    adjacency = torch.eye(NUM_NODES, dtype=torch.float64)
-    adjacency[edge_index[1], edge_index[0]] += 1
-    scale = adjacency.sum(dim=1).rsqrt()
-    propagation = scale[:, None] * adjacency * scale[None, :]
-    h = h_0 = net.lin_in(x).relu()
+    h = h_0 = net.lin_in(graph[0]).relu()
     for layer, conv in enumerate(net.convs, start=1):
         beta = torch.tensor(0.7 / layer + 1, dtype=torch.float64).log()
-        mixed = 0.8 * propagation @ h + 0.2 * h_0
+        mixed = 0.8 * propagation(graph[1]) @ h + 0.2 * h_0
         h = ((1 - beta) * mixed + beta * mixed @ conv.weight1).relu()
-
-    torch.testing.assert_close(net(x, edge_index), net.lin_out(h), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net(*graph), net.lin_out(h), rtol=1e-12, atol=1e-12)

@@ -14,7 +14,7 @@ from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.passing.aggregate import linear_rule
-from lightning_gnnpipe.passing.sparse import Adjacency, Pattern, SparseRows, multiply
+from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 from lightning_gnnpipe.staleness import HistoryStore
 
 N, D = 9, 4
@@ -31,6 +31,17 @@ class Named(gnn.GCNConv):
     """A subclass that changes nothing that matters."""
 
 
+class Propagates(gnn.SAGEConv):
+    def propagate(self, *args: object, **kwargs: object) -> Tensor:
+        return 2 * super().propagate(*args, **kwargs)
+
+
+def hooked() -> MessagePassing:
+    conv = gnn.SAGEConv(D, D)
+    conv.aggr_module.register_forward_hook(lambda *_: None)
+    return conv
+
+
 @pytest.mark.parametrize(
     ("make", "is_linear"),
     [
@@ -40,6 +51,8 @@ class Named(gnn.GCNConv):
         (lambda: gnn.GINConv(torch.nn.Linear(D, D)), True),
         (lambda: gnn.GCNConv(D, D, aggr="mean"), True),
         (lambda: Doubled(D, D), False),
+        (lambda: Propagates(D, D), False),
+        (hooked, False),
         (lambda: gnn.SAGEConv(D, D, aggr="max"), False),
         (lambda: gnn.SAGEConv(D, D, aggr=["mean", "sum"]), False),
         (lambda: gnn.GATConv(D, D), False),
@@ -50,54 +63,12 @@ class Named(gnn.GCNConv):
 def test_sums_of_constant_multiples_are_linear(
     make: Callable[[], MessagePassing], is_linear: bool
 ) -> None:
-    assert (linear_rule(make()) is not None) == is_linear
-
-
-class Propagates(gnn.SAGEConv):
-    def propagate(self, *args: object, **kwargs: object) -> Tensor:
-        return 2 * super().propagate(*args, **kwargs)
-
-
-def test_a_layer_with_a_propagate_of_its_own_keeps_it() -> None:
-    assert linear_rule(Propagates(D, D)) is None
-    conv = gnn.SAGEConv(D, D)
-    conv.aggr_module.register_forward_hook(lambda *_: None)
-    assert linear_rule(conv) is None
-
-
-def test_a_hooked_layer_keeps_its_messages() -> None:
-    conv = gnn.GCNConv(D, D)
+    conv = make()
+    assert (linear_rule(conv) is not None) == is_linear
     handle = conv.register_message_forward_hook(lambda *_: None)
     assert linear_rule(conv) is None
     handle.remove()
-    assert linear_rule(conv) is not None
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("is_mean", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_rows_and_columns_are_those_of_the_matrix(
-    weighted: bool, is_mean: bool, scale: float
-) -> None:
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
-    edges = plan.whole.chunks[0].edge_index
-    owner = plan.chunk_of_position()
-    values = torch.rand(edges.size(1), dtype=torch.float64) if weighted else None
-    dense = torch.zeros(N, N, dtype=torch.float64)
-    entries = torch.ones(edges.size(1), dtype=torch.float64) if values is None else values
-    dense.index_put_((edges[1], edges[0]), entries, accumulate=True)
-    if is_mean:
-        dense /= torch.bincount(edges[1], minlength=N).clamp(min=1).unsqueeze(1)
-    factor = torch.where(owner[:, None] == owner[None, :], 1.0, scale)
-    adjacency = Adjacency(Pattern(edges, N, owner), values, is_mean=is_mean)
-    table = torch.randn(N, D, dtype=torch.float64)
-    for chunk in plan.chunks:
-        own = slice(chunk.start, chunk.end)
-        found = multiply(adjacency.rows(chunk, torch.float64), table)
-        torch.testing.assert_close(found, dense[own] @ table, rtol=1e-12, atol=1e-12)
-        found = multiply(adjacency.columns(chunk, torch.float64, scale), table)
-        expected = (dense * factor).T[own] @ table
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert (linear_rule(conv) is not None) == is_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -114,51 +85,37 @@ def test_a_product_is_that_of_the_dense_matrix(dtype: torch.dtype, weighted: boo
         assert multiply(SparseRows(offsets, indices.int(), values), table).equal(found)
 
 
-def test_no_message_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer on the batch's own edges never calls `message`; one with learned weights does."""
-    called: list[int] = []
-
-    def message(self: object, x_j: Tensor, edge_weight: Tensor) -> Tensor:
-        called.append(1)
-        return x_j * edge_weight.view(-1, 1)
-
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
-    context = MessageContext(HistoryStore(N, plan.num_chunks), plan)
-    conv = gnn.GCNConv(D, D)
-    with intercept(find_layers(conv), context):
-        monkeypatch.setattr(conv, "message", message.__get__(conv), raising=False)
-        for chunk in (*plan.whole.chunks, *plan.chunks):
-            context.enter(chunk, 0)
-            conv(torch.randn(chunk.num_nodes, D), chunk.edge_index)
-        assert not called
-        context.enter(plan.whole.chunks[0], 0)
-        learned = torch.rand(EDGES.size(1), requires_grad=True)
-        conv(torch.randn(N, D), plan.whole.chunks[0].edge_index, learned)
-    assert called
-
-
-def test_no_message_of_one_of_two_edge_sets_is_written_down(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("sizes", [(11,), (7, 4)])
+def test_no_message_is_written_down(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With learned weights, or edges that are not the batch's, there are some."""
     called: list[int] = []
 
-    def message(self: object, x_j: Tensor) -> Tensor:
+    def message(self: object, x_j: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         called.append(1)
         return x_j
 
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT).with_edge_sets((7, 4))
+    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
+    if len(sizes) == 1:
+        conv, plans = gnn.GCNConv(D, D), [plan]
+    else:
+        plan, conv = plan.with_edge_sets(sizes), gnn.SignedConv(D, D, first_aggr=True)
+        plans = [plan.edge_set(number) for number in range(2)]
     context = MessageContext(HistoryStore(N, plan.num_chunks), plan)
-    conv = gnn.SignedConv(D, D, first_aggr=True)
-    sets = [plan.edge_set(number) for number in range(2)]
     with intercept(find_layers(conv), context):
         monkeypatch.setattr(conv, "message", message.__get__(conv), raising=False)
-        context.enter(plan.whole.chunks[0], 0)
-        conv(torch.randn(N, D), *(edges.whole.chunks[0].edge_index for edges in sets))
-        for chunk in plan.chunks:
+        for number, chunk in enumerate((*plan.whole.chunks, *plan.chunks)):
             context.enter(chunk, 0)
-            own = [edges.chunks[chunk.index].edge_index for edges in sets]
-            conv(torch.randn(chunk.num_nodes, D), *own)
+            chunks = [[*one.whole.chunks, *one.chunks][number] for one in plans]
+            conv(torch.randn(chunk.num_nodes, D), *(one.edge_index for one in chunks))
         assert not called
-        context.enter(chunk, 0)
-        conv(torch.randn(chunk.num_nodes, D), own[0].clone(), own[1])
+        if len(sizes) == 1:
+            context.enter(plan.whole.chunks[0], 0)
+            learned = torch.rand(11, requires_grad=True)
+            conv(torch.randn(N, D), plan.whole.chunks[0].edge_index, learned)
+        else:
+            context.enter(chunk, 0)
+            own, other = (one.edge_index for one in chunks)
+            conv(torch.randn(chunk.num_nodes, D), own.clone(), other)
     assert called

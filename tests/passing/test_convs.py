@@ -143,47 +143,51 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def step(engine: PipelineEngine, batch: dict[str, Tensor], weight: Tensor) -> Tensor:
-    engine.set_step(step_index=engine.step.step_index + 1)
-    output = engine.forward((), batch)
-    (output * weight).sum().backward()
-    return output.detach()
+def move(net: nn.Module, by: float) -> None:
+    for number, parameter in enumerate(net.parameters()):
+        size = torch.arange(parameter.numel()) + number
+        parameter.data += by * torch.sin(size).view_as(parameter)
 
 
 def assert_same(found: object, expected: object) -> None:
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def assert_step(
+    engine: PipelineEngine,
+    batch: dict[str, Tensor],
+    net: nn.Module,
+    expected: Tensor,
+    plain: nn.Module | None = None,
+) -> None:
+    """Compare outputs and gradients of the engine's next step; `plain` has given what to expect."""
+    weight = torch.sin(torch.arange(expected.numel())).view_as(expected)
+    (expected * weight).sum().backward()
+    grads = gradients(net if plain is None else plain)
+    engine.set_step(step_index=engine.step.step_index + 1)
+    output = engine.forward((), batch)
+    (output * weight).sum().backward()
+    assert_same(output.detach(), expected.detach())
+    assert_same(gradients(net), grads)
+
+
 @pytest.mark.parametrize("case", some([*CASES, *OWN], every=2), ids=name_of)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
     batch = make_batch(case=case)
-    net = ConvNet(case, batch)
-    inputs, weight = list(batch.values()), torch.randn(N, D)
+    net, inputs = ConvNet(case, batch), list(batch.values())
     oracle = StaleOracle(net, PARTITION)
     engine = one_process_engine(net, partition=PARTITION, chunk_order="fixed")
     check_support(net, num_chunks=3)
-
     expected = oracle.exact(*inputs)
     assert_same(expected, net(*inputs))
-    (expected * weight).sum().backward()
-    expected_grads = gradients(net)
-    assert_same(step(engine, batch, weight), expected.detach())
-    assert_same(gradients(net), expected_grads)
-
-    for moves in (0.0, 0.1, 0.1):
-        with torch.no_grad():
-            for number, parameter in enumerate(net.parameters()):
-                parameter += moves * torch.sin(torch.arange(parameter.numel()) + number).view_as(
-                    parameter
-                )
+    assert_step(engine, batch, net, expected)
+    for by in (0.0, 0.1, 0.1):
+        move(net, by)
         expected = oracle.chunked(*inputs, order=ORDER)
-        if not moves:
+        if not by:
             assert_same(expected, net(*inputs))
-        (expected * weight).sum().backward()
-        expected_grads = gradients(net)
-        assert_same(step(engine, batch, weight), expected.detach())
-        assert_same(gradients(net), expected_grads)
+        assert_step(engine, batch, net, expected)
 
 
 def test_every_conv_is_exact_or_refused() -> None:
@@ -242,17 +246,18 @@ def test_p4_a_loss_over_random_pairs_is_refused(partition: Tensor) -> None:
     assert net.train().first.get_attention_loss().requires_grad
 
 
+class UsesLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.SuperGATConv(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return self.conv(x, edge_index), self.conv.get_attention_loss()
+
+
 def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.SuperGATConv(D, D)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-            return self.conv(x, edge_index), self.conv.get_attention_loss()
-
     batch = make_batch()
-    engine = one_process_engine(Net(), partition=PARTITION)
+    engine = one_process_engine(UsesLoss(), partition=PARTITION)
     with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'conv'"):
         engine.forward((batch["x"], batch["edge_index"]), {})
 
@@ -283,18 +288,22 @@ def test_interception_leaves_no_trace() -> None:
     assert net[0].cached is True
 
 
+def behind(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(gnn.GCNConv(D, D), layer)
+
+
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
         (gnn.SAGEConv(D, D, aggr="lstm"), "LSTMAggregation"),
-        (nn.Sequential(gnn.GCNConv(D, D), nn.InstanceNorm1d(D)), "InstanceNorm1d"),
-        (nn.Sequential(gnn.GCNConv(D, D), nn.SyncBatchNorm(D)), "SyncBatchNorm"),
-        (nn.Sequential(gnn.GCNConv(D, D), nn.BatchNorm2d(D)), "BatchNorm2d"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.HeteroBatchNorm(D, 2)), "HeteroBatchNorm"),
-        (nn.Sequential(gnn.GCNConv(D, D), gnn.MeanAggregation()), "pools"),
+        (behind(nn.InstanceNorm1d(D)), "InstanceNorm1d"),
+        (behind(nn.SyncBatchNorm(D)), "SyncBatchNorm"),
+        (behind(nn.BatchNorm2d(D)), "BatchNorm2d"),
+        (behind(gnn.HeteroBatchNorm(D, 2)), "HeteroBatchNorm"),
+        (behind(gnn.MeanAggregation()), "pools"),
         (gnn.GCNConv(-1, D), "not initialized"),
-        (nn.Sequential(gnn.GCNConv(D, D), spectral_norm(nn.Linear(D, D))), "power iteration"),
-        (nn.Sequential(gnn.GCNConv(D, D), old_spectral_norm(nn.Linear(D, D))), "power iteration"),
+        (behind(spectral_norm(nn.Linear(D, D))), "power iteration"),
+        (behind(old_spectral_norm(nn.Linear(D, D))), "power iteration"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -304,4 +313,4 @@ def test_p4_what_is_not_exact_is_refused_by_name(layer: nn.Module, text: str) ->
 
 
 def test_one_chunk_needs_no_support() -> None:
-    check_support(nn.Sequential(gnn.SuperGATConv(D, D), nn.BatchNorm1d(D)), num_chunks=1)
+    check_support(behind(nn.InstanceNorm1d(D)), num_chunks=1)

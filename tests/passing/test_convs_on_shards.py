@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_geometric.nn as gnn
-from torch import Tensor, nn
+from torch import nn
 from torch_geometric.nn.conv import spline_conv
 
 from lightning_gnnpipe.errors import UnsupportedError
@@ -23,11 +23,10 @@ from tests.passing.test_convs import (
     ORDER,
     OWN,
     PARTITION,
-    N,
     assert_same,
-    gradients,
+    assert_step,
     make_batch,
-    step,
+    move,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
@@ -56,35 +55,20 @@ UPSTREAM = [  # not linear, and read values of edges that start in the chunk
 def check(case: ConvCase, rank: int) -> None:
     torch.manual_seed(0)
     batch = make_batch(case=case)
-    net = ConvNet(case, batch)
-    inputs, weight = list(batch.values()), torch.randn(N, D)
+    net, inputs = ConvNet(case, batch), list(batch.values())
     oracle = StaleOracle(net, PARTITION)
     engine = one_process_engine(
         net, partition=PARTITION, chunk_order="fixed", rank=rank, num_shards=NUM_SHARDS
     )
     if case.conv in REFUSED:
         with pytest.raises(UnsupportedError, match=f"graph_parallel.*{case.conv}"):
-            step(engine, batch, weight)
+            engine.forward((), batch)
         return
-    expected = oracle.exact(*inputs)
-    grads = take(expected, weight, net)
-    assert_same(step(engine, batch, weight), expected.detach())
-    assert_same(gradients(net), grads)
-    for number, parameter in enumerate(net.parameters()):
-        parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel()) + number).view_as(
-            parameter
-        )
-    expected = oracle.chunked(*inputs, order=ORDER)
-    grads = take(expected, weight, net)
-    assert_same(step(engine, batch, weight), expected.detach())
-    assert_same(gradients(net), grads)
+    assert_step(engine, batch, net, oracle.exact(*inputs))
+    move(net, 0.1)
+    assert_step(engine, batch, net, oracle.chunked(*inputs, order=ORDER))
     with torch.no_grad():
         assert_same(engine.forward((), batch), net(*inputs))
-
-
-def take(expected: Tensor, weight: Tensor, net: ConvNet) -> dict[str, Tensor]:
-    (expected * weight).sum().backward()
-    return gradients(net)
 
 
 def run_rank(rank: int, folder: str, turn: int) -> None:

@@ -21,11 +21,10 @@ from tests.passing.test_convs import (
     ORDER,
     OWN,
     PARTITION,
-    N,
     assert_same,
-    gradients,
+    assert_step,
     make_batch,
-    step,
+    move,
 )
 from tests.passing.test_convs_on_shards import UPSTREAM
 
@@ -61,103 +60,76 @@ def plain_copy(net: nn.Module) -> nn.Module:
     return plain
 
 
-def move(net: nn.Module, by: float) -> None:
-    with torch.no_grad():
-        for number, parameter in enumerate(net.parameters()):
-            size = torch.arange(parameter.numel()) + number
-            parameter += by * torch.sin(size).view_as(parameter)
-
-
 @pytest.mark.parametrize(
     ("case", "recompute"), some(product(ALONE, [False, True]), every=5), ids=name_of
 )
 def test_p4_conv_equals_pyg_on_the_cut_graph(case: ConvCase, recompute: bool) -> None:
     """From the first step on, with weights that move; and on the whole graph in between."""
     batch = make_batch(case=case)
-    cut = cut_by_hand(batch)
-    net, weight = ConvNet(case, batch), torch.randn(N, D)
+    net = ConvNet(case, batch)
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop", recompute=recompute)
     if case.is_mesh:  # needs groups of four edges, which are torn apart
         with pytest.raises(UnsupportedError, match="in groups of 4"):
-            step(engine, batch, weight)
+            engine.forward((), batch)
         return
     for by in (0.0, 0.1, 0.1):
         move(net, by)
         plain = plain_copy(net)
-        expected = plain(*cut.values())
-        (expected * weight).sum().backward()
-        assert_same(step(engine, batch, weight), expected.detach())
-        assert_same(gradients(net), gradients(plain))
+        assert_step(engine, batch, net, plain(*cut_by_hand(batch).values()), plain)
         with torch.no_grad():
             assert_same(engine.forward((), batch), plain_copy(net)(*batch.values()))
     assert engine.graphs.trained is not None
     assert not list(engine.graphs.trained.store)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.conv in SEEN_LATE], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [one for one in CASES if one.conv in SEEN_LATE], ids=name_of)
 def test_p4_a_mean_over_all_nodes_is_a_step_old(case: ConvCase) -> None:
     batch = make_batch(case=case)
-    cut, net, weight = cut_by_hand(batch), ConvNet(case, batch), torch.randn(N, D)
+    net, inputs = ConvNet(case, batch), list(cut_by_hand(batch).values())
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop", chunk_order="fixed")
     oracle = StaleOracle(net, PARTITION)
     for by in (0.0, 0.1, 0.1):
         move(net, by)
-        inputs = list(cut.values())
         expected = oracle.chunked(*inputs, order=ORDER) if by else oracle.exact(*inputs)
-        (expected * weight).sum().backward()
-        expected_grads = gradients(net)
-        assert_same(step(engine, batch, weight), expected.detach())
-        assert_same(gradients(net), expected_grads)
+        assert_step(engine, batch, net, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_p4_no_rule_for_stale_rows_matters(method: str) -> None:
-    batch, weight = make_batch(), torch.randn(N, D)
+    batch = make_batch()
     net = ConvNet(ConvCase("GCNConv", lambda: gnn.GCNConv(D, D)), batch)
     engine = one_process_engine(
         net, partition=PARTITION, cross_edges="drop", method=METHODS[method]
     )
     for by in (0.0, 0.1, 0.1):
         move(net, by)
-        expected = net(*cut_by_hand(batch).values())
-        (expected * weight).sum().backward()
-        expected_grads = gradients(net)
-        assert_same(step(engine, batch, weight), expected.detach())
-        assert_same(gradients(net), expected_grads)
+        assert_step(engine, batch, net, net(*cut_by_hand(batch).values()))
 
 
 def test_p4_features_of_dropped_edges_have_no_gradient() -> None:
-    batch, weight = make_batch(), torch.randn(N, D)
+    batch = make_batch()
     net = ConvNet(ConvCase("GATConv", lambda: gnn.GATConv(D, D, edge_dim=3), attributed), batch)
     cut = cut_by_hand(batch)
     cut["edge_attr"].requires_grad_()
-    (net(*cut.values()) * weight).sum().backward()
     batch["edge_attr"].requires_grad_()
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop")
-    step(engine, batch, weight)
+    assert_step(engine, batch, net, net(*cut.values()))
     source, target = PARTITION[batch["edge_index"]]
     assert_same(batch["edge_attr"].grad[source == target], cut["edge_attr"].grad)
     assert not batch["edge_attr"].grad[source != target].any()
 
 
-@pytest.mark.parametrize("norm", [gnn.BatchNorm, gnn.GraphNorm, gnn.PairNorm])
-def test_p4_norms_are_over_all_nodes(norm: type[nn.Module]) -> None:
+@pytest.mark.parametrize("norm", [gnn.BatchNorm(D), gnn.GraphNorm(D), gnn.PairNorm()])
+def test_p4_norms_are_over_all_nodes(norm: nn.Module) -> None:
     """Not those of a chunk: exact in the first step, of the step before in those that follow."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = gnn.GCNConv(D, D), gnn.GCNConv(D, D)
-            self.norm = norm() if norm is gnn.PairNorm else norm(D)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.last(self.norm(self.first(x, edge_index)), edge_index)
-
-    net, weight = Net(), torch.randn(N, D)
+    first, last = ((gnn.GCNConv(D, D), "x, edge_index -> x") for _ in range(2))
+    net = gnn.Sequential("x, edge_index", [first, (norm.double(), "x -> x"), last])
     inputs = {name: make_batch()[name] for name in ("x", "edge_index")}
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop")
-    for _ in range(3):  # weights stay, so that the last step's statistics are this one's
+    for step in range(3):  # weights stay, so that the last step's statistics are this one's
+        engine.set_step(step_index=step)
         expected = copy.deepcopy(net)(**cut_by_hand(inputs))
-        assert_same(step(engine, inputs, weight), expected.detach())
+        found = engine.forward((), inputs)
+        assert_same(found.detach(), expected.detach())
+        found.square().sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.data import Data
-from torch_geometric.utils import degree
 
-from lightning_gnnpipe.calls import Kind, classify, flatten_call
+from lightning_gnnpipe.calls import Call, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.stages import (
     Layers,
@@ -28,6 +25,7 @@ from lightning_gnnpipe.stages import (
     split_layers,
     trace,
 )
+from tests.helpers.engines import one_process_engine
 
 N, D = 9, 4
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0, 2, 0, 2]])
@@ -39,14 +37,6 @@ def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
     return cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
     )
-
-
-def run_layers(layers: Layers, leaves: list[Tensor]) -> object:
-    values = {f"leaf_{i}": leaf for i, leaf in enumerate(leaves)}
-    for segment in layers.segments:
-        outputs = segment.module(*(values[name] for name in segment.inputs))
-        values |= dict(zip(segment.outputs, outputs, strict=True))
-    return layers.rebuild_output([values[name] for name in layers.outputs])
 
 
 class Residual(nn.Module):
@@ -81,7 +71,7 @@ class FirstStays(nn.Module):
 
 
 class EdgeStream(nn.Module):
-    """Edge features that layers update cross the cuts with one row an edge."""
+    """Edge features that layers update cross the cuts with one row per edge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,110 +84,21 @@ class EdgeStream(nn.Module):
         return {"out": self.convs[1](x, edge_index, edge_attr), "hidden": x}
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.GraphConv(D, D) for _ in range(3))
-        self.act = nn.ReLU(inplace=True)
-        self.scales = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        scales = self.scales.softmax(0)
-        for i, conv in enumerate(self.convs):
-            x = self.act(conv(x, edge_index)) * scales[i]
-            x += 1.0
-        return x
-
-
-class TakesData(nn.Module):
+class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(2))
 
-    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
-        x, edge_index = data.x, data.edge_index
-        assert data.edge_weight is None and "x" in data
-        first = self.convs[0](x, edge_index)
-        ones = torch.ones(data.num_nodes, 1, dtype=x.dtype)
-        return first, self.convs[1](first + ones, edge_index)
 
+def test_the_cut_lies_where_the_fewest_bytes_cross_and_what_is_alive_crosses() -> None:
+    def crossing(module: nn.Module) -> list[list[str]]:
+        return [list(names) for names in layers_of(module, torch.randn(N, D), EDGES).crossing]
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "residual": (Residual, "x", 3),
-    "first-stays": (FirstStays, "x", 3),
-    "edge-stream": (EdgeStream, "attr", 2),
-    "in-place": (InPlace, "x", 3),
-    "data": (TakesData, "data", 2),
-    "basic-gnn": (lambda: gnn.GCN(D, 5, 4, 3, jk="lstm"), "x", 4),
-    "gat": (
-        lambda: gnn.GAT(D, 6, 3, heads=2, norm="LayerNorm", norm_kwargs={"mode": "node"}),
-        "x",
-        3,
-    ),
-    "sequential": (
-        lambda: gnn.Sequential(
-            "x, edge_index",
-            [
-                (gnn.GCNConv(D, 5), "x, edge_index -> x"),
-                nn.ReLU(),
-                (gnn.GCNConv(5, 3), "x, edge_index -> x"),
-            ],
-        ),
-        "x",
-        2,
-    ),
-    "deep-gcn": (
-        lambda: gnn.Sequential(
-            "x, edge_index",
-            [
-                (
-                    gnn.DeepGCNLayer(
-                        gnn.GENConv(D, D, norm="layer"), nn.LayerNorm(D), nn.ReLU(inplace=True)
-                    ),
-                    "x, edge_index -> x",
-                )
-                for _ in range(3)
-            ],
-        ),
-        "x",
-        3,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_in_a_row_equal_the_module(name: str, training: bool) -> None:
-    torch.manual_seed(0)
-    make, kind, num_layers = MODELS[name]
-    module = make().train(training)
-    x, attr = torch.randn(N, D), torch.randn(EDGES.size(1), 3)
-    data = Data(x=x, edge_index=EDGES)
-    args = {"x": (x, EDGES), "attr": (x, EDGES, attr), "data": (data,)}[kind]
-    layers = layers_of(module, *args)
-    assert len(layers.segments) == num_layers
-    leaves = [*flatten_call(module, args, {}).leaves]
-    torch.manual_seed(1)
-    expected = module(*args)
-    torch.manual_seed(1)
-    found = run_layers(layers, leaves)
-    torch.testing.assert_close(found, expected)
-
-
-def test_the_cut_lies_where_the_fewest_bytes_cross() -> None:
-    layers = layers_of(Residual(), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 1, 1]
-    assert all("add" in name for names in layers.crossing[1:] for name in names)
-
-
-def test_whatever_is_alive_crosses() -> None:
-    layers = layers_of(FirstStays(), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 2, 2]
-    layers = layers_of(gnn.GCN(D, 5, 4, 3, jk="cat"), torch.randn(N, D), EDGES)
-    assert [len(names) for names in layers.crossing] == [0, 1, 2, 3]
-
-
-def test_edge_level_values_cross_with_one_row_an_edge() -> None:
+    found = crossing(Residual())
+    assert [len(names) for names in found] == [0, 1, 1]
+    assert all("add" in name for names in found[1:] for name in names)
+    assert [len(names) for names in crossing(FirstStays())] == [0, 2, 2]
+    assert [len(names) for names in crossing(gnn.GCN(D, 5, 4, 3, jk="cat"))] == [0, 1, 2, 3]
     layers = layers_of(EdgeStream(), torch.randn(N, D), EDGES, torch.randn(EDGES.size(1), 3))
     kinds = {layers.values[name].kind for name in layers.crossing[1]}
     assert kinds <= {Kind.NODE, Kind.EDGE} and Kind.NODE in kinds
@@ -211,23 +112,16 @@ def test_tied_weights_belong_to_several_stages() -> None:
     assert set(map(frozenset, users.values())) == {frozenset({0, 1, 2})}
 
 
-def test_a_module_that_cannot_be_traced_says_what_to_do() -> None:
-    class Branches(TakesData):
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.convs[0](x, edge_index) if x.sum() > 0 else x
-
-    with pytest.raises(UnsupportedError, match=r"traceable by torch.fx .*control flow"):
-        layers_of(Branches(), torch.randn(N, D), EDGES)
-
-
-class Odd(TakesData):
+class Odd(Two):
     """Does `how` in forward."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.count, self.hidden = how, 0, None
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+        if self.how == "branch" and not x.sum() > 0:
+            return x
         if self.how == "random":
             x = x * random.random()
         if self.how == "count":
@@ -240,12 +134,17 @@ class Odd(TakesData):
             self.hidden = x
         if self.how == "per-node":
             x = x + self.table
+        if self.how == "pool":
+            mean = x.mean(0)
+            return self.convs[1](x - mean, edge_index), mean
         return self.convs[1](x, edge_index)
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
     [
+        ("branch", r"traceable by torch.fx .*control flow"),
+        ("pool", "one row per node"),
         ("random", "compute the same in every call"),
         ("constant", "create no tensors of its own"),
         ("count", "values kept on the module: count"),
@@ -261,28 +160,19 @@ def test_p4_what_a_trace_would_freeze_is_refused(how: str, text: str) -> None:
     assert module.hidden is None and module.count == 0
 
 
-def test_graph_level_outputs_of_inner_layers_are_refused() -> None:
-    class Pools(TakesData):
-        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.convs[0](x, edge_index)
-            mean = x.mean(0)
-            return self.convs[1](x - mean, edge_index), mean
-
-    with pytest.raises(UnsupportedError, match="one row per node"):
-        layers_of(Pools(), torch.randn(N, D), EDGES)
-
-
 def test_inputs_are_told_apart() -> None:
-    module = EdgeStream()
-    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(11, 3)})
-    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = flatten_call(module, (torch.randn(11, D), EDGES), {"edge_attr": torch.randn(11, 3)})
-    assert classify(call).kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
-    call = flatten_call(module, (torch.randn(N, D), EDGES), {"edge_attr": torch.randn(10, 3)})
+    def flat(num_nodes: int, num_attrs: int) -> Call:
+        attr = torch.randn(num_attrs, 3)
+        return flatten_call(EdgeStream(), (torch.randn(num_nodes, D), EDGES), {"edge_attr": attr})
+
+    for num_nodes in (N, 11):
+        kinds = classify(flat(num_nodes, 11)).kinds
+        assert kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
     with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
-        classify(call)
+        classify(flat(N, 10))
     with pytest.raises(UnsupportedError, match="a dense tensor or a sparse matrix"):
-        flatten_call(module, (torch.randn(N, D), torch.eye(N + 1).to_sparse_bsr((2, 2))), {})
+        bsr = torch.eye(N + 1).to_sparse_bsr((2, 2))
+        flatten_call(EdgeStream(), (torch.randn(N, D), bsr), {})
 
 
 class Branches(nn.Module):
@@ -318,21 +208,12 @@ def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None
         find_pipelined(nn.Linear(2, 2), None)
 
 
-def test_balance() -> None:
-    assert solve_balance([1, 1, 1, 1], 2) == (2, 2)
-    assert solve_balance([5, 1, 1, 1], 2) == (1, 3)
-    assert solve_balance([1, 1, 1, 9], 3) == (1, 2, 1)
-    assert check_counts([1, 2], 3, 2) == (1, 2)
+def test_counts_that_do_not_fit_are_refused() -> None:
+    assert solve_balance([1, 1, 1, 1], 2) == check_counts([2, 2], 4, 2) == (2, 2)
     with pytest.raises(ConfigError, match="3 stages and 2 layers"):
         solve_balance([1, 1], 3)
     with pytest.raises(ConfigError, match="'balance' to assign 3 layers"):
         check_counts([2, 2], 3, 2)
-
-
-def test_balance_counts_what_a_stage_computes_again() -> None:
-    assert solve_balance([2, 2, 2, 2], 2) == (2, 2)
-    assert solve_balance([2, 2, 2, 2], 2, [0, 3, 3, 3]) == (3, 1)
-    assert solve_balance([2, 2, 2, 2], 2, [0, 0, 0, 3]) == (2, 2)
 
 
 def brute_force(costs: list[float], num_stages: int, firsts: list[float]) -> float:
@@ -360,35 +241,16 @@ def test_balance_equals_brute_force(seed: int) -> None:
         assert slowest == pytest.approx(brute_force(costs, num_stages, extra))
 
 
-class CountsSources(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.GCNConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv(x, edge_index) * degree(edge_index[0], x.size(0)).unsqueeze(-1)
-
-
-def test_functions_of_pyg_are_leaves_of_the_trace() -> None:
-    graph, _ = trace(CountsSources(), flatten_call(CountsSources(), (torch.randn(N, D), EDGES), {}))
-    assert any(node.target is degree for node in graph.nodes)
-
-
-def test_outputs_can_be_written_to():
+def test_outputs_can_be_written_to() -> None:
     """Dicts and lists in a traced output are immutable; those of a plain module are not."""
 
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.GCNConv(3, 3)
-
+    class Nested(Two):
         def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
-            x = self.conv(x, edge_index)
+            x = self.convs[0](x, edge_index)
             return {"out": x, "all": [x, (x.relu(), x.tanh())]}
 
-    data = (torch.randn(N, 3), EDGES)
-    layers = layers_of(Nested(), *data)
-    output = run_layers(layers, list(data))
+    engine = one_process_engine(Nested(), partition=torch.zeros(N, dtype=torch.int64))
+    output = engine.forward((torch.randn(N, D), EDGES), {})
     assert isinstance(output, dict)
     output["more"] = output["all"].pop()
     assert type(output["more"]) is tuple

@@ -1,0 +1,292 @@
+"""Batches of graphs in the engine: shapes that change, norms over all nodes, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric import nn as gnn
+from torch_geometric.data import Batch
+
+from lightning_gnnpipe.comm import Meter, Transport, World
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
+from lightning_gnnpipe.layers import check_graph_batches
+from lightning_gnnpipe.stages import cut
+from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
+from tests.helpers.batches import (
+    GINE,
+    NUM_FEATURES,
+    SIZES,
+    WIDTH,
+    Jumping,
+    WeightedGCN,
+    draw_batch,
+)
+
+
+def make_engine(
+    module: nn.Module, num_chunks: int | str = 3, partition: Any = "metis"
+) -> PipelineEngine:
+    world = World(0, 1, torch.device("cpu"), timedelta(seconds=60))
+    options = EngineOptions(
+        chunks=ChunkOptions(num_chunks, partition, seed=0),
+        histories=HistoryOptions(),
+        chunk_order="shuffled",
+        balance="uniform",
+        seed=0,
+        is_fitting=True,
+    )
+    transport = Transport(world, (1, 1), Meter())
+    engine = PipelineEngine(module.double(), transport, options, Controls())
+    engine.attach()
+    return engine
+
+
+def on_engine(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """Return `module` in float64, run by an engine."""
+    return make_engine(module, *args, **options).model.module
+
+
+def run(net: nn.Module, data: Batch) -> Any:
+    if isinstance(net, WeightedGCN):
+        return net(data.x, data.edge_index, data.edge_weight, data.batch, data.num_graphs)
+    return net(data) if isinstance(net, GINE) else net(data.x, data.edge_index, data.batch)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "num_steps"), [(GINE, 1000), (WeightedGCN, 200), (Jumping, 200)])
+def test_a_thousand_random_batches(
+    make: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 to 64 graphs, empty ones, a single node: no error, no new trace, nothing kept."""
+    traces = []
+    original = cut.trace
+    monkeypatch.setattr(cut, "trace", lambda *a, **k: traces.append(0) or original(*a, **k))
+    net = on_engine(make(0.2), num_chunks=5)
+    draw = random.Random(0)
+    tensors = 0
+    for step in range(num_steps):
+        sizes = [draw.choice((0, 1, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 64))]
+        sizes = sizes if any(sizes) else [1]
+        out = run(net, draw_batch(sizes, seed=step, degree=draw.choice((0.0, 1.0, 2.0))))
+        sum(t.sum() for t in (out.values() if isinstance(out, dict) else [out])).backward()
+        net.zero_grad()
+        del out
+        if step in (num_steps // 2 - 1, num_steps - 1):
+            gc.collect()
+            count = sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+            assert step < num_steps // 2 or count <= tensors + 20
+            tensors = count
+    assert len(traces) <= 5  # four forms of batches, and the first one in evaluation
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module, passes_batch: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm = gnn.GCNConv(NUM_FEATURES, WIDTH), norm
+        self.last = gnn.GCNConv(WIDTH, WIDTH)
+        self.passes_batch = passes_batch
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        x = self.conv(x, edge_index)
+        x = self.norm(x, batch) if self.passes_batch else self.norm(x)
+        return self.last(x, edge_index)
+
+
+class Centered(Normed):
+    """Subtracts the mean over all nodes of the mini-batch: no norm that a list knows."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0), edge_index, batch)
+
+
+class Total(Normed):
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        return super().forward(x, edge_index, batch).sum(0)
+
+
+NO_BATCH = "it is called without a batch vector"
+
+
+@pytest.mark.parametrize(
+    ("net", "text", "is_right_in_one"),
+    [
+        (Normed(gnn.GraphNorm(WIDTH)), f"'norm', a GraphNorm: {NO_BATCH}", True),
+        (Normed(gnn.PairNorm()), f"'norm', a PairNorm: {NO_BATCH}", True),
+        (Normed(gnn.LayerNorm(WIDTH)), f"'norm', a LayerNorm: {NO_BATCH}", True),
+        (
+            Normed(gnn.InstanceNorm(WIDTH, track_running_stats=True), passes_batch=True),
+            "would be updated once per micro-batch",
+            False,
+        ),
+        (
+            Centered(nn.Identity()),
+            "the same on micro-batches as on the whole batch",
+            True,
+        ),
+        (Total(nn.Identity()), "one row per node, edge or graph", False),
+    ],
+)
+def test_what_looks_at_several_graphs_is_refused(
+    net: nn.Module, text: str, is_right_in_one: bool
+) -> None:
+    data, single = draw_batch(SIZES), copy.deepcopy(net)
+    with pytest.raises(UnsupportedError, match=text):
+        run(on_engine(net), data)
+    if is_right_in_one:
+        run(on_engine(single, num_chunks=1), data)
+
+
+def test_batch_norm_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    net = on_engine(Normed(gnn.BatchNorm(WIDTH)))
+    for _ in range(2):
+        run(net, draw_batch(SIZES)).sum().backward()
+    [told] = [one for one in caplog.messages if "the statistics of each micro-batch" in one]
+    assert "BatchNorm ('norm.module')" in told
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_deferred_batch_norm_has_the_running_statistics_of_the_whole(momentum: Any) -> None:
+    """Of the first layer, whose inputs do not depend on how rows are normalised."""
+    plain = Normed(nn.BatchNorm1d(WIDTH, momentum=momentum)).double()
+    net = on_engine(copy.deepcopy(plain), num_chunks=4)
+    for seed in range(3):
+        data = draw_batch(SIZES, seed)
+        out = run(net, data)
+        assert not torch.allclose(out, run(plain, data))
+        out.sum().backward()
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert_same(getattr(net.norm, name), getattr(plain.norm, name))
+    net.eval(), plain.eval()
+    with torch.no_grad():  # row by row, and exact
+        assert_same(run(net, data), run(plain, data))
+
+
+def test_deferred_batch_norm_normalises_each_micro_batch() -> None:
+    plain, data = Normed(nn.BatchNorm1d(WIDTH)).double(), draw_batch((5, 5))
+    out = run(on_engine(copy.deepcopy(plain), num_chunks=2), data)
+    for graph in range(2):
+        part = data[graph]
+        expected = plain(part.x, part.edge_index, torch.zeros(5, dtype=torch.int64))
+        assert_same(out[data.batch == graph], expected)
+
+
+def test_one_row_for_a_deferred_batch_norm_is_refused() -> None:
+    net = on_engine(Normed(nn.BatchNorm1d(WIDTH)), num_chunks=4)
+    run(net, draw_batch((5, 5, 5, 5))).sum().backward()
+    with pytest.raises(UnsupportedError, match="at least two rows"):
+        run(net, draw_batch((5, 1)))
+
+
+def test_options_for_one_graph_are_refused() -> None:
+    net = on_engine(GINE(), num_chunks="auto", partition=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="'partition' to be left out for batches of graphs"):
+        net(draw_batch(SIZES))
+    with pytest.raises(UnsupportedError, match="a single large graph for graph_parallel"):
+        check_graph_batches(2)
+
+
+def joined(num_nodes: int) -> Tensor:
+    """Return an edge between the first and the last node."""
+    return torch.tensor([[0], [num_nodes - 1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: {"batch": a["batch"].flip(0)}, "ascending"),
+        (lambda a: {"batch": a["batch"].int()}, "torch.int64"),
+        (lambda a: {"batch": a["batch"][:-1]}, "one entry for each"),
+        (lambda a: {"size": 2}, "to agree on the number of graphs"),
+        (lambda a: {"edge_index": a["edge_index"] + 1000}, "to name nodes from 0 to"),
+        (lambda a: {"edge_index": joined(a["x"].size(0))}, "to join two nodes of one graph"),
+    ],
+)
+def test_malformed_batches_are_refused(change: Any, message: str) -> None:
+    data = draw_batch(SIZES)
+    given = {"x": data.x, "edge_index": data.edge_index, "batch": data.batch}
+    given |= {"weight": data.edge_weight, "size": data.num_graphs}
+    with pytest.raises(GraphError, match=message):
+        on_engine(WeightedGCN())(**{**given, **change(given)})
+
+
+class Conditioned(nn.Module):
+    """Adds a tensor whose name says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(NUM_FEATURES, WIDTH)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, extra: Tensor) -> Tensor:
+        return self.conv(x, edge_index) + extra[batch].sum(-1, keepdim=True)
+
+
+def test_rows_that_could_be_of_two_kinds_are_refused_unless_known() -> None:
+    def inputs(sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        data = draw_batch(sizes)
+        extra = torch.randn(data.num_graphs, 3, dtype=torch.float64)
+        return data.x, data.edge_index, data.batch, extra
+
+    plain, ambiguous = Conditioned().double(), inputs((2, 0, 1))  # three nodes, three graphs
+    net = on_engine(copy.deepcopy(plain))
+    with pytest.raises(GraphError, match="rows of 'extra' to show what the rows are"):
+        net(*ambiguous)
+    net(*inputs(SIZES)).sum().backward()
+    assert_same(net(*ambiguous), plain(*ambiguous))
+
+
+class WithNorm(nn.Module):
+    """Hands the batch vector on to its norms, and pools if it is to."""
+
+    def __init__(self, norm: nn.Module, *, pools: bool = False, **given: Any) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
+        self.norm, self.pools, self.given = norm, pools, given
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(conv(x, edge_index), batch, **self.given).relu()
+        return gnn.global_mean_pool(x, batch) if self.pools else x
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        WithNorm(gnn.GraphNorm(NUM_FEATURES)),
+        WithNorm(gnn.GraphNorm(NUM_FEATURES), batch_size=1),
+        WithNorm(gnn.LayerNorm(NUM_FEATURES)),
+        WithNorm(gnn.InstanceNorm(NUM_FEATURES)),
+        WithNorm(gnn.PairNorm()),
+        WithNorm(gnn.GraphSizeNorm()),
+        WithNorm(gnn.GraphNorm(NUM_FEATURES), pools=True),  # a batch of one graph
+    ],
+)
+def test_a_batch_vector_of_zeros_is_one_graph(net: WithNorm) -> None:
+    """Which trains in chunks, behind an exact step, unless it is pooled."""
+    data, plain = draw_batch((40,)), copy.deepcopy(net)
+    engine = make_engine(net, num_chunks=4)
+    net.float()  # PyG's LayerNorm adds eps elsewhere where it is given a batch vector
+    data.x = data.x.float()
+    for step, num_chunks in enumerate((1, 1 if net.pools else 4)):
+        engine.set_step(step_index=step)
+        found, expected = run(net, data), run(plain, data)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for out, one in ((found, net), (expected, plain)):
+            one.zero_grad()
+            out.square().sum().backward()
+        assert engine.last_step.record is not None
+        assert engine.last_step.record.num_chunks == num_chunks
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert num_chunks > 1 or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,103 @@
+"""What pages have: every public name and choice, pictures and tables as made, plain words."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import lightning_gnnpipe
+from lightning_gnnpipe import errors, models, types
+from lightning_gnnpipe.callbacks.staleness import RefreshHow
+from tests.docs.pages import PAGES, ROOT
+from tests.helpers import support_table
+
+DOCS = ROOT / "docs"
+NAMES = [name for name in lightning_gnnpipe.__all__ if not name.startswith("_")]
+KINDS = {
+    "staleness": types.StalenessName,
+    "codec": types.CodecName,
+    "chunk_order": types.OrderName,
+    "schedule": types.ScheduleName,
+    "partition": types.PartitionMethod,
+    "cross_chunk_edges": types.CrossChunkEdges,
+    "how": RefreshHow,
+    "changing_inputs": types.ChangingInputs,
+}
+CHOICES = [(option, value) for option, kind in KINDS.items() for value in get_args(kind)]
+INSTEAD = {
+    "deal": "assign",
+    "deals": "assigns",
+    "dealt": "assigned",
+    "husk": "placeholder",
+    "those of": "the noun again",
+    "others": "the noun: other ranks, layers, chunks",
+    "told": "given, set, logged",
+    "is another": "differs, changed",
+    "what waits": "the noun: buffer, queue",
+    "in vain": "what happened",
+}
+FILES = [*PAGES.values(), *sorted((ROOT / "lightning_gnnpipe").rglob("*.py"))]
+
+
+def documented(*pages: str) -> set[str]:
+    """Return the names, without their modules, that pages on the API take from docstrings."""
+    text = "\n".join((DOCS / "api" / page).read_text() for page in pages)
+    return {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)", text, re.M)}
+
+
+def test_public_names_models_and_errors_are_documented() -> None:
+    assert set(NAMES) <= documented("index.md", "callbacks.md")
+    assert documented("models.md") == set(models.__all__)
+    classes = inspect.getmembers(errors, inspect.isclass)
+    own = {one.__name__ for _, one in classes if one.__module__ == errors.__name__}
+    assert documented("errors.md") == own - {"Fallbacks"}  # which warns
+
+
+def rows() -> list[str]:
+    """Return the rows of all tables."""
+    pages = (path for path in sorted(DOCS.glob("*.md")) if path.name != "troubleshooting.md")
+    text = "\n".join(path.read_text() for path in pages)
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize(("option", "value"), CHOICES)
+def test_a_value_stands_in_a_table(option: str, value: str) -> None:
+    """Where it is best, or the paper it is of."""
+    quoted = re.compile(rf"[`\"(]\"?{re.escape(value)}\"?[`\")]|\b{option}\w*=\"{value}\"")
+    assert any(quoted.search(row) for row in rows())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_in_a_table(name: str) -> None:
+    assert any(re.search(rf"`{name}\b", row) for row in rows())
+
+
+def test_the_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = DOCS / "pictures"
+    monkeypatch.syspath_prepend(folder)
+    for name in ("svg", "draw"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import draw  # type: ignore[import-not-found]
+
+    pictures = draw.draw_all()
+    assert set(pictures) == {path.name for path in folder.glob("*.svg")}
+    for name, picture in pictures.items():
+        assert (folder / name).read_text() == str(picture), "run: python docs/pictures/draw.py"
+
+
+def test_the_page_on_support_is_up_to_date() -> None:
+    written = support_table.PAGE.read_text()
+    assert written == support_table.build_page(), "run: python -m tests.helpers.support_table"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_are_those_of_the_field(path: Path) -> None:
+    """And none that a reader would have to guess."""
+    text = path.read_text()
+    found = [word for word in INSTEAD if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
+    assert found == [], f"write {[INSTEAD[word] for word in found]}"

@@ -1,0 +1,228 @@
+"""The benchmarks' programs: which runs there are, what is judged, and what is reported of them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from torch_geometric.utils import erdos_renyi_graph
+
+from lightning_gnnpipe import FullGraphDataModule
+from tests.helpers.scripts import ROOT, modules_of
+
+FOLDER = ROOT / "examples" / "benchmarks"
+NAMES = {
+    "published": ("resumable", "settings", "run_setting", "accuracies", "main"),
+    "dropped_edges": ("cells", "report", "main"),
+    "gradient_bias": ("main",),
+    "multi_host": ("main",),
+}
+
+Modules = dict[str, ModuleType]
+
+
+def modules(name: str) -> Any:
+    """Return a fixture of the modules of a benchmark."""
+
+    @pytest.fixture
+    def found() -> Iterator[Modules]:
+        with modules_of(FOLDER / name, NAMES[name]) as modules:
+            yield modules
+
+    return found
+
+
+published, dropped = modules("published"), modules("dropped_edges")
+bias, multi_host = modules("gradient_bias"), modules("multi_host")
+
+
+def test_the_settings_are_read_and_have_names_of_their_own(published: Modules) -> None:
+    read = published["settings"].read_settings
+    assert len({setting.name for setting in read()}) == len(read()) == 10
+    assert [setting.name for setting in read("cora-*")] == ["cora-gcnii", "cora-gcn"]
+    with pytest.raises(ValueError, match="minesweeper-gcn"):
+        read("none")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cora-gcnii", (0.01, 0.01)),
+        ("minesweeper-gcn", (0.0, 0.0)),
+        ("physics-gcn", (5e-4, 5e-4)),
+        ("cora-gcn", (5e-4, 0.0)),
+    ],
+)
+def test_decays_reach_the_parameters_that_they_are_for(
+    published: Modules, name: str, expected: tuple[float, float]
+) -> None:
+    [setting] = published["settings"].read_settings(name)
+    module = published["settings"].Published(replace(setting, layers=3), 8, 2)
+    groups = module.configure_optimizers().param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert len(decays) == len(list(module.parameters()))
+    first, second = (next(module.net.convs[i].parameters()) for i in (0, 1))
+    assert (decays[id(first)], decays[id(second)]) == expected
+
+
+def test_a_run_is_judged_where_validation_is_best(published: Modules) -> None:
+    curves = published["run_setting"].Curves()
+    losses, metrics, tests = [3.0, 1.0, 2.0, 1.0], [0.1, 0.2, 0.9, 0.2], [0.5, 0.6, 0.7, 0.8]
+    for loss, metric, test in zip(losses, metrics, tests, strict=True):
+        curves.epochs.append({"val_loss": loss, "val_metric": metric, "test_metric": test})
+    by_loss, by_metric = (
+        published["run_setting"].summarize(curves, by) for by in ("loss", "metric")
+    )
+    assert (by_loss["test"], by_loss["best_epoch"]) == (60.0, 2)
+    assert (by_metric["test"], by_metric["last_test"]) == (70.0, 80.0)
+
+
+@pytest.mark.parametrize("name", ["cora-gcnii", "minesweeper-gcn"])
+def test_exact_training_equals_a_plain_trainer(published: Modules, name: str) -> None:
+    [setting] = published["settings"].read_settings(name)
+    small = replace(setting, graph="digits", split="drawn", metric="accuracy", layers=2, hidden=8)
+    before = torch.get_default_dtype()
+    try:
+        assert published["run_setting"].compare(small, 0, None) < 1e-12
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_the_table_says_what_is_out_of_bounds(published: Modules) -> None:
+    [setting] = published["settings"].read_settings("cora-gcn")
+
+    def described(**tests: list[float]) -> list[str]:
+        rows = [
+            {"method": method, "seed": str(seed), "test": str(test), "epochs": "200"}
+            for method, found in {**tests, "compare": [0.0]}.items()
+            for seed, test in enumerate(found)
+        ]
+        rows = [{**row, "cpu_s": "9", "difference": "1.0e-16"} for row in rows]
+        return published["accuracies"].describe(setting, rows)
+
+    near = described(exact=[81.6, 82.0], pipeline=[81.2])
+    assert near[4:8] == ["81.8 ± 0.3", "81.2", "+0.3", "-0.4"]
+    far = described(exact=[81.6, 82.0], pipeline=[81.0])
+    assert far[7] == "-0.6, beyond the bound"
+    assert described(exact=[82.3])[6] == "+0.8, beyond the bound"
+
+
+def options(**given: object) -> Namespace:
+    usual = {"datasets": ["Cora"], "partitions": ["contiguous", "metis"], "chunks": [1, 2, 4]}
+    usual |= {"methods": ["dropped", "constant"], "warmup": 10, "epochs": 5, "seeds": [0, 1]}
+    return Namespace(**{**usual, **given})
+
+
+def test_one_chunk_is_run_once_a_seed(dropped: Modules) -> None:
+    cells = list(dropped["main"].cells_of(options()))
+    assert len(cells) == len(set(cells)) == 2 * (1 + 2 * 2 * 2)
+    assert sum(cell.chunks == 1 for cell in cells) == 2
+    warmups = {(cell.method, cell.warmup) for cell in cells if cell.chunks > 1}
+    assert warmups == {("dropped", 1), ("constant", 10)}
+
+
+def test_changes_are_those_to_one_chunk_of_the_same_seed(dropped: Modules, tmp_path: Path) -> None:
+    cells = dropped["main"].cells_of(options(partitions=["metis"], chunks=[1, 2]))
+    for number, cell in enumerate(cells):
+        measured = {"test": 80.0 - number, "late": 70.0, "cut": 5.0, "seconds": 1.0}
+        dropped["cells"].write_cell(tmp_path / "cells.csv", cell, measured)
+    rows = dropped["report"].summarize(dropped["cells"].read_cells(tmp_path / "cells.csv"))
+    found = {row["method"]: (row["test"], row["test_change"], row["seeds"]) for row in rows}
+    # one chunk, dropped, constant are 80, 79, 78 with one seed and 77, 76, 75 with the other
+    assert found == {
+        "one chunk": (78.5, 0.0, 2),
+        "dropped": (77.5, -1.0, 2),
+        "constant": (76.5, -2.0, 2),
+    }
+
+
+def test_the_committed_table_is_that_of_the_committed_runs(
+    dropped: Modules, tmp_path: Path
+) -> None:
+    folder = FOLDER / "dropped_edges"
+    rows = dropped["report"].summarize(dropped["cells"].read_cells(folder / "cells.csv"))
+    dropped["report"].write_rows(tmp_path / "accuracy.csv", rows)
+    assert (tmp_path / "accuracy.csv").read_text() == (folder / "accuracy.csv").read_text()
+
+
+def test_a_share_is_the_projection_of_a_mean_for_a_group_of_layers(bias: Modules) -> None:
+    names = ("net.lin_in.weight", "net.convs.0.weight1", "net.convs.7.weight1", "net.convs.8.w")
+    groups = [bias["main"].group_of(name) for name in names]
+    assert groups == ["lin_in", "convs 1-8", "convs 1-8", "convs 9-16"]
+    exact, other = bias["main"].MeanGradient(), bias["main"].MeanGradient()
+    exact.sums, exact.num_steps = {"a": torch.tensor([6.0, 0.0])}, 2  # mean 3, 0
+    other.sums, other.num_steps = {"a": torch.tensor([9.0, 60.0])}, 6  # mean 1.5, and across it
+    assert other.share_of(exact, "a") == pytest.approx(0.5)
+
+
+def test_a_factor_makes_up_for_a_part_of_what_is_dropped(bias: Modules) -> None:
+    torch.manual_seed(0)
+    edges = erdos_renyi_graph(60, 0.1)
+    graph = Data(x=torch.randn(60, 5), edge_index=edges, y=torch.arange(60) % 3)
+    for name in ("train_mask", "val_mask", "test_mask"):
+        graph[name] = torch.ones(60, dtype=torch.bool)
+    sizes = {"num_layers": 4, "num_chunks": 4, "num_epochs": 3, "num_steps": 30}
+    shares = bias["main"].measure(FullGraphDataModule(graph), **sizes, seed=0)
+    assert list(shares) == ["lin_in", "convs 1-8", "lin_out"]
+    for group in ("lin_in", "convs 1-8"):
+        constant, doubled = shares[group]
+        assert constant < doubled < 0.99
+    assert shares["lin_out"] == pytest.approx([1, 1], abs=1e-3)
+
+
+def parse(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> Namespace:
+    modes = ["alone", "graph fp32", "pipe fp32"]
+    monkeypatch.setattr("sys.argv", ["main.py", "--modes", *modes, *words])
+    found: Namespace = program.parse_options()
+    return found
+
+
+def test_steps_of_all_rounds_and_calls_are_kept(
+    multi_host: Modules, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, results = multi_host["main"], tmp_path / "figures.json"
+    words = "--rates", "none", "100", "--rounds", "2", f"--results={results}"
+    options = parse(program, monkeypatch, *words)
+    walls = iter([9.0, 4.0, 8.0, 1.0, 2.0, 9.0, 5.0, 8.0, 3.0, 2.0, 9.0, 6.0, 8.0, 2.0, 2.0])
+    measured = {"bytes_by_kind": {"forward": 7}, "bubble_frac": 0.0}
+    measured["matmul"] = {"gflop_per_s": 1.0, "error": 0.0}
+
+    def measure(mode: str, _: int, rates: list[str], __: Any) -> dict[str, Any]:
+        return {rate: {"steps": [[[next(walls), 0.5, 0]]], **measured} for rate in rates}
+
+    monkeypatch.setattr(program, "measure", measure)
+    known: dict[str, Any] = {}
+    for rounds in (2, 1):
+        options.rounds = rounds
+        program.check_settings(options, known)
+        program.measure_all(options, known)
+        known = json.loads(results.read_text())
+    known.pop("settings")
+    rows = {(row["mode"], row["rate"]): row for row in program.collect(known)}
+    assert rows["graph fp32", "none"]["step_s"] == 5.0  # of 4, 5 and 6
+    assert rows["graph fp32", "none"]["spread_s"] == (4.0, 6.0)
+    assert rows["pipe fp32", "none"]["step_s"] == 2.0  # of 1, 3 and 2
+    table = [program.row_of(row, list(rows.values())) for row in rows.values()]
+    assert [row[4] for row in table if row[1:3] == ["none", "pipe fp32"]] == ["2.50"]
+    picture = tmp_path / "figures.png"
+    program.draw(list(rows.values()), picture)
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize("other", [["--matmul", "medium"], ["--chunks", "8"], ["--default-malloc"]])
+def test_figures_of_other_settings_are_not_mixed(
+    multi_host: Modules, monkeypatch: pytest.MonkeyPatch, other: list[str]
+) -> None:
+    program, known = multi_host["main"], {}
+    for _ in range(2):
+        program.check_settings(parse(program, monkeypatch), known)
+    with pytest.raises(SystemExit, match="other settings"):
+        program.check_settings(parse(program, monkeypatch, *other), known)

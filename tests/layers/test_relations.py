@@ -1,0 +1,391 @@
+"""Several edge sets over the same nodes, in arguments or dicts: models as users write them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.utils import add_self_loops
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.errors import GraphError, UnsupportedError
+from lightning_gnnpipe.layers import check_support
+from lightning_gnnpipe.staleness import StalenessMethod
+from tests.helpers import observed, trainers
+from tests.helpers.engines import one_process_engine
+from tests.helpers.reference import StaleOracle
+from tests.passing.test_convs import assert_same, gradients, move
+
+pytestmark = pytest.mark.usefixtures("double")
+
+N, D = 26, 8
+CHUNKS = torch.arange(N) * 7 % N // 9
+ONE_CHUNK = torch.zeros(N, dtype=torch.int64)
+RELATIONS = [("a", "pos", "a"), ("a", "neg", "a")]
+DICTS = [gnn.HANConv, gnn.HGTConv]
+
+Batch = dict[str, Tensor]
+
+
+def edges(count: int, stride: int) -> Tensor:
+    number = torch.arange(count)
+    source = (number * stride + number // 7) % (N - 1)
+    return torch.stack([source, (number * 5 + number // 3 + stride) % (N - 2)])
+
+
+def make_batch(num_neg: int = 44) -> Batch:
+    return {
+        "x": torch.randn(N, D),
+        "pos_edge_index": edges(61, 11),
+        "neg_edge_index": edges(num_neg, 3),
+        "pos_edge_weight": torch.rand(61) + 0.5,
+        "neg_edge_weight": torch.rand(num_neg) + 0.5,
+    }
+
+
+class Signed(nn.Module):
+    """What PyG's SignedGCN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(D, True), (D // 2, False), (D // 2, False)]
+        self.convs = nn.ModuleList(gnn.SignedConv(width, D // 2, one) for width, one in widths)
+
+    def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, pos_edge_index, neg_edge_index).relu()
+        return x
+
+
+class Weighted(nn.Module):
+    """One kind of layer for each edge set, weights that are changed on the way, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(3))
+        self.neg = nn.ModuleList(gnn.GATConv(D, D, edge_dim=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(D) for _ in range(3))
+        self.score = nn.Linear(1, 1)
+
+    def forward(
+        self,
+        x: Tensor,
+        pos_edge_index: Tensor,
+        neg_edge_index: Tensor,
+        pos_edge_weight: Tensor,
+        neg_edge_weight: Tensor,
+    ) -> Tensor:
+        score = self.score(neg_edge_weight[:, None]).sigmoid()  # crosses the cuts
+        for pos, neg, norm in zip(self.pos, self.neg, self.norms, strict=True):
+            x = pos(x, pos_edge_index, pos_edge_weight) - neg(x, neg_edge_index, score)
+            x = norm(x).tanh()
+        return x
+
+
+class Relations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"pos": gnn.GATConv, "neg": gnn.GCNConv}
+        self.convs = nn.ModuleList(
+            gnn.HeteroConv({("a", key, "a"): kind(D, D) for key, kind in kinds.items()})
+            for _ in range(2)
+        )
+
+    def forward(self, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        for conv in self.convs:
+            x_dict = {key: x.relu() for key, x in conv(x_dict, edge_index_dict).items()}
+        return x_dict["a"]
+
+
+class Dicts(nn.Module):
+    """Three layers of one kind; what they return goes on as a dict, or is taken apart."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(kind(D, D, (["a"], RELATIONS), heads=2) for _ in range(3))
+
+    def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+        sets = dict(zip(RELATIONS, (pos_edge_index, neg_edge_index), strict=True))
+        first, second, third = self.convs
+        x_dict = second(first({"a": x}, sets), sets)
+        x_dict = {key: rows.tanh() for key, rows in x_dict.items()}
+        return third(x_dict, edge_index_dict=sets)["a"]
+
+
+class GivenData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Signed()
+
+    def forward(self, data: Data) -> Tensor:
+        return self.net(data.x, data.pos_edge_index, data.neg_edge_index)
+
+
+class GivenDicts(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.net = Dicts(kind)
+
+    def forward(self, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        return self.net(x_dict["a"], *edge_index_dict.values())
+
+
+def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return what `net` is called with."""
+    if isinstance(net, GivenData):
+        return {"data": Data(**batch)}
+    if isinstance(net, Relations | GivenDicts):
+        both = {key: batch[f"{key[1]}_edge_index"] for key in RELATIONS}
+        return {"x_dict": {"a": batch["x"]}, "edge_index_dict": both}
+    _, *names = inspect.signature(type(net).forward).parameters
+    return {name: batch[name] for name in names}
+
+
+@pytest.mark.parametrize("num_neg", [44, 61])
+@pytest.mark.parametrize(
+    ("partition", "recompute"), [(CHUNKS, False), (CHUNKS, True), (ONE_CHUNK, False)]
+)
+@pytest.mark.parametrize(
+    "make",
+    [Signed, Weighted, Relations, GivenData, *(lambda k=kind: GivenDicts(k) for kind in DICTS)],
+)
+def test_p1_several_edge_sets_train_as_in_pyg(
+    make: Any, partition: Tensor, recompute: bool, num_neg: int
+) -> None:
+    """An exact step equals plain PyG, a step in chunks behind it and inference do as well."""
+    net = make()
+    given = arguments(net, make_batch(num_neg))
+    check_support(net, num_chunks=3)
+    engine = one_process_engine(net, partition=partition, recompute=recompute)
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    expected = net(**given)
+    expected.square().sum().backward()
+    expected_grads = gradients(net)
+    for name, buffer in net.named_buffers():
+        buffer.data = buffers[name]
+    for step in range(2):
+        engine.set_step(step_index=step)
+        found = engine.forward((), given)
+        assert_same(found.detach(), expected.detach())
+        found.square().sum().backward()
+        if step == 0:
+            assert_same(gradients(net), expected_grads)
+    net.eval()
+    with torch.no_grad():
+        assert_same(engine.forward((), given), net(**given))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", DICTS)
+def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
+    net = Dicts(kind)
+    batch = tuple(arguments(net, make_batch()).values())
+    oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=2.0)
+    method = StalenessMethod(linear_scale=2.0, message_scale=2.0)
+    engine = one_process_engine(
+        net, partition=CHUNKS, chunk_order="fixed", method=method, recompute=recompute
+    )
+    for step in range(4):
+        chunked = oracle.chunked(*batch, order=(0, 1, 2)) if step else oracle.exact(*batch)
+        chunked.square().sum().backward()
+        expected_grads = gradients(net)
+        engine.set_step(step_index=step)
+        found = engine.forward(batch, {})
+        assert_same(found.detach(), chunked.detach())
+        found.square().sum().backward()
+        assert_same(gradients(net), expected_grads)
+        move(net, 0.1)
+
+
+@pytest.mark.parametrize("kind", DICTS)
+def test_half_precision_in_histories_and_by_autocast(kind: Any) -> None:
+    net = Dicts(kind).float()
+    given = arguments(net, make_batch())
+    given["x"] = given["x"].float()
+    engine = one_process_engine(net, partition=CHUNKS, history_dtype=torch.bfloat16)
+    for step in range(3):
+        engine.set_step(step_index=step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=step == 2):
+            found, expected = engine.forward((), given), net.forward(**given)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+        found.float().sum().backward()
+
+
+def test_shares_of_a_mean_are_kept_a_chunk_not_a_node() -> None:
+    net = Dicts(gnn.HANConv)
+    engine = one_process_engine(net, partition=CHUNKS)
+    engine.forward((), arguments(net, make_batch())).sum().backward()
+    store = engine.graphs.trained.store
+    sizes = {k.argument: store.rows(k).shape for k in store if k.layer.endswith("0")}
+    assert sizes == {"x": (N, 2, D // 2), "alpha": (N, 2), "statistics": (3, 2, D)}
+
+
+class Module(L.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out = self.net(**arguments(self.net, data))
+        return (out - data.x.roll(1, 0)).square().mean()
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(data, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(trainer: L.Trainer, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the weights and the loss in validation, which comes first, in inference mode."""
+    module = Module(net)
+    trainer.fit(module, datamodule=FullGraphDataModule(Data(**batch)))
+    return trainers.weights(module), trainer.callback_metrics["val_loss"]
+
+
+def test_p1_several_edge_sets_on_two_stages(tmp_path: Path) -> None:
+    batch, found = make_batch(), []
+    for num_stages in (0, 2):
+        torch.manual_seed(1)
+        trainer = trainers.make_trainer(num_stages, 3, default_root_dir=tmp_path)
+        found.append(fit(trainer, Weighted(), batch))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", DICTS)
+def test_p3_two_stages_train_as_one(tmp_path: Path, kind: Any) -> None:
+    batch, found = make_batch(), []
+    for num_stages in (1, 2):
+        L.seed_everything(1, verbose=False)
+        trainer = observed.make_trainer(num_stages, 4, max_epochs=4, default_root_dir=tmp_path)
+        found.append(fit(trainer, Dicts(kind), batch))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("make", [Weighted, *(lambda k=kind: Dicts(k) for kind in DICTS)])
+def test_a_forecast_of_several_edge_sets(make: Any) -> None:
+    data = FullGraphDataModule(Data(**make_batch()))
+    plan = GNNPipeStrategy(num_chunks=4).plan(Module(make()), data, num_stages=2)
+    assert plan.num_edges == sum(plan.chunk_edges) == 61 + 44
+
+
+class Anonymous(nn.Module):
+    """Its arguments do not tell what is what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GCNConv(D, D)
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return self.conv(x, first) + self.conv(x, second)
+
+
+class Unclear(Anonymous):
+    """Its weight could be of either edge set."""
+
+    def forward(
+        self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor, edge_weight: Tensor
+    ) -> Tensor:
+        return self.conv(x, pos_edge_index, edge_weight) + self.conv(x, neg_edge_index)
+
+
+class Crossed(Weighted):
+    """Its weights are those of the other edge set, of the same size."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        named |= {"pos_edge_weight": named["neg_edge_weight"]}
+        return super().forward(x, *others, **named)
+
+
+class CountsNodes(gnn.MessagePassing):
+    """Lets PyG count the nodes in each of two edge sets."""
+
+    def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+        pos, neg = (add_self_loops(edges)[0] for edges in (pos_edge_index, neg_edge_index))
+        return self.propagate(pos, x=x) - self.propagate(neg, x=x)
+
+
+def counting() -> Signed:
+    net = Signed()
+    net.convs = nn.ModuleList([CountsNodes()])
+    return net
+
+
+POS, NEG = "pos_edge_index", "neg_edge_index"
+BOTH = {POS: POS, NEG: NEG}
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "text"),
+    [
+        (
+            Anonymous,
+            {"first": POS, "second": NEG},
+            r"which arguments .* are edges.*'first', 'second'",
+        ),
+        (Unclear, {**BOTH, "edge_weight": "pos_edge_weight"}, "'edge_weight' to be named after"),
+        (Signed, {POS: POS, NEG: "floats"}, r"'neg_edge_index' to hold integers .*float64"),
+        (counting, BOTH, r"num_nodes=x.size"),
+        (Crossed, {name: name for name in make_batch()}, "belongs to one edge set"),
+    ],
+)
+def test_p4_unclear_edge_sets_are_refused(make: Any, given: dict[str, str], text: str) -> None:
+    batch = make_batch(num_neg=61)
+    batch["floats"] = batch[NEG].double()
+    arguments = {name: batch[key] for name, key in {"x": "x", **given}.items()}
+    with pytest.raises((GraphError, UnsupportedError), match=text):
+        one_process_engine(make(), partition=CHUNKS).forward((), arguments)
+
+
+TYPES = (["a", "b"], [("a", "to", "b"), ("b", "to", "a")])
+
+
+@pytest.mark.parametrize(
+    ("conv", "text"),
+    [
+        (gnn.HANConv(D, D, TYPES), "HANConv: .*several types.*RGCNConv"),
+        (gnn.HGTConv(D, D, TYPES), "HGTConv: .*several types.*RGCNConv"),
+        (gnn.HeteroConv({("a", "to", "b"): gnn.SAGEConv(D, D)}), "HeteroConv: .*several types"),
+        (gnn.HeteroConv({RELATIONS[0]: gnn.SAGEConv(D, D)}, aggr="max"), "HeteroConv: .*='max'"),
+    ],
+)
+def test_p4_layers_that_take_dicts_are_refused_where_not_exact(conv: nn.Module, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        check_support(nn.ModuleList([conv]), num_chunks=2)
+
+
+def test_a_change_of_one_edge_set_is_a_change_of_the_graph() -> None:
+    net, batch = Signed(), make_batch()
+    engine = one_process_engine(net, partition=CHUNKS)
+    for stride in (3, 9):
+        given = {**arguments(net, batch), "neg_edge_index": edges(44, stride)}
+        found = engine.forward((), given)
+        assert_same(found.detach(), net(**given).detach())
+        found.sum().backward()
+
+
+def test_weights_of_edge_sets_can_be_used_in_forward() -> None:
+    """HANConv returns them on request; they are as stale as the rows that they come from."""
+
+    class Shares(Dicts):
+        def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+            sets = dict(zip(RELATIONS, (pos_edge_index, neg_edge_index), strict=True))
+            out, weight = self.convs[0]({"a": x}, sets, return_semantic_attention_weights=True)
+            return out["a"] * weight["a"][0]
+
+    net = Shares(gnn.HANConv)
+    given = arguments(net, make_batch())
+    engine = one_process_engine(net, partition=CHUNKS)
+    for step in range(3):
+        engine.set_step(step_index=step)
+        found = engine.forward((), given)
+        assert_same(found.detach(), net.forward(**given).detach())
+        found.sum().backward()

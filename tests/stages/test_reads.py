@@ -1,0 +1,434 @@
+"""What a forward reads beside its arguments: a change is seen in the next step, or refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import weakref
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from lightning.pytorch.utilities.parsing import AttributeDict
+from torch import Tensor, nn
+
+from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps import model
+from tests.helpers.engines import one_process_engine
+
+N, D = 26, 4
+SCALE, ACTIVATION = 1.0, torch.relu
+SETTINGS = ModuleType("settings")
+SETTINGS.scale = 1.0
+KEPT: list[Any] = []
+
+
+class Config:
+    scale = 1.0
+
+
+@dataclass
+class Options:
+    scale: float = 1.0
+    inner: dict[str, Any] = field(default_factory=lambda: {"shifts": [0.0, 1.0]})
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.values, self.step = [1.0, 3.0], 0
+
+    def value(self) -> float:
+        return self.values[self.step]
+
+
+OWNER = Options()
+
+
+def scaled(h: Tensor) -> Tensor:
+    return h * SCALE
+
+
+def shifted(h: Tensor, shift: float = 0.0) -> Tensor:
+    return h + shift
+
+
+def closed_over(scale: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    def apply(h: Tensor) -> Tensor:
+        return h * scale
+
+    def change(to: float) -> None:
+        nonlocal scale
+        scale = to
+
+    return apply, change
+
+
+class Base(nn.Module):
+    scale = 1.0
+
+    def ends(self, h: Tensor) -> Tensor:
+        return h * SETTINGS.scale
+
+
+class Part(nn.Module):
+    """Traced through, since it holds a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = gnn.SAGEConv(D, D), nn.LayerNorm(D), nn.Dropout(0.0)
+        self.p = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.drop(self.norm(self.conv(x, edge_index)))
+        return F.dropout(h, self.p, self.training) + (0.0 if self.training else 1.0)
+
+
+class Net(Base):
+    """Runs `how` between its two parts.
+
+    Args:
+        how: Given the module and what the first part has computed.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, how: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.how = [how]  # bound to nothing
+        self._scale, self.__mangled, self._slot = 1.0, 1.0, 1.0
+        self._options, self.space = Options(), SimpleNamespace(args=Namespace(scale=1.0))
+        self.hparams, self._list, self._cache = AttributeDict(scale=1.0), [1.0, 2.0], {}
+        self.function, self.change = closed_over(1.0)
+        self.partial = functools.partial(shifted, shift=1.0)
+        self.array, self.number = np.ones(D), torch.tensor(1.0)
+        self.counter, self._it = itertools.count(1), None
+        self.schedule, self.owner = Schedule().value, weakref.ref(OWNER)
+        self.random = random.Random(0)
+        self.weight = nn.Parameter(torch.ones(D))
+        self.register_buffer("mask", torch.ones(D))
+        self.extra: Any = nn.Identity()
+
+    @property
+    def mangled(self) -> float:
+        return self.__mangled
+
+    @mangled.setter
+    def mangled(self, value: float) -> None:
+        self.__mangled = value
+
+    @functools.cached_property
+    def rows(self) -> Any:
+        return self.latest * 2
+
+    def first_rows(self, h: Tensor) -> Tensor:
+        self.__dict__["latest"] = h
+        return self.rows
+
+    @classmethod
+    def of_class(cls, h: Tensor) -> Tensor:
+        return h * cls.scale
+
+    def ends(self, h: Tensor) -> Tensor:
+        return super().ends(h)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.parts[0](x, edge_index)
+        h = self.how[0](self, h)
+        return self.parts[1](h, edge_index)
+
+
+def make(how: Callable[[Any, Tensor], Any]) -> tuple[Net, PipelineEngine, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    net = Net(how).double()
+    engine = one_process_engine(net, partition=torch.arange(N) % 3)
+    engine.controls.is_exact = True
+    return net, engine, (torch.randn(N, D, dtype=torch.float64), torch.randint(0, N, (2, 60)))
+
+
+def set_global(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda _: globals().__setitem__(name, value)
+
+
+def put(owner: Any, name: str, value: Any = 3.0) -> Callable[[Any], None]:
+    return lambda _: setattr(owner, name, value)
+
+
+def set_to(path: str, value: Any = 3.0) -> Callable[[Any], None]:
+    """Return what sets an attribute, or an item, of the module."""
+    *owners, last = path.split(".")
+
+    def change(net: Any) -> None:
+        for name in owners:
+            net = net[int(name)] if name.isdigit() else getattr(net, name)
+        if isinstance(net, list | dict) or last.isdigit():
+            net[int(last) if last.isdigit() else last] = value
+        else:
+            setattr(net, last, value)
+
+    return change
+
+
+def in_place(name: str) -> Callable[[Any], None]:
+    def change(net: Any) -> None:
+        with torch.no_grad():
+            getattr(net, name).mul_(3.0)
+
+    return change
+
+
+def add_layer(net: Any) -> None:
+    torch.manual_seed(1)
+    net.extra = nn.Linear(D, D).double()
+
+
+def add_part(net: Any) -> None:
+    if len(net.parts) == 2:
+        net.parts.insert(1, Part().double())
+
+
+def in_environment(_: Any) -> None:
+    os.environ["SCALE"] = "3"
+
+
+def as_it_is(net: Any, h: Tensor) -> Tensor:
+    return h
+
+
+THREES = torch.full((D,), 3.0, dtype=torch.float64)
+# What runs in between, and what changes: a name is set to 3.
+CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]] = {
+    "private": (lambda net, h: h * net._scale, "_scale"),
+    "vars": (lambda net, h: h * vars(net)["_scale"], "_scale"),
+    "branch": (lambda net, h: h * 2 if net._scale > 2 else h, "_scale"),
+    "mangled": (lambda net, h: h * net.mangled, "mangled"),
+    "slot": (lambda net, h: h * net._slot, "_slot"),
+    "int and float": (lambda net, h: h * (2 + (type(net._scale) is int)), set_to("_scale", 1)),
+    "appears": (lambda net, h: h * getattr(net, "later", 1.0), "later"),
+    "class": (lambda net, h: h * net.scale, put(Base, "scale")),
+    "type": (lambda net, h: h * type(net).scale, put(Net, "scale")),
+    "class method": (lambda net, h: net.of_class(h), put(Net, "scale")),
+    "shadowed class": (lambda net, h: h * net.scale, "scale"),
+    "dataclass": (lambda net, h: h * net._options.scale, "_options.scale"),
+    "nested": (
+        lambda net, h: h + net._options.inner["shifts"][1],
+        lambda net: net._options.inner["shifts"].__setitem__(1, 3.0),
+    ),
+    "namespace": (lambda net, h: h * net.space.args.scale, "space.args.scale"),
+    "hparams": (lambda net, h: h * net.hparams.scale, "hparams.scale"),
+    "list": (lambda net, h: h * net._list[1], "_list.1"),
+    "length": (lambda net, h: h * len(net._list), lambda net: net._list.append(1.0)),
+    "array": (lambda net, h: h * float(net.array[1]), "array.1"),
+    "number": (lambda net, h: h * float(net.number), in_place("number")),
+    "tensor": (lambda net, h: h * net.number, set_to("number", torch.tensor(3.0))),
+    "global": (lambda net, h: scaled(h), set_global("SCALE", 3.0)),
+    "global function": (lambda net, h: ACTIVATION(h), set_global("ACTIVATION", torch.tanh)),
+    "module": (lambda net, h: h * SETTINGS.scale, put(SETTINGS, "scale")),
+    "parent's method": (lambda net, h: net.ends(h), put(SETTINGS, "scale")),
+    "config class": (lambda net, h: h * Config.scale, put(Config, "scale")),
+    "closure": (lambda net, h: net.function(h), lambda net: net.change(3.0)),
+    "method of an object": (lambda net, h: h * net.schedule(), set_to("schedule.__self__.step", 1)),
+    "weak reference": (lambda net, h: h * net.owner().scale, put(OWNER, "scale", 3)),
+    "function": (lambda net, h: net.function(h), set_to("function", torch.tanh)),
+    "partial": (lambda net, h: net.partial(h), "partial.keywords.shift"),
+    "default": (lambda net, h: shifted(h), put(shifted, "__defaults__", (3.0,))),
+    "environment": (lambda net, h: h * float(os.environ.get("SCALE", "1")), in_environment),
+    "getenv": (lambda net, h: h * float(os.getenv("SCALE", "1")), in_environment),
+    "part's mode": (as_it_is, lambda net: net.parts[0].eval()),
+    "dropout": (as_it_is, set_to("parts.0.drop.p", 1.0)),
+    "functional dropout": (as_it_is, set_to("parts.0.p", 1.0)),
+    "option of a layer": (as_it_is, set_to("parts.1.conv.normalize", True)),
+    "option read of a layer": (lambda net, h: h * net.parts[0].norm.eps, "parts.0.norm.eps"),
+    "buffer in place": (lambda net, h: h * net.mask, in_place("mask")),
+    "buffer": (lambda net, h: h * net.mask, set_to("mask", THREES.clone())),
+    "weight": (lambda net, h: h * net.weight, set_to("weight", nn.Parameter(THREES.clone()))),
+    "other layer": (as_it_is, set_to("parts.0.conv", gnn.SAGEConv(D, D).double())),
+    "other convolution": (as_it_is, set_to("parts.0.conv", gnn.GCNConv(D, D).double())),
+    "other part": (as_it_is, set_to("parts.1", Part().double())),
+    "other norm": (as_it_is, set_to("parts.0.norm", nn.Identity())),
+    "layer more": (lambda net, h: net.extra(h), add_layer),
+    "part more": (as_it_is, add_part),
+    "method": (lambda net, h: net.ends(h), set_to("ends", lambda h: h * 3)),
+    "frozen": (as_it_is, lambda net: net.parts[0].requires_grad_(False)),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put globals and classes back after each test."""
+    for owner in (Base, Config, SETTINGS, OWNER):
+        monkeypatch.setattr(owner, "scale", 1.0)
+    monkeypatch.setattr(shifted, "__defaults__", (0.0,))
+    for name, value in {"SCALE": 1.0, "KEPT": [], "ACTIVATION": torch.relu}.items():
+        monkeypatch.setitem(globals(), name, value)
+    yield
+    if "scale" in vars(Net):
+        del Net.scale
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
+    how, change = CASES[name]
+    change = set_to(change) if isinstance(change, str) else change
+    net, engine, inputs = make(how)
+    for is_changed in (False, True, False):
+        if is_changed:
+            change(net)
+        net.zero_grad(set_to_none=True)
+        expected = net(*inputs)
+        expected.square().sum().backward()
+        grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        net.zero_grad(set_to_none=True)
+        found = engine.forward(inputs, {})
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        ours = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(ours, grads)
+        with torch.no_grad():
+            torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+
+
+def widen(net: Any) -> None:
+    torch.manual_seed(1)
+    net.parts[0].conv, net.parts[0].norm = gnn.SAGEConv(D, 7), nn.LayerNorm(7)
+    net.parts[1].conv = gnn.SAGEConv(7, D)
+    net.double()
+
+
+def test_layers_of_another_width_read_no_rows_of_those_before() -> None:
+    net, engine, inputs = make(as_it_is)
+    engine.controls.is_exact = False
+    for number in range(6):
+        if number == 3:
+            widen(net)
+        engine.set_step(step_index=number)
+        found = engine.forward(inputs, {})
+        torch.testing.assert_close(found, net(*inputs))
+        found.sum().backward()
+
+
+def test_the_grad_mode_is_read() -> None:
+    net, _, inputs = make(lambda net, h: h * 2 if torch.is_grad_enabled() else h)
+    engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+
+
+def count(net: Any, h: Tensor) -> Tensor:
+    global SCALE
+    SCALE += 1
+    return h
+
+
+def keep(net: Any, h: Tensor) -> Tensor:
+    KEPT.append(h)
+    return h
+
+
+def without_gradients(net: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h * 2
+
+
+def keep_rows(net: Any, h: Tensor) -> Tensor:
+    net._h = h
+    return h
+
+
+def keep_in_slot(net: Any, h: Tensor) -> Tensor:
+    net._slot = h
+    return h
+
+
+def count_calls(net: Any, h: Tensor) -> Tensor:
+    net._count = getattr(net, "_count", 0) + 1
+    return h
+
+
+STORES = "values kept on the module: "
+CHANCE = "to compute the same in every call"
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "private": (keep_rows, STORES + "_h"),
+    "slot": (keep_in_slot, STORES + "_slot"),
+    "list": (lambda net, h: net._list.append(h) or h, STORES + "_list"),
+    "dict": (lambda net, h: net._cache.setdefault("h", h), STORES + "_cache"),
+    "object": (lambda net, h: setattr(net._options, "h", h) or h, STORES + "_options"),
+    "layer": (lambda net, h: setattr(net.parts[0].conv, "h", h) or h, STORES + "h"),
+    "cached property": (lambda net, h: h * net.first_rows(h), STORES + ".*rows"),
+    "global list": (keep, STORES + "tests.stages.test_reads.KEPT"),
+    "count": (count_calls, STORES + "_count"),
+    "list of counts": (lambda net, h: net._list.append(1.0) or h, CHANCE + ".*_list"),
+    "counter": (lambda net, h: h * (next(net.counter) > 1000), CHANCE + ".*counter"),
+    "global count": (count, CHANCE + ".*SCALE"),
+    "no_grad": (without_gradients, "one mode of autograd"),
+    "own random numbers": (lambda net, h: h * (net.random.random() > 2), CHANCE + ".*random"),
+    "random": (lambda net, h: h * (random.random() > 2), CHANCE + ".*random numbers"),
+    "numpy": (lambda net, h: h * bool(np.random.rand() > 2), CHANCE + ".*random numbers"),
+    "torch": (lambda net, h: h * (torch.rand(1).item() > 2), CHANCE + ".*random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_forward_leaves_behind_is_refused(name: str) -> None:
+    how, text = REFUSED[name]
+    net, engine, inputs = make(how)
+    before = dict(vars(net)), net._slot, list(net._list), dict(net._cache)
+    with pytest.raises(UnsupportedError, match=text):
+        engine.forward(inputs, {})
+    if name not in ("object", "global list", "layer"):
+        assert (dict(vars(net)), net._slot, net._list, net._cache) == before
+
+
+def test_what_a_forward_computes_once_is_kept() -> None:
+    def once(net: Any, h: Tensor) -> Tensor:
+        if net._it is None:
+            net._it = len(net._list)
+        return h * net._it
+
+    net, engine, inputs = make(once)
+    torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+    assert net._it == 2
+
+
+def test_modes_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that every other step uses outlives many that one step each uses."""
+    num_traces = 0
+    cut = model.cut_module
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_traces
+        num_traces += 1
+        return cut(*args, **kwargs)
+
+    net, engine, inputs = make(lambda net, h: h * net._scale)
+    monkeypatch.setattr(model, "cut_module", counted)
+    for number in range(12):
+        for net._scale in (1.0, 2.0 + number):
+            with torch.no_grad():
+                engine.forward(inputs, {})
+    assert num_traces == 2 + 12
+    assert len(engine.model._modes) == 8
+
+
+def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    net, engine, inputs = make(lambda net, h: h * net._scale * net.mask)
+    for number in range(12):
+        with torch.no_grad():
+            net._scale, _ = float(number), net.mask.fill_(number)
+            engine.forward(inputs, {})
+    assert caplog.text.count("Forward reads _scale, which changes often") == 1
+    num_modes = len(engine.model._modes)
+    net.mask.fill_(0.5)
+    torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+    assert len(engine.model._modes) == num_modes
