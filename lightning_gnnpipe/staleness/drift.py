@@ -55,11 +55,20 @@ class StalenessRecorder:
     """Collects the `Staleness` of each history while attached to a store."""
 
     def __init__(self) -> None:
-        self.by_key: dict[Hashable, Staleness] = {}
+        self._by_key: dict[Hashable, Staleness] = {}
+        self._squares: dict[Hashable, Tensor] = {}  # `drift_sq`, `norm_sq`, still on the device
+
+    @property
+    def by_key(self) -> dict[Hashable, Staleness]:
+        """The statistics of each history; waits for the device."""
+        for key, squares in self._squares.items():
+            one = self._by_key[key]
+            one.drift_sq, one.norm_sq = squares.tolist()
+        return self._by_key
 
     def record_reads(self, key: Hashable, chunk: Chunk, ages: Sequence[int]) -> None:
         """Record halo reads of `chunk`; `ages` of its `halo_chunks` are in steps."""
-        entry = self.by_key.setdefault(key, Staleness())
+        entry = self._by_key.setdefault(key, Staleness())
         for source, count, age in zip(chunk.halo_chunks, chunk.halo_counts, ages, strict=True):
             entry.rows += count
             if age > 0:
@@ -69,10 +78,10 @@ class StalenessRecorder:
 
     def record_drift(self, key: Hashable, *, stale: Tensor, fresh: Tensor) -> None:
         """Compare the old and new rows of a chunk, `[num_nodes_of_chunk, *]`."""
-        entry = self.by_key.setdefault(key, Staleness())
+        self._by_key.setdefault(key, Staleness())
         with torch.no_grad():
-            entry.drift_sq += float((fresh - stale).double().square().sum())
-            entry.norm_sq += float(fresh.double().square().sum())
+            both = torch.stack([one.double().square().sum() for one in (fresh - stale, fresh)])
+            self._squares[key] = self._squares[key] + both if key in self._squares else both
 
 
 FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
@@ -103,10 +112,11 @@ class MeanDrift:
 
         `sum_over_shards` sums over the ranks that hold rows of the chunk; None: this rank alone.
         """
-        now, then = _sum(rows), self._sums[chunk]
+        now = _sum(rows)
+        then = self._sums[chunk].to(now.device)  # the first sums may be on the host
         self._sums[chunk] = now
         change = (now - then).flatten()
-        change = torch.cat([change, change.new_tensor([rows.size(0)])])
+        change = torch.cat([change, change.new_full((1,), rows.size(0))])
         if sum_over_shards is not None:
             change = sum_over_shards(change)
         self._moved = change if self._moved is None else self._moved + change
