@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk
-from lightning_gnnpipe.staleness.buffers import GradientBuffer, HostCopies, Wait, done
-from lightning_gnnpipe.staleness.drift import MeanDrift, StalenessRecorder
+from lightning_gnnpipe.staleness.buffers import GradientBuffer, HostCopies, MeanDrift, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import MomentStore
+from lightning_gnnpipe.staleness.recorder import StalenessRecorder
 
 NEVER = -1
 

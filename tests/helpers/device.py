@@ -6,4 +6,5 @@ import os
 
 import torch
 
-DEVICE = torch.device(os.environ.get("GNNPIPE_DEVICE", "cpu"))
+_NAME = os.environ.get("GNNPIPE_DEVICE", "cpu")
+DEVICE = torch.device(_NAME, 0) if _NAME == "cuda" else torch.device(_NAME)

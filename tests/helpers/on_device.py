@@ -64,7 +64,6 @@ def _fitted(self: L.Trainer, model: L.LightningModule, *args: Any, **kwargs: Any
         _in_a_process(work)
         found = torch.load(path)
         model.load_state_dict(found["state"])
-        self.fit_loop.epoch_loop._results.clear()
         self._logger_connector._callback_metrics.update(found["metrics"])
 
 

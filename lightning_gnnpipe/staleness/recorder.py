@@ -1,14 +1,8 @@
-"""Staleness statistics of a step, and the mean drift that is added to stale rows.
-
-    drift = sum over the rows of chunks that have run of (row now - row then)
-            / (the number of these rows + FLOOR)
-
-An optimizer step changes most rows alike. Autograd treats stale rows and the drift as constants.
-"""
+"""Staleness statistics of a step: which rows were read stale, how old, and how far they move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,50 +76,3 @@ class StalenessRecorder:
         with torch.no_grad():
             both = torch.stack([one.double().square().sum() for one in (fresh - stale, fresh)])
             self._squares[key] = self._squares[key] + both if key in self._squares else both
-
-
-FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
-
-
-class MeanDrift:
-    """Mean drift of one history within a step; `ends` are the end positions of the chunks."""
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = ends
-        self._sums: dict[int, Tensor] = {}  # sum of rows, by chunk
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self._moved: Tensor | None = None  # summed change, then the number of rows
-        self._seen: dict[int, Tensor] = {}  # drift when the chunk ran, by chunk
-
-    def replace(self, rows: Tensor) -> None:
-        """Start from new rows, `[num_rows, *]`, after all were overwritten."""
-        starts = [0, *self._ends[:-1]]
-        bounds = enumerate(zip(starts, self._ends, strict=True))
-        self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
-
-    def move(
-        self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        """Add the change of a chunk that has run; `rows`: `[num_nodes_of_chunk, *]`.
-
-        `sum_over_shards` sums over the ranks that hold rows of the chunk; None: this rank alone.
-        """
-        now = _sum(rows)
-        then = self._sums[chunk].to(now.device)  # the first sums may be on the host
-        self._sums[chunk] = now
-        change = (now - then).flatten()
-        change = torch.cat([change, change.new_full((1,), rows.size(0))])
-        if sum_over_shards is not None:
-            change = sum_over_shards(change)
-        self._moved = change if self._moved is None else self._moved + change
-        self._seen[chunk] = (self._moved[:-1] / (self._moved[-1] + FLOOR)).view_as(now)
-
-    def seen_by(self, chunk: int) -> Tensor:
-        """Return the drift up to and including this chunk, `[*]`."""
-        return self._seen[chunk]
-
-
-def _sum(rows: Tensor) -> Tensor:
-    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
