@@ -132,8 +132,9 @@ def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -
             enable_model_summary=False,
             logger=False,
         )
-        net = NodeClassifier(GNN(4, 8, 3, num_layers=4), 3)
-        trainer.fit(net, datamodule=FullGraphDataModule(data()), ckpt_path=resume)
+        net, graph = NodeClassifier(GNN(4, 8, 3, num_layers=4), 3), data()
+        graph.x = graph.x.double()
+        trainer.fit(net, datamodule=FullGraphDataModule(graph), ckpt_path=resume)
         return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
 
     places = ("cpu", CPUAccelerator())  # the script moves what asks for "cpu"
@@ -141,7 +142,7 @@ def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -
     expected = run(tmp_path / "whole", CPUAccelerator(), 6)
     run(tmp_path / "half", first, 3)
     found = run(tmp_path / "rest", then, 6, tmp_path / "half" / "last.ckpt")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # Adam adds to rounding
 
 
 def test_without_its_histories_a_checkpoint_goes_on_exactly_and_says_so(

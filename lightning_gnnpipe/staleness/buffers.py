@@ -49,8 +49,9 @@ class HostCopies:
             place.copy_(rows)
             return done
         if rows.device not in self._streams:
-            self._streams[rows.device] = torch.cuda.Stream(rows.device)
-        stream, event = self._streams[rows.device], torch.cuda.Event()
+            self._streams[rows.device] = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[rows.device]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(stream):
             place.copy_(rows, non_blocking=True)

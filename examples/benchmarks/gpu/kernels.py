@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def measure(
         table = torch.randn(num_nodes, channels, device=device, generator=generator).to(dtype)
         rows = SparseRows(starts.int(), source.int(), values)
         num_bytes = (num_edges + num_nodes) * channels * table.element_size() + rows_bytes(rows)
-        copied_s, _ = clocked(lambda x=table: x.clone(), device, rounds)
+        copied_s, _ = clocked(table.clone, device, rounds)
         copy_rate = 2 * table.nbytes / copied_s
         for kernel, run in kernels(rows, table, source, target).items():
             row: dict[str, Any] = {"dtype": name, "kernel": kernel}
@@ -90,7 +91,7 @@ def kernels(rows: SparseRows, table: Tensor, source: Tensor, target: Tensor) -> 
     def segment_reduce() -> Tensor:
         return torch.segment_reduce(table[source] * values, "sum", offsets=starts, axis=0)
 
-    ours = {name: lambda name=name: multiply(rows, table, name) for name in KERNELS}
+    ours: dict[str, Run] = {name: partial(multiply, rows, table, name) for name in KERNELS}
     return {**ours, "index_add": index_add, "segment_reduce": segment_reduce}
 
 
