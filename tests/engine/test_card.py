@@ -14,7 +14,11 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
+from lightning_gnnpipe.batches.early import _fill
+from lightning_gnnpipe.calls import GraphBatch, GraphRows, Kind
+from lightning_gnnpipe.calls.graph_batch import LeafRows
 from lightning_gnnpipe.codecs import get_codec
+from lightning_gnnpipe.engine.resume import load_ranks, save_rank
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import METHODS, HistoryStore
 from lightning_gnnpipe.staleness.buffers import HostCopies
@@ -160,6 +164,30 @@ def test_messages_on_a_card(name: str) -> None:
     torch.testing.assert_close(out.held, expected, rtol=0, atol=0)
 
 
+def test_micro_batches_on_a_card() -> None:
+    """Their parts of a batch, and the outputs that are not there yet, are taken without a wait."""
+    owner = torch.tensor([0, 0, 1, 1, 1, 2])
+    edges = torch.tensor([[0, 1, 2, 4, 5], [1, 0, 3, 2, 5]])
+    of_edge = owner[edges[0]]
+    with card() as counted:
+        per_graph = [OnCard(torch.tensor(one)) for one in ([0, 2, 5], [2, 3, 1])]
+        hows = LeafRows(Kind.EDGE, 0, 1, *per_graph), LeafRows(Kind.PTR)
+        graphs = GraphBatch(3, 3, (2, 3, 1), OnCard(owner), (OnCard(of_edge),), hows)
+        rows, pointers = GraphRows(graphs, (0, 2, 1)), OnCard(torch.tensor([0, 2, 5, 6]))
+
+        def take(group: tuple[int, int]) -> list[list[int]]:
+            parts = [rows.take(OnCard(edges), hows[0], group), rows.take(pointers, hows[1], group)]
+            return [one.held.tolist() for one in parts]
+
+        assert take((0, 1)) == [[[0, 1], [1, 0]], [0, 2]]  # makes what all of them share
+        counted.clear()
+        assert take((1, 3)) == [[[0, 1, 3], [0, 2, 1]], [0, 1, 4]]
+        output, known = torch.arange(6.0).view(6, 1), OnCard(torch.tensor([4, 1]))
+        filled = _fill(OnCard(output), known)
+        assert filled.held.flatten().tolist() == [4, 1, 1, 4, 4, 1]
+        assert not counted.waits
+
+
 def test_waits_and_mixtures_are_seen() -> None:
     with card() as counted:
         x = OnCard(torch.arange(4.0))
@@ -203,3 +231,18 @@ def test_late_rows_are_saved_loaded_and_kept_in_snapshots() -> None:
         store.push(key, engine.graphs.trained.graph.plan.chunks[0], saved["rows"][: N // 4])
         store.load(key, **{**saved, "rows": expected})
         assert torch.equal(store.rows(key), expected)
+
+
+def test_saved_rows_of_the_host_do_not_go_through_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, loaded = torch.device("cpu:0"), list[torch.device]()
+    engine = one_process_engine(
+        messages(), partition=torch.arange(N) * 4 // N, history_device=place
+    )
+    engine.forward(inputs(), {}).sum().backward()
+    own = engine.graphs.trained
+    saved, segments = save_rank(own), {key.segment for key in own.store}
+    monkeypatch.setattr(
+        HistoryStore, "load", lambda self, key, rows, *more: loaded.append(rows.device)
+    )
+    assert load_ranks(own, [saved], segments)
+    assert set(loaded) == {place}
