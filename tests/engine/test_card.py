@@ -234,15 +234,19 @@ def test_late_rows_are_saved_loaded_and_kept_in_snapshots() -> None:
 
 
 def test_saved_rows_of_the_host_do_not_go_through_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, loaded = torch.device("cpu:0"), list[torch.device]()
-    engine = one_process_engine(
-        messages(), partition=torch.arange(N) * 4 // N, history_device=place
-    )
-    engine.forward(inputs(), {}).sum().backward()
-    own = engine.graphs.trained
-    saved, segments = save_rank(own), {key.segment for key in own.store}
-    monkeypatch.setattr(
-        HistoryStore, "load", lambda self, key, rows, *more: loaded.append(rows.device)
-    )
-    assert load_ranks(own, [saved], segments)
-    assert set(loaded) == {place}
+    loaded: list[Tensor] = []
+    monkeypatch.setattr(engines, "DEVICE", CUDA)
+    with card():
+        partition = torch.arange(N) * 4 // N
+        engine = one_process_engine(
+            put(messages()), partition=partition, history_device=HOST, self_check=False
+        )
+        engine.forward(tuple(map(OnCard, inputs())), {}).sum().backward()
+        own = engine.graphs.trained
+        saved, segments = save_rank(own), {key.segment for key in own.store}
+        saved["perm"] = saved["perm"].cpu()  # as files are read
+        monkeypatch.setattr(
+            HistoryStore, "load", lambda self, key, rows, *more: loaded.append(rows)
+        )
+        assert load_ranks(own, [saved], segments)
+    assert loaded and not any(isinstance(rows, OnCard) for rows in loaded)
