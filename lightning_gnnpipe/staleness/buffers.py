@@ -44,7 +44,7 @@ class HostCopies:
         return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pins)
 
     def send(self, rows: Tensor, place: Tensor) -> Wait:
-        """Start to copy `rows` to `place`; return what waits for it."""
+        """Start to copy `rows` to `place`; return a function that waits for it."""
         if not (rows.is_cuda and place.is_pinned()):
             place.copy_(rows)
             return done
