@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from packaging.version import Version
@@ -121,6 +122,36 @@ def test_histories_of_checkpoints_that_are_gone_are_gone(tmp_path: Path) -> None
     used = {torch.load(path, weights_only=True)["gnnpipe"]["histories"] for path in checkpoints}
     assert {path.name for path in (tmp_path / ".gnnpipe").iterdir()} == used
     assert not list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -> None:
+    """From the CPU to the device of `scripts/check_gpu.sh`, and back; else both are the CPU."""
+
+    def run(folder: Path, place: Any, epochs: int, resume: Path | None = None) -> Any:
+        L.seed_everything(1, verbose=False)
+        trainer = L.Trainer(
+            accelerator=place,
+            devices=1,
+            precision="64-true",
+            strategy=GNNPipeStrategy(num_chunks=4),
+            max_epochs=epochs,
+            callbacks=[ModelCheckpoint(folder, save_last=True)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+        net, graph = NodeClassifier(GNN(4, 8, 3, num_layers=4), 3), data()
+        graph.x = graph.x.double()
+        trainer.fit(net, datamodule=FullGraphDataModule(graph), ckpt_path=resume)
+        return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+
+    places = ("cpu", CPUAccelerator())  # the script moves what asks for "cpu"
+    first, then = places if to_host else places[::-1]
+    expected = run(tmp_path / "whole", CPUAccelerator(), 6)
+    run(tmp_path / "half", first, 3)
+    found = run(tmp_path / "rest", then, 6, tmp_path / "half" / "last.ckpt")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)  # Adam adds to rounding
 
 
 def test_without_its_histories_a_checkpoint_goes_on_exactly(saved: Path, caplog: Logs) -> None:

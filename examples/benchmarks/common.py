@@ -45,13 +45,16 @@ def make_edges(
     return torch.stack([source, target])
 
 
-def train_once(num_threads: int = 1, at_once: int = 1, **options: Any) -> dict[str, Any]:
+def train_once(
+    num_threads: int = 1, at_once: int = 1, timeout_s: float = TIMEOUT_S, **options: Any
+) -> dict[str, Any]:
     """Run `train_once.py` with `options` in a process of its own and return what it measured.
 
     Args:
         num_threads: Threads of each rank.
         at_once: How many such runs, which know nothing of each other, to make side by side; the
             first one's measurement is returned.
+        timeout_s: After that they are killed.
         options: Of `train_once.py`.
     """
     arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
@@ -67,7 +70,7 @@ def train_once(num_threads: int = 1, at_once: int = 1, **options: Any) -> dict[s
         for _ in range(at_once)
     ]
     try:
-        printed = [one.communicate(timeout=TIMEOUT_S) for one in running]
+        printed = [one.communicate(timeout=timeout_s) for one in running]
     finally:
         for one in running:
             one.kill()

@@ -40,6 +40,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
@@ -70,10 +71,12 @@ class Measure(L.Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         self.epoch_starts.append(time.perf_counter())
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        synchronize(trainer.strategy.root_device)
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        synchronize(trainer.strategy.root_device)
         self.step_s.append(time.perf_counter() - self._start)
         if isinstance(trainer.strategy, GNNPipeStrategy):
             self.stats = trainer.strategy.collect_stats()
@@ -112,7 +115,11 @@ def main() -> None:
         trainer.fit(module, make_source(options, data))
         if trainer.global_rank == 0:
             found = json.loads(measure.path.read_text())
-            print(json.dumps({**found, "base_mib": base_mib, "peak_mib": peak_mib()}))
+            if options.accelerator == "gpu":
+                base_mib, peak = 0.0, torch.cuda.max_memory_allocated() / MIB
+            else:
+                peak = peak_mib()
+            print(json.dumps({**found, "base_mib": base_mib, "peak_mib": peak}))
 
 
 def measure_links(options: argparse.Namespace) -> dict[str, float]:
@@ -218,6 +225,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--message-us", type=float)
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
+    add("--history-device", help="of rows; else that of the layers")
+    add("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    add("--precision", default="32-true", help="of the Trainer")
+    add("--graph", help="a file that holds the graph, instead of the synthetic one")
+    add("--partition", default="metis")
     return parser
 
 
@@ -230,7 +242,10 @@ def parse_codecs(text: str) -> CodecOption:
 
 
 def make_data(options: argparse.Namespace) -> Data:
-    data = synthetic(options) if options.dataset == "synthetic" else public(options)
+    if options.graph:
+        data = torch.load(options.graph, weights_only=False)
+    else:
+        data = synthetic(options) if options.dataset == "synthetic" else public(options)
     if options.undirected:
         data.edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
     if options.mode == "sorted":
@@ -283,6 +298,8 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         start_method=options.start_method,
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),
+        history_device=options.history_device,
+        partition=options.partition,
     )
 
 
@@ -291,7 +308,8 @@ def make_trainer(options: argparse.Namespace, callback: L.Callback, num_steps: i
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return L.Trainer(
-        accelerator="cpu",
+        accelerator=options.accelerator,
+        precision=options.precision,
         devices=options.stages * options.graph_parallel // options.hosts,
         num_nodes=options.hosts,
         strategy=make_strategy(options) if options.mode == "pipe" else "auto",

@@ -208,10 +208,11 @@ def _fill(output: Tensor, known: Tensor) -> Tensor:
     """Return a copy of `output` whose rows outside of `known` repeat the rows `known` in turn."""
     filled = torch.zeros_like(output)
     if known.numel():
-        is_missing = torch.ones(output.size(0), dtype=torch.bool, device=output.device)
-        is_missing[known] = False
-        missing = is_missing.nonzero().flatten()
-        turn = torch.arange(missing.numel(), device=known.device) % known.numel()
+        is_missing = torch.ones(output.size(0), dtype=torch.uint8, device=output.device)
+        is_missing.index_fill_(0, known, 0)
+        num_missing = output.size(0) - known.numel()  # known as a number: a GPU need not be asked
+        missing = is_missing.argsort(descending=True, stable=True)[:num_missing]
+        turn = torch.arange(num_missing, device=known.device) % known.numel()
         filled[known], filled[missing] = output[known], output[known[turn]]
     return filled
 

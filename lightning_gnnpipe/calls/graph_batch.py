@@ -107,6 +107,9 @@ class GraphRows:
         self._taken = torch.tensor(taken, dtype=torch.int64)
         self._is_all = list(taken) == list(range(graphs.num_graphs))
         self._starts: dict[tuple[Kind, int], Tensor] = {}
+        # Copies on the batch's device: a copy for each group would wait for the device each time.
+        self._taken_there = self._taken.to(graphs.graph_of_node.device)
+        self._starts_there: dict[tuple[Kind, int], Tensor] = {}
         self._places: dict[tuple[Kind, int], Tensor] = {}
 
     def starts(self, kind: Kind, number: int = 0) -> Tensor:
@@ -141,8 +144,8 @@ class GraphRows:
         if how.kind is Kind.WHOLE:
             return leaf
         if how.kind is Kind.PTR:
-            starts = self.starts(Kind.NODE)[group[0] : group[1] + 1]
-            return (starts - starts[0]).to(leaf.device, leaf.dtype)
+            starts = self._on_device(Kind.NODE, 0)[group[0] : group[1] + 1]
+            return (starts - starts[0]).to(leaf.dtype)
         if self._is_all and group == (0, self._graphs.num_graphs):
             order = _order(self._graphs.row_sets[how.number]) if how.kind is Kind.EDGE else None
             if order is None:
@@ -151,13 +154,21 @@ class GraphRows:
         part = leaf.index_select(how.dim, self.places(how.kind, how.number)[first:end])
         if how.increments is None or how.counts is None:
             return part
-        taken = self._taken[group[0] : group[1]].to(leaf.device)
+        taken = self._taken_there[group[0] : group[1]]
         counts = how.counts[taken]
         shift = counts.cumsum(0) - counts - how.increments[taken]
-        rows = self.starts(how.kind, how.number).diff()[group[0] : group[1]].to(leaf.device)
+        rows = self._on_device(how.kind, how.number)[group[0] : group[1] + 1].diff()
         shape = [1] * part.dim()
         shape[how.dim] = -1
-        return part + shift.repeat_interleave(rows).view(shape).to(part.dtype)
+        shifts = shift.repeat_interleave(rows, output_size=end - first)
+        return part + shifts.view(shape).to(part.dtype)
+
+    def _on_device(self, kind: Kind, number: int) -> Tensor:
+        """Return `starts` on the batch's device."""
+        key = kind, number
+        if key not in self._starts_there:
+            self._starts_there[key] = self.starts(kind, number).to(self._taken_there.device)
+        return self._starts_there[key]
 
     def _per_graph(self, kind: Kind, number: int) -> Tensor:
         """Return `[num_graphs]` the rows of each graph of the batch."""

@@ -143,7 +143,7 @@ class LowBitCodec(Codec):
         super().__init__(f"int{num_bits}")
         self.num_bits = num_bits
         self.num_steps = 2**num_bits - 1
-        self._table = _unpack_table() if num_bits == 1 else None
+        self._tables: dict[torch.device, Tensor] = {}  # of `_unpack_bits`
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return 4 * _count_rows(shape) + _ceil_div(prod(shape) * self.num_bits, 8)
@@ -182,7 +182,9 @@ class LowBitCodec(Codec):
         rows = values.view(_count_rows(out.shape), -1)
         ends, packed = _split(payload, rows.size(0), out.dtype)
         low, length = _span(ends)
-        table = None if self._table is None else self._table.to(rows.device)
+        if self.num_bits == 1 and rows.device not in self._tables:
+            self._tables[rows.device] = _unpack_table().to(rows.device)
+        table = self._tables.get(rows.device)
         by_row = low, length / self.num_steps
         for part, start, step, source in _split_blocks(rows, by_row, packed, self.num_bits):
             if table is None:

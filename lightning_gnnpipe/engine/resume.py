@@ -214,6 +214,7 @@ def load_ranks(
                     own.writing.dtypes[key] = one["dtype"]
                 store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
+    of_rows = store.options.device or device  # a GPU may not have room for rows of the host
     if all(rank["is_renewed"] for rank in ranks):
         own.state = RowState.RENEWED
     for key, parts in found.items():
@@ -221,7 +222,7 @@ def load_ranks(
         nodes = torch.cat([nodes for nodes, _ in parts])
         places = None if by_chunk else _places(nodes, row_nodes)
         rows, kept = (
-            _moved([one[name] for _, one in parts], places, device) for name in ("rows", "kept")
+            _moved([one[name] for _, one in parts], places, of_rows) for name in ("rows", "kept")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))

@@ -158,7 +158,7 @@ def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageCont
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         mean = rows.mean(0)
         var = (rows - mean).square().mean(0)
-        count = mean.new_tensor(rows.size(0))
+        count = mean.new_full((), rows.size(0))
     _write_running(norm, mean, var, count, 1.0)
 
 
@@ -235,7 +235,7 @@ def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor
     """Normalise by statistics of all ranks' rows, with gradients through the statistics."""
     x = rows.to(torch.promote_types(rows.dtype, torch.float32))
     total = cast(Any, _SumOverShards).apply
-    count = shards.sum(x.new_tensor([x.size(0)]))
+    count = shards.sum(x.new_full((1,), x.size(0)))
     mean = total(x.sum(0), shards) / count
     var = total((x - mean).square().sum(0), shards) / count
     return _normalize(norm, x, mean, var).to(rows.dtype)

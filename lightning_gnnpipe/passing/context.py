@@ -351,9 +351,7 @@ class MessageContext(TapedContext):
 
     def _is_flip_of(self, edges: Tensor, edge_set: int) -> bool:
         other = self._chunk_of(edge_set, self._running.is_reverse).edge_index
-        return edges.shape == other.shape and bool(
-            (edges[0] == other[1]).all() and (edges[1] == other[0]).all()
-        )
+        return edges.shape == other.shape and torch.equal(edges, other.flip(0))
 
 
 @contextmanager

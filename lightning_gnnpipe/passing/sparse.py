@@ -1,14 +1,20 @@
 """The graph as a sparse matrix, and products of some of its rows with a dense table.
 
-Products use `embedding_bag`: one thread adds the entries of a row in order, on CPU and GPU, in
-every dtype, so rounding is reproducible. On CPU it is 5 to 8 times faster than torch's sparse
-matrices (`examples/benchmarks/aggregation`).
+`kernels.json` names the kernel of a product by device and dtype: a stopwatch would make rounding
+irreproducible. `examples/benchmarks/gpu/kernels.py` measures and writes it. With `embedding_bag`
+one thread adds the entries of a row in order, on CPU and GPU, in every dtype. On CPU it is 5 to 8
+times faster than torch's sparse matrices, `csr` (`examples/benchmarks/aggregation`).
 """
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +32,7 @@ class SparseRows:
     offsets: Tensor  # `[num_rows + 1]` start of each row in `indices`
     indices: Tensor  # `[num_entries]` columns
     values: Tensor | None  # `[num_entries]`; None for ones
+    first: int = 0  # the first entry's place in the order of the whole matrix
 
 
 class Pattern:
@@ -129,10 +136,10 @@ class Adjacency:
         if targets is None:
             return self._parts[key]
         if self._masked is None or self._masked[0] != (key, targets):
-            first = int(pattern.starts_by_source[chunk.start])
-            owner = pattern.owner[first : first + self._parts[key].indices.numel()]
+            part = self._parts[key]
+            owner = pattern.owner[part.first : part.first + part.indices.numel()]
             mask = self._flags(owner, targets, dtype)
-            self._masked = (key, targets), _mask(self._parts[key], mask)
+            self._masked = (key, targets), _mask(part, mask)
         return self._masked[1]
 
     def ghost_columns(
@@ -164,9 +171,10 @@ class Adjacency:
 
     def _flags(self, owner: Tensor, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return 1 where `owner` is one of `chunks`, 0 elsewhere."""
-        flags = torch.zeros(self._pattern.num_owners, dtype=dtype, device=owner.device)
-        # A shard may have no row of the last chunks.
-        flags[[chunk for chunk in chunks if chunk < flags.numel()]] = 1.0
+        is_one = [chunk in chunks for chunk in range(self._pattern.num_owners)]
+        flags = torch.tensor(is_one, dtype=dtype, device="cpu")
+        if owner.is_cuda:  # from pinned memory the host does not wait for the copy
+            flags = flags.pin_memory().to(owner.device, non_blocking=True)
         return flags[owner]
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
@@ -189,19 +197,47 @@ def _cut(chunk: Chunk, starts: Tensor, indices: Tensor, values: Tensor | None) -
     offsets = starts[chunk.start : chunk.end + 1]
     first, last = int(offsets[0]), int(offsets[-1])
     part = None if values is None else values[first:last]
-    return SparseRows(offsets - offsets[0], indices[first:last], part)
+    return SparseRows(offsets - offsets[0], indices[first:last], part, first)
 
 
 def _mask(rows: SparseRows, mask: Tensor) -> SparseRows:
     return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
 
-def multiply(rows: SparseRows, table: Tensor) -> Tensor:
-    """Return `rows @ table`, `[num_rows, channels]`, without autocast."""
+def _embedding_bag(rows: SparseRows, table: Tensor) -> Tensor:
+    result: Tensor = torch.embedding_bag(
+        table, rows.indices, rows.offsets, False, 0, False, rows.values, True
+    )[0]
+    return result
+
+
+def _csr(rows: SparseRows, table: Tensor) -> Tensor:
+    values = table.new_ones(rows.indices.numel()) if rows.values is None else rows.values
+    size = rows.offsets.numel() - 1, table.size(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse")  # "in beta state"
+        matrix = torch.sparse_csr_tensor(
+            rows.offsets, rows.indices, values, size, check_invariants=False
+        )
+    return matrix @ table
+
+
+KERNELS: Mapping[str, Callable[[SparseRows, Tensor], Tensor]] = MappingProxyType(
+    {"embedding_bag": _embedding_bag, "csr": _csr}
+)
+KERNEL_TABLE = Path(__file__).with_name("kernels.json")
+_CHOSEN: Mapping[str, Mapping[str, str]] = json.loads(KERNEL_TABLE.read_text())
+
+
+def kernel_of(device: str, dtype: torch.dtype) -> str:
+    """Return the name of the kernel for a type of device and a dtype."""
+    return _CHOSEN.get(device, {}).get(str(dtype).removeprefix("torch."), "embedding_bag")
+
+
+def multiply(rows: SparseRows, table: Tensor, kernel: str | None = None) -> Tensor:
+    """Return `rows @ table`, `[num_rows, channels]`, without autocast; None: by `kernel_of`."""
     device = table.device.type
+    run = KERNELS[kernel or kernel_of(device, table.dtype)]
     is_cast = torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False) if is_cast else nullcontext():
-        result: Tensor = torch.embedding_bag(
-            table.contiguous(), rows.indices, rows.offsets, False, 0, False, rows.values, True
-        )[0]
-    return result
+        return run(rows, table.contiguous())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.staleness.drift import Staleness, StalenessRecorder
 from lightning_gnnpipe.staleness.method import (
     DENSE,
     METHODS,
@@ -11,6 +10,7 @@ from lightning_gnnpipe.staleness.method import (
     name_method,
 )
 from lightning_gnnpipe.staleness.moments import MomentStore, RowMoments, mean_and_var, sums_by_chunk
+from lightning_gnnpipe.staleness.recorder import Staleness, StalenessRecorder
 from lightning_gnnpipe.staleness.store import HistoryStore
 
 __all__ = [

@@ -6,7 +6,7 @@ Rows are in plan order, so a chunk's rows are one slice, written at once: one ag
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,86 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk
-from lightning_gnnpipe.staleness.drift import MeanDrift, StalenessRecorder
+from lightning_gnnpipe.staleness.buffers import GradientBuffer, HostCopies, MeanDrift, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import MomentStore
+from lightning_gnnpipe.staleness.recorder import StalenessRecorder
 
 NEVER = -1
-
-
-Where = slice | Tensor
-
-
-class GradientBuffer:
-    """Gradients of one history's rows, or of the outputs of a linear layer over it; in plan order.
-
-    Backward takes the chunks in reverse order. A chunk takes the gradients added for its rows, and
-    adds gradients for its halo rows. For stale halo rows they come too late and are dropped:
-
-        dH[c] = d from chunk c itself + scale (d from later chunks in the order)
-
-    Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
-    gradients: unbiased for each edge over random orders, biased for paths over several chunks.
-    Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
-
-    `linear_scale` is for layers that compute a weighted sum, `message_scale` for all other layers.
-    """
-
-    def __init__(self, linear_scale: float, message_scale: float) -> None:
-        self._linear_scale, self._message_scale = linear_scale, message_scale
-        self._total: Tensor | None = None
-        self._has_any = False
-        self._kept: Tensor | None = None  # outputs
-        self._done: list[int] = []  # chunks whose output gradients were written
-
-    def add(self, positions: Tensor, grad: Tensor, like: Tensor) -> None:
-        """Add the gradient of halo rows, `[num_halo, *]`; `like` is the history."""
-        total = self._sized(grad.dtype, like)
-        total.index_add_(0, positions, grad.to(total.device))
-
-    def take(self, rows: Where, *, is_linear: bool) -> Tensor | None:
-        """Return the scaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
-        if self._total is None or not self._has_any:
-            return None
-        grad = self._total[rows]
-        scale = self._linear_scale if is_linear else self._message_scale
-        return grad if scale == 1.0 else grad * scale
-
-    def add_output(
-        self, chunk: Chunk, grad: Tensor, dtype: torch.dtype, like: Tensor
-    ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
-
-        Returns the buffer, `[num_rows, *]`, and the chunks that hold gradients in it; None for all.
-        """
-        total = self._sized(dtype, like)
-        total[chunk.start : chunk.end] = grad
-        if self._kept is None:
-            return total, None
-        self._done.append(chunk.index)
-        return total, tuple(self._done)
-
-    def keep_output(self, chunk: Chunk, rows: Tensor, dtype: torch.dtype, like: Tensor) -> None:
-        """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
-        self._kept = self._sized(dtype, like)
-        self._kept[chunk.start : chunk.end] = rows
-
-    def kept_output(self, chunk: Chunk) -> Tensor:
-        assert self._kept is not None
-        return self._kept[chunk.start : chunk.end].clone()
-
-    def end_step(self) -> None:
-        self._done.clear()
-        if self._total is not None and self._has_any:
-            self._total.zero_()
-            self._has_any = False
-
-    def _sized(self, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Return the buffer, shaped like `like`; a change of dtype clears it."""
-        if self._total is None or self._total.dtype != dtype:
-            self._total = torch.zeros_like(like, dtype=dtype)
-        self._has_any = True
-        return self._total
 
 
 @dataclass(slots=True)
@@ -111,6 +37,12 @@ class _History:
     old: Tensor | None = None  # overwritten rows, for recomputation in backward
     is_filled: bool = False  # whether all chunks have written rows
     drift: MeanDrift | None = None  # if the method corrects drift
+    arriving: dict[int, Wait] = field(default_factory=dict)  # copies of chunks to the host
+
+    def settle(self, chunks: Iterable[int] | None = None) -> None:
+        """Wait until the rows of `chunks`, by default of all, have arrived."""
+        for chunk in list(self.arriving) if chunks is None else chunks:
+            self.arriving.pop(chunk, done)()
 
     def note_all(self) -> None:
         """Restart the drift after all rows were overwritten."""
@@ -118,6 +50,7 @@ class _History:
             self.drift.replace(self.rows)
 
     def take_snapshot(self) -> None:
+        self.settle()
         if self.kept is None or self.kept.dtype != self.rows.dtype:
             self.kept = torch.empty_like(self.rows)
         self.kept.copy_(self.rows)
@@ -126,6 +59,7 @@ class _History:
     def restore_snapshot(self) -> None:
         """Copy the snapshot, if there is one, to the rows."""
         if self.kept is not None:
+            self.settle()
             self.rows.copy_(self.kept)
             self.written = list(self.kept_written)
             self.note_all()
@@ -161,6 +95,7 @@ class HistoryStore:
         self.step = 0
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
+        self._copies = HostCopies(options.device)
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
@@ -221,13 +156,14 @@ class HistoryStore:
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history, `[num_rows, *]`, in plan order."""
+        self._entries[key].settle()
         return self._entries[key].rows
 
     def save(self, key: Hashable) -> dict[str, Any]:
         """Return the arguments of `load`, between two steps; tensors are not copied."""
         entry = self._entries[key]
         return {
-            "rows": entry.rows,
+            "rows": self.rows(key),
             "kept": entry.kept,
             "step": min(entry.written),
             "kept_step": min(entry.kept_written, default=NEVER),
@@ -238,6 +174,7 @@ class HistoryStore:
     ) -> None:
         """Restore rows and snapshot, `[num_rows, *]`, which must be in this plan's order."""
         entry = self._entry(key, rows)
+        entry.settle()
         entry.rows.copy_(rows)
         entry.written = [step] * self.num_chunks
         entry.is_filled = step != NEVER
@@ -255,15 +192,21 @@ class HistoryStore:
         self._pushed.add(key)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
         written, target = entry.written, entry.rows[chunk.start : chunk.end]
+        if entry.arriving:
+            entry.settle(chunks)
         if self.recorder is not None and all(written[c] != NEVER for c in chunks):
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
                 entry.old = torch.empty_like(entry.rows)
             entry.old[chunk.start : chunk.end] = target
-        target.copy_(rows)
-        if chunk.is_whole:
-            entry.note_all()
+        if self.is_local:
+            target.copy_(rows)
+        else:
+            entry.arriving |= dict.fromkeys(chunks, self._copies.send(rows, target))
+            target = rows.to(target.dtype)  # as stored, but where the layers compute
+        if entry.drift is not None and chunk.is_whole:
+            entry.drift.replace(target)
         elif entry.drift is not None:
             entry.drift.move(chunk.index, target, self.sum_over_shards)
         for c in chunks:
@@ -288,6 +231,8 @@ class HistoryStore:
         if self.recorder is not None:
             ages = [self.step - entry.written[c] for c in chunk.halo_chunks]
             self.recorder.record_reads(key, chunk, ages)
+        if entry.arriving:
+            entry.settle(chunk.halo_chunks)
         return entry.rows
 
     def drift(self, key: Hashable, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
@@ -303,7 +248,7 @@ class HistoryStore:
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
         """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
-        _select(self.read(key, chunk), self._halo(chunk), out)
+        self._select(self.read(key, chunk), self._halo(chunk), out)
         written = self._entries[key].written
         stale = {c for c in chunk.halo_chunks if written[c] < self.step}
         self._move(key, chunk, out, stale)
@@ -312,12 +257,13 @@ class HistoryStore:
     def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
         """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
         entry = self._entries[key]
+        entry.settle(chunk.halo_chunks)
         counts = list(chunk.halo_counts)
         parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if source in stale else entry.rows
             assert rows is not None
-            _select(rows, positions, target)
+            self._select(rows, positions, target)
         self._move(key, chunk, out, stale)
 
     def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: Collection[int]) -> None:
@@ -350,7 +296,9 @@ class HistoryStore:
             return None
         own = slice(chunk.start, chunk.end)
         taken = self._entries[key].grads.take(own, is_linear=is_linear)
-        return None if taken is None else taken.to(chunk.halo.device)
+        if taken is None or self.is_local:
+            return taken
+        return self._copies.bring(taken, chunk.halo.device)
 
     def keep_output(self, key: Hashable, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
@@ -379,21 +327,23 @@ class HistoryStore:
     def _entry(self, key: Hashable, rows: Tensor) -> _History:
         entry = self._entries.get(key)
         dtype = (self.options.dtype if rows.is_floating_point() else None) or rows.dtype
+        device, shape = self.options.device or rows.device, (self.num_rows, *rows.shape[1:])
         if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
-            entry.rows = entry.rows.to(torch.promote_types(entry.rows.dtype, dtype))
+            entry.settle()
+            wider = torch.promote_types(entry.rows.dtype, dtype)
+            entry.rows = self._copies.table(shape, wider, device).copy_(entry.rows)
         if entry is None:
-            shape = (self.num_rows, *rows.shape[1:])
-            table = torch.empty(shape, dtype=dtype, device=self.options.device or rows.device)
-            grads = GradientBuffer(self.linear_scale, self.options.method.message_scale)
+            table = self._copies.table(shape, dtype, device)
+            scales = self.linear_scale, self.options.method.message_scale
+            grads = GradientBuffer(*scales, self._copies)
             entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)
         return entry
 
-
-def _select(rows: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Write `rows[positions]` to `out`, without a temporary if dtype and device are equal."""
-    if (rows.dtype, rows.device) == (out.dtype, out.device):
-        torch.index_select(rows, 0, positions, out=out)
-    else:
-        out.copy_(rows.index_select(0, positions))
+    def _select(self, rows: Tensor, positions: Tensor, out: Tensor) -> None:
+        """Write `rows[positions]` to `out`, without a temporary if dtype and device are equal."""
+        if (rows.dtype, rows.device) == (out.dtype, out.device):
+            torch.index_select(rows, 0, positions, out=out)
+        else:
+            self._copies.fetch(rows, positions, out)

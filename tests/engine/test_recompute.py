@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import StalenessMethod
+from tests.helpers.device import DEVICE
 from tests.helpers.engines import one_process_engine
 
 N, D = 24, 6
@@ -58,7 +59,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def graph() -> tuple[Tensor, Tensor]:
     number = torch.arange(70)
     edges = torch.stack([(number * 7 + number // 5) % N, (number * 3 + 1) % N])
-    return torch.sin(torch.arange(N * D, dtype=torch.float64)).view(N, D), edges
+    x = torch.sin(torch.arange(N * D, dtype=torch.float64)).view(N, D)
+    return x.to(DEVICE), edges.to(DEVICE)
 
 
 def train(
@@ -73,7 +75,7 @@ def train(
 ) -> list[dict[str, Tensor]]:
     """Return outputs, gradients and buffers of an exact step and three steps in chunks."""
     torch.manual_seed(0)
-    net = NETS[name]().double().train(training)
+    net = NETS[name]().double().to(DEVICE).train(training)
     method = StalenessMethod(linear_scale=2.0, message_scale=2.0)
     engine = one_process_engine(net, partition=partition, method=method, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)

@@ -12,6 +12,7 @@ from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
 from lightning_gnnpipe.types import CrossChunkEdges, OrderName
+from tests.helpers.device import DEVICE
 
 
 def one_process_engine(
@@ -31,7 +32,7 @@ def one_process_engine(
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
     timeout = timedelta(seconds=60)
-    world = World(rank, num_shards, torch.device("cpu"), timeout)
+    world = World(rank, num_shards, DEVICE, timeout)
     transport = Transport(world, (1, num_shards), Meter())
     options = EngineOptions(
         chunks=ChunkOptions("auto", partition, seed=0, cross_edges=cross_edges),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.codecs import Codec, get_codec
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -21,6 +22,7 @@ from common import print_table
 
 SHAPES = [(50_000, 128), (50_000, 256)]
 NAMES = ["fp32", "bf16", "int8", "int1"]
+CPU = torch.device("cpu")
 HEADER = [
     "codec",
     "bits a value",
@@ -49,17 +51,21 @@ def main() -> None:
         print_table(HEADER, rows)
 
 
-def measure(shape: tuple[int, int], rounds: int) -> tuple[float, dict[str, tuple[float, float]]]:
+def measure(
+    shape: tuple[int, int], rounds: int, device: torch.device = CPU
+) -> tuple[float, dict[str, tuple[float, float]]]:
     """Return medians, in ns a value: of a copy, and of encode and decode by codec."""
-    x, out = torch.randn(shape), torch.empty(shape)
+    x, out = torch.randn(shape, device=device), torch.empty(shape, device=device)
     works: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(x)}
     for name in NAMES:
         works |= works_of(get_codec(name), x, out)
     times: dict[str, list[float]] = {what: [] for what in works}
     for number in range(rounds + 1):
         for what, work in works.items():
+            synchronize(device)
             start = time.perf_counter()
             work()
+            synchronize(device)
             if number:  # the first round warms up
                 times[what].append((time.perf_counter() - start) * 1e9 / x.numel())
     ns = {what: statistics.median(found) for what, found in times.items()}

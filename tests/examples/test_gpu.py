@@ -1,0 +1,108 @@
+"""What `scripts/check_gpu.sh` runs on a GPU works on the CPU, small: else it would rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gnnpipe.passing.sparse import KERNEL_TABLE, KERNELS, kernel_of
+from tests.helpers.scripts import ROOT, modules_of
+
+FOLDER = ROOT / "examples" / "benchmarks" / "gpu"
+
+
+@pytest.fixture
+def gpu() -> Iterator[dict[str, ModuleType]]:
+    with modules_of(FOLDER, ["main", "kernels"]) as modules:
+        yield modules
+
+
+def test_the_script_runs_checks_on_the_cpu(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "check_gpu.sh"), "--device", "cpu", "--part", "1"]
+    command += ["--checks", "checkpoints between devices", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = json.loads((tmp_path / "checks.json").read_text())
+    assert found["status"] == 0 and "2 passed" in found["result"]
+    assert "checkpoints between devices" in (tmp_path / "checks.md").read_text()
+    assert json.loads((tmp_path / "machine.json").read_text())["card"] is None
+
+
+def test_checks_name_tests_that_are_there() -> None:
+    with modules_of(ROOT / "scripts", ["check_gpu"]) as modules:
+        for path, words in modules["check_gpu"].CHECKS.values():
+            assert (ROOT / path).is_file() and words
+
+
+def options_of(main: ModuleType, tmp_path: Path, *more: str) -> Any:
+    sizes = ["--nodes", "300", "--edges", "1500", "--hidden", "8", "--layers", "2", "--chunks", "2"]
+    return main.parse(["--device", "cpu", "--out", str(tmp_path), *sizes, "--steps", "1", *more])
+
+
+def test_one_run_with_rows_on_the_host(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
+    bench = gpu["main"].Bench(options_of(gpu["main"], tmp_path))
+    with bench.graph(300, 1500) as graph:
+        found = bench.train(graph=graph, layers=2, chunks=2, history_device="cpu:0")
+    assert found.keys() == {"step_s", "peak_mib"} and found["step_s"] > 0, found
+
+
+def test_tables_say_what_failed(
+    gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_once(**options: Any) -> dict[str, Any]:
+        if options.get("mode") == "csr":
+            raise RuntimeError("failed:\ntorch.OutOfMemoryError: CUDA out of memory.")
+        return {"step_s": [0.5, 1.5, 1.0], "peak_mib": 7.0, "base_mib": 2.0}
+
+    main = gpu["main"]
+    monkeypatch.setattr(main, "train_once", train_once)
+    bench = main.Bench(options_of(main, tmp_path))
+    times = {row["setting"]: row for row in bench.times()}
+    assert times["K = 2"]["step_s"] == 1.0 and times["K = 2"]["peak_mib"] == 5.0
+    assert times["PyG, CSR"]["error"] == "out of memory"
+    largest = {row["setting"]: row for row in bench.largest()}
+    assert largest["K = 2"]["nodes"] == 300
+    assert largest["PyG, CSR"]["then"] == "300: out of memory"
+    bench.end = time.monotonic()
+    assert bench.host()[0]["error"] == "not run: the time was up"
+    main.save(tmp_path, "times", list(times.values()))
+    main.draw(tmp_path, "times", list(times.values()))
+    assert "out of memory" in (tmp_path / "times.md").read_text()
+    assert (tmp_path / "times_step_s.png").stat().st_size > 0
+
+
+def test_codecs_and_kernels_are_measured_and_the_table_is_written(
+    gpu: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    bench = gpu["main"].Bench(options_of(gpu["main"], tmp_path))
+    assert [row["setting"] for row in bench.codecs()] == ["copy", "bf16", "int8", "int1"]
+    rows = bench.kernels()
+    assert {row["kernel"] for row in rows} == {*KERNELS, "index_add", "segment_reduce"}
+    path = tmp_path / "kernels.json"
+    path.write_text("{}")
+    gpu["kernels"].write_table("cpu", rows, path)
+    assert set(json.loads(path.read_text())["cpu"].values()) <= set(KERNELS)
+    made = [{"dtype": "float32", "kernel": "csr", "ms": 1.0, "repeats": False}]
+    made += [{"dtype": "float32", "kernel": "embedding_bag", "ms": 2.0, "repeats": True}]
+    gpu["kernels"].write_table("cuda", made, path)
+    assert json.loads(path.read_text())["cuda"] == {"float32": "embedding_bag"}
+
+
+def test_the_table_names_kernels_of_the_package() -> None:
+    table = json.loads(KERNEL_TABLE.read_text())
+    assert {name for chosen in table.values() for name in chosen.values()} <= set(KERNELS)
+    assert kernel_of("cpu", torch.float32) == kernel_of("xpu", torch.float32) == "embedding_bag"

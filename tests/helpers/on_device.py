@@ -1,0 +1,88 @@
+"""A pytest plugin: Trainers of a test that ask for the CPU train on `GNNPIPE_DEVICE`.
+
+    GNNPIPE_DEVICE=cuda pytest -p tests.helpers.on_device tests/promises/test_p1_transparency.py
+
+Tests fork their ranks. CUDA does not survive a fork, so this process must not begin to use it: a
+fit on one rank gets a process of its own, and files are loaded to the CPU. Ranks share one GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins import MixedPrecision
+
+from tests.helpers.device import DEVICE
+
+_init, _fit, _load = L.Trainer.__init__, L.Trainer.fit, torch.load
+
+
+class OneCard(CUDAAccelerator):
+    """Puts all ranks on the first GPU; Lightning's own refuses more ranks than GPUs."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices if isinstance(devices, int) else 1))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", 0) for _ in devices]
+
+
+def _made(self: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    if DEVICE.type == "cuda" and kwargs.get("accelerator") == "cpu":
+        kwargs["accelerator"] = OneCard()
+        for one in kwargs.get("plugins") or ():
+            if isinstance(one, MixedPrecision) and one.scaler is not None:
+                state = one.scaler.state_dict()
+                one.device, one.scaler = "cuda", torch.amp.GradScaler("cuda")
+                one.scaler.load_state_dict(state)
+    _init(self, *args, **kwargs)
+
+
+def _fitted(self: L.Trainer, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+    if self.num_devices > 1:
+        _fit(self, model, *args, **kwargs)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fitted.pt"
+
+        def work() -> None:
+            _fit(self, model, *args, **kwargs)
+            found = {"state": model.state_dict(), "metrics": dict(self.callback_metrics)}
+            torch.save(found, path)
+
+        _in_a_process(work)
+        found = torch.load(path)
+        model.load_state_dict(found["state"])
+        self._logger_connector._callback_metrics.update(found["metrics"])
+
+
+def _in_a_process(work: Callable[[], None]) -> None:
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise RuntimeError(f"The process of the fit ended with {os.waitstatus_to_exitcode(status)}")
+
+
+L.Trainer.__init__ = functools.wraps(_init)(_made)  # type: ignore[method-assign]
+L.Trainer.fit = functools.wraps(_fit)(_fitted)  # type: ignore[method-assign]
+torch.load = functools.partial(_load, map_location="cpu")
