@@ -43,7 +43,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "checkpoints between devices": ("tests/test_checkpoints.py", "another_device"),
     "a killed rank": (PROMISES + "test_p7_no_hang.py", "step-kill-0-fork or callback-kill-1-fork"),
     "graph batches": (PROMISES + "test_p1_batches.py", "test_stages and (jumping or transformer)"),
-    "codecs": ("tests/comm/test_codec.py", "gpu or fp32"),
+    "codecs": ("tests/codecs/test_codec.py", "gpu or fp32"),
 }
 SMALL = ("P1, two ranks", "rows on the host", "checkpoints between devices")
 PARTS: dict[int, list[str]] = {

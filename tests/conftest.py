@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from torch_geometric.nn import SAGEConv
 
 from lightning_gnnpipe.errors import GNNPipeError
 from tests.helpers.texts import INSIDES
 
 settings.register_profile("any machine", deadline=None)  # busy ones miss any
 settings.load_profile("any machine")
+# PyG writes `propagate` for the first layer of a class. After one with aggr="lstm" no SAGEConv of
+# the process can multiply by a sparse matrix.
+SAGEConv(1, 1)
 torch.set_num_threads(1)  # two cores, and tests that fork
 
 GRACE_S = 3.0

@@ -141,9 +141,9 @@ def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -
             enable_model_summary=False,
             logger=False,
         )
-        net, graph = NodeClassifier(GNN(4, 8, 3, num_layers=4), 3), data()
-        graph.x = graph.x.double()
-        trainer.fit(net, datamodule=FullGraphDataModule(graph), ckpt_path=resume)
+        net, source = NodeClassifier(GNN(4, 8, 3, num_layers=4), 3), data()
+        source.data.x = source.data.x.double()
+        trainer.fit(net, datamodule=source, ckpt_path=resume)
         return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
 
     places = ("cpu", CPUAccelerator())  # the script moves what asks for "cpu"

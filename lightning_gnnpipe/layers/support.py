@@ -286,5 +286,5 @@ def _names(kinds: Collection[type]) -> str:
 
 def _is_inside_conv(module: nn.Module, name: str) -> bool:
     parts = name.split(".")
-    parents = (module.get_submodule(".".join(parts[:end])) for end in range(1, len(parts)))
+    parents = (module.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
     return any(isinstance(parent, MessagePassing) for parent in parents)

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import Aggregation, DeepGCNLayer, HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
+from torch_geometric.utils import spmm as _spmm  # torch.fx patches names without underscore
 
 from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
 from lightning_gnnpipe.calls import Call
@@ -288,7 +289,7 @@ class _Tracer(fx.Tracer):
                 "requires_grad_(False) on layers. Move code in another precision into a "
                 "submodule without message passing.",
             )
-        target = multiply_matrix if target is torch_geometric.utils.spmm else target
+        target = multiply_matrix if target is _spmm else target
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta[_LINE] = line_here()
         mark(node)

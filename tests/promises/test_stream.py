@@ -113,6 +113,7 @@ class Passes(L.Callback):
         self.num_sends: list[int] = []
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        self.counts = dict.fromkeys(self.counts, 0)  # an earlier run's come back from its ranks
         if trainer.world_size == 1:
             return
 
