@@ -164,7 +164,7 @@ TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and th
     "With async_halo": HERE + "test_shards_that_do_not_wait",
     "cross_chunk_edges='drop'": "promises/test_dropped_edges.py::"
     "test_the_share_of_lost_edges_is_logged_once",
-    "repeat_encoder=True": "promises/test_repeat.py::test_a_wish_that_cannot_be_met_is_told",
+    "repeat_encoder=True": "promises/test_repeat.py::test_a_wish_that_cannot_be_met_is_logged",
     "… exists and is kept": HERE + "test_a_config_in_the_way",
 }
 

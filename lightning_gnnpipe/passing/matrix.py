@@ -10,6 +10,7 @@ num_nodes + num_halo]`. A product in forward is a weighted sum of source rows, a
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -247,5 +248,8 @@ def assemble(
 
 def multiply_matrix(matrix: Any, other: Tensor, reduce: str = "sum") -> Tensor:
     """Replace PyG's `spmm` in forward, which refuses a `ChunkMatrix`."""
-    is_part = isinstance(matrix, ChunkMatrix)
-    return cast(Tensor, matrix.matmul(other, reduce) if is_part else spmm(matrix, other, reduce))
+    if isinstance(matrix, ChunkMatrix):
+        return matrix.matmul(other, reduce)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyG's advice on layouts would name this line
+        return cast(Tensor, spmm(matrix, other, reduce))
