@@ -242,8 +242,8 @@ class PipelinedModel:
         """Hold all parameters within the block, then only this stage's; collective."""
         with self.reads.inside():
             self._fill()
-            # Autograd may have saved weights that user code has read.
-            keeps = torch.is_grad_enabled() and self._transport.mesh.num_stages > 1
+            keeps = torch.is_grad_enabled() or self.reads.are_full  # autograd may have saved them
+            keeps = keeps and self._transport.mesh.num_stages > 1
             try:
                 yield
             finally:

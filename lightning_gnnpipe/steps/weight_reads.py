@@ -82,6 +82,11 @@ class WeightReads:
                     self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
                     self._names[id(tensor)] = name, weights
 
+    @property
+    def are_full(self) -> bool:
+        """Whether tensors of other stages are here, because user code has read them."""
+        return self._is_full
+
     def release(self) -> None:
         """Stop detecting reads."""
         for ranks in (self._transport, self._transport.everyone):
