@@ -17,7 +17,25 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 Split = Literal["train", "val", "test"]
 
 
-class NodeClassifier(L.LightningModule):
+class _Classifier(L.LightningModule):
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self._shared_step(batch, "train")
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._shared_step(batch, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._shared_step(batch, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def _shared_step(self, batch: Data, split: Split) -> Tensor:
+        """Return the loss on the split; log the metric and, except for test, the loss."""
+        raise NotImplementedError
+
+
+class NodeClassifier(_Classifier):
     """Classify the nodes of one graph; written for one device, unaware of any strategy.
 
     A batch is a whole graph: ``x``, ``edge_index``, labels ``y`` ``[num_nodes]``, and the boolean
@@ -52,18 +70,6 @@ class NodeClassifier(L.LightningModule):
     def forward(self, data: Data) -> Tensor:
         return self.net(data.x, data.edge_index)
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self._shared_step(batch, "train")
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._shared_step(batch, "val")
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._shared_step(batch, "test")
-
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
@@ -84,7 +90,7 @@ class NodeClassifier(L.LightningModule):
         return loss
 
 
-class GraphClassifier(L.LightningModule):
+class GraphClassifier(_Classifier):
     """Classify whole graphs; written for one device, unaware of any strategy.
 
     A batch is a mini-batch from PyG's ``DataLoader``, with one label a graph in ``y``
@@ -138,18 +144,6 @@ class GraphClassifier(L.LightningModule):
 
     def forward(self, data: Data) -> Tensor:
         return self.net(*(getattr(data, name) for name in self.inputs))
-
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self._shared_step(batch, "train")
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._shared_step(batch, "val")
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._shared_step(batch, "test")
-
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
