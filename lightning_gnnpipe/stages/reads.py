@@ -5,8 +5,8 @@ A trace bakes these values in, so it is reused only while they are unchanged.
     attributes of modules  ->  functions among them  ->  their globals, closures, defaults
                                                      ->  functions among these, and so on
 
-Attribute reads on modules are watched during the trace. A function is assumed to read every name in
-its code; of classes and Python modules, only members with these names are recorded.
+Attribute reads on modules are watched during the trace. A function is assumed to read every global
+in its code; of classes and Python modules, only members with a name in its code are recorded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dis import get_instructions
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -206,7 +207,7 @@ class _Walk:
         label = function.__qualname__
         names = set(names_in(function.__code__))
         self._names |= names
-        for name in names & function.__globals__.keys():
+        for name in set(globals_in(function.__code__)) & function.__globals__.keys():
             read = partial(function.__globals__.get, name, MISSING)
             self._source(f"{function.__module__}.{name}", read, function.__globals__)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -248,6 +249,16 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():  # getattr(Config, "scale")
             yield constant
+
+
+def globals_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that `code` reads as globals."""
+    for step in get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from globals_in(constant)
 
 
 def _same_in(registry: Mapping[str, Any], name: str) -> Same:

@@ -298,6 +298,19 @@ def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
             torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
 
 
+def test_an_attribute_with_the_name_of_a_global_is_not_that_global(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, engine, inputs = make(lambda net, h: h * net.SCALE)
+    net.SCALE = 2.0
+    numbers = []
+    for value in (1.0, 5.0):
+        monkeypatch.setitem(globals(), "SCALE", value)
+        engine.forward(inputs, {}).sum().backward()
+        numbers.append(len(engine.model._modes))
+    assert numbers[0] == numbers[1]
+
+
 def widen(net: Any) -> None:
     torch.manual_seed(1)
     net.parts[0].conv, net.parts[0].norm = gnn.SAGEConv(D, 7), nn.LayerNorm(7)
