@@ -150,6 +150,44 @@ def test_chunks_on_a_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (more_ops - num_ops) / 3 / NUM_LAYERS <= CASES[name][2]
 
 
+def waits_of(net: nn.Module, num_chunks: int, counted: Card, *, validates: bool) -> int:
+    """Return the waits of a third step, or of a validation after three."""
+    given = tuple(map(OnCard, inputs()))
+    partition = torch.arange(N) * num_chunks // N
+    engine = one_process_engine(
+        put(net), partition=partition, method=METHODS["drift"], self_check=False
+    )
+    for step in range(3):
+        engine.set_step(step_index=step)
+        counted.clear()
+        engine.forward(given, {}).sum().backward()
+    if validates:
+        net.eval()
+        engine.set_step(is_validating=True)
+        counted.clear()
+        with torch.no_grad():
+            engine.forward(given, {})
+    return sum(counted.waits.values())
+
+
+def test_flipped_edges_are_compared_in_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "DEVICE", CUDA)
+    with card() as counted:
+        plain = waits_of(means(), 3, counted, validates=False)
+        net = Stack(lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D)), nn.Identity)
+        flipped = waits_of(net, 3, counted, validates=False)
+    assert flipped - plain == 3 * NUM_LAYERS  # chunks, layers
+
+
+def test_a_validation_that_replaces_running_statistics_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "DEVICE", CUDA)
+    with card() as counted:
+        with_norms = waits_of(statistics(), 3, counted, validates=True)
+        assert with_norms == waits_of(means(), 3, counted, validates=True)
+
+
 @pytest.mark.parametrize("name", ["int1", "int8", "bf16"])
 def test_messages_on_a_card(name: str) -> None:
     codec, rows = get_codec(name), torch.randn(50, 16)
