@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.selfcheck import flatten
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import quiet_trainer, weights
 
 N, E, D = 45, 170, 5
 
@@ -74,20 +73,8 @@ def fit(
     torch.manual_seed(0)
     module = Fits(make().double(), call)
     batches = DataLoader([data or graph()], batch_size=None)
-    strategy: Any = "auto"
-    if num_chunks:
-        strategy = GNNPipeStrategy(num_chunks=num_chunks, start_method="fork", **options)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    piped = {"num_chunks": num_chunks, **options} if num_chunks else None
+    trainer = quiet_trainer(num_stages, piped, max_epochs=3, num_sanity_val_steps=0)
     trainer.fit(module, batches, batches)
     return module
 

@@ -18,6 +18,7 @@ from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data
+from tests.helpers.trainers import quiet_trainer
 
 
 @torch.compile(backend="eager")
@@ -77,16 +78,7 @@ def fit(change: Any, **options: Any) -> tuple[L.LightningModule, dict[str, Tenso
         module = NodeClassifier(change(Net()), NUM_CLASSES)
         data = make_data()
         data.data.x = data.data.x.double()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=3,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
+        trainer = quiet_trainer(max_epochs=3, **options)
         trainer.fit(module, datamodule=data)
     finally:
         torch.set_default_dtype(torch.float32)

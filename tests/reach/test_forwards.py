@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import DeepGraphInfomax, GCNConv, SAGEConv
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import communities
 from tests.helpers.launch import SEED
 from tests.helpers.reference import StaleOracle
+from tests.helpers.trainers import quiet_trainer
 
 NUM_STEPS = 4
 CASE = communities(3)
@@ -126,34 +127,15 @@ def test_forwards_of_a_step_have_histories_of_their_own(
         torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-10)
 
 
-def pipeline(num_chunks: int, num_shards: int, options: dict[str, Any]) -> GNNPipeStrategy:
-    return GNNPipeStrategy(
-        num_chunks=num_chunks,
-        graph_parallel=num_shards,
-        staleness="constant",
-        start_method="fork",
-        **({"partition": CASE.partition} if num_chunks > 1 else {}),
-        **options,
-    )
-
-
 def fit(
     module: L.LightningModule, num_chunks: int, layout: tuple[int, int], **options: Any
 ) -> None:
     L.seed_everything(SEED, verbose=False)
-    strategy: Any = "auto"
+    piped: dict[str, Any] | None = None
     if num_chunks:
-        strategy = pipeline(num_chunks, layout[1], options)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=layout[0] * layout[1],
-        strategy=strategy,
-        max_epochs=NUM_STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        piped = {"num_chunks": num_chunks, "graph_parallel": layout[1], **options}
+        piped |= {"partition": CASE.partition, "staleness": "constant"} if num_chunks > 1 else {}
+    trainer = quiet_trainer(layout[0] * layout[1], piped, max_epochs=NUM_STEPS)
     trainer.fit(module, datamodule=FullGraphDataModule(double()))
 
 

@@ -20,7 +20,7 @@ from torch_geometric.nn.models import ARGVA, GAE, VGAE
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from tests.helpers.launch import BatchList, assert_transparent, fit_batches
-from tests.helpers.trainers import double_precision
+from tests.helpers.trainers import double_precision, quiet_trainer
 
 N, D, H = 30, 5, 4
 
@@ -335,19 +335,8 @@ def fit(
 
 
 def trainer_of(num_chunks: int, devices: int = 1, **options: Any) -> L.Trainer:
-    strategy: Any = "auto"
-    if num_chunks:
-        strategy = GNNPipeStrategy(num_chunks=num_chunks, start_method="fork", **options)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    piped = {"num_chunks": num_chunks, **options} if num_chunks else None
+    return quiet_trainer(devices, piped, max_epochs=3)
 
 
 def assert_same(found: Module, plain: Module) -> None:

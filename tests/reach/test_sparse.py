@@ -18,12 +18,13 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import scatter, spmm, to_edge_index
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, matrix
 from lightning_gnnpipe.stages import find_pipelined
 from tests.helpers.cases import some
+from tests.helpers.trainers import quiet_trainer
 
 N, D, C = 13, 6, 3
 LAYOUTS = {"csr": torch.sparse_csr, "coo": torch.sparse_coo, "csc": torch.sparse_csc}
@@ -230,20 +231,10 @@ def fit(
     """Train; `num_chunks` is 0 for a plain Trainer."""
     torch.manual_seed(1)
     task = Task(make(), takes)
-    strategy: Any = "auto"
-    if num_chunks:
-        partition = torch.arange(N) % num_chunks if num_chunks > 1 else "metis"
-        strategy = GNNPipeStrategy(num_chunks=num_chunks, partition=partition, start_method="fork")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    piped: dict[str, Any] | None = {"num_chunks": num_chunks} if num_chunks else None
+    if num_chunks > 1:
+        piped = {"num_chunks": num_chunks, "partition": torch.arange(N) % num_chunks}
+    trainer = quiet_trainer(num_stages, piped, max_epochs=epochs)
     trainer.fit(task, datamodule=FullGraphDataModule(data))
     return task
 
@@ -403,20 +394,8 @@ def test_values_that_need_a_gradient_get_it() -> None:
     for num_chunks in (0, 1, 3):
         torch.manual_seed(1)
         tasks.append(Learned(Kipf(), takes))
-        strategy: Any = "auto"
-        if num_chunks:
-            strategy = GNNPipeStrategy(num_chunks=num_chunks)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=strategy,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-        )
+        piped = {"num_chunks": num_chunks} if num_chunks else None
+        trainer = quiet_trainer(1, piped, max_epochs=1, limit_val_batches=0)
         trainer.fit(tasks[-1], datamodule=FullGraphDataModule(graph()))
         results.append(tasks[-1].scale.detach())
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-9)
