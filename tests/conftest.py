@@ -37,8 +37,8 @@ def double() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Restore ``os.environ``; fail on child processes and process groups that are still there."""
-    environment = dict(os.environ)
+    """Restore ``os.environ``; fail on what else is left, as child processes and process groups."""
+    environment, dtype = dict(os.environ), torch.get_default_dtype()
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     os.environ.clear()
@@ -47,6 +47,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         leaks.append(f"a torch.distributed group of {dist.get_world_size()} rank(s)")
         dist.destroy_process_group()
+    if torch.get_default_dtype() != dtype:
+        leaks.append(f"the default dtype {torch.get_default_dtype()}")
+        torch.set_default_dtype(dtype)
     if leaks:
         pytest.fail(f"The test left behind: {', '.join(leaks)}", pytrace=False)
 

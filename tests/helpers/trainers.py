@@ -24,8 +24,10 @@ from tests.helpers.record import as_held
 def double_precision() -> Iterator[None]:
     """Have new tensors in float64 within the block."""
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
