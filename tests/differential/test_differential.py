@@ -11,7 +11,6 @@ from tests.differential.draw import draw_of
 from tests.differential.habits import HABITS
 from tests.differential.nets import GraphDraw, NetDraw
 from tests.differential.program import SETTINGS, Habit, script_of
-from tests.differential.run import run_setting
 from tests.differential.workers import Workers
 
 LIMIT_S = 120.0
@@ -38,7 +37,8 @@ def test_weights_that_autograd_has_saved_outlast_a_new_trace_before_backward() -
     names = ("_dict", "net in eval for a pass", "weight penalty")
     habits = tuple(habit for habit in HABITS if habit.name in names)
     drawn = replace(draw_of(225), net=NetDraw(("GCN", "GCN")), graph=GraphDraw(), habits=habits)
-    assert run_setting(drawn, SETTINGS["exact, two stages"]).kind == "equal"
+    [[found]] = Workers(1, LIMIT_S, "fork").run([(drawn, SETTINGS["exact, two stages"])])
+    assert found.kind == "equal", found.text
 
 
 @pytest.mark.slow
