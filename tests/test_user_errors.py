@@ -217,43 +217,15 @@ def test_an_unusual_graph_trains_as_plainly(changes: dict[str, Any]) -> None:
     fit(Module(), graph(**changes), 4)
 
 
-class WeighsEdges(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(E))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = conv(x, edge_index, self.weight).relu()
-        return x
-
-
-class GivenWeights(Net):
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = conv(x, edge_index, edge_weight).relu()
-        return x
-
-
-class ModuleWithWeights(Module):
-    def __init__(self) -> None:
-        super().__init__(GivenWeights())
-        self.weight = nn.Parameter(torch.ones(E))
-        self.call = lambda net, data: net(data.x, data.edge_index, self.weight)
-
-
 class WritesRows(Net):
     def forward(self, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
         x[mask] = 0.0
-        return self.convs[1](x, edge_index)
+        return super().forward(x, edge_index)
 
 
 class SelectsRows(Net):
     def forward(self, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
-        x = torch.where(mask.unsqueeze(-1), 0.0, x)
-        return self.convs[1](x, edge_index)
+        return super().forward(torch.where(mask.unsqueeze(-1), 0.0, x), edge_index)
 
 
 class Branches(Module):
@@ -267,21 +239,21 @@ class Branches(Module):
         return F.cross_entropy(out, data.y)
 
 
-class Embeds(Net):
-    """Rows of nodes are weights; in forward alone, beside features, or looked up."""
-
+class OwnRows(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(N, D)
-
-    def forward(self, edge_index: Tensor, x: Tensor | None = None) -> Tensor:
-        h = self.emb.weight if x is None else self.emb.weight + x
-        return super().forward(h, edge_index)
+        self.convs[1] = AddsRows(D, D)
 
 
-class LooksUp(Embeds):
-    def forward(self, node: Tensor, edge_index: Tensor) -> Tensor:
-        return Net.forward(self, self.emb(node), edge_index)
+class AddsRows(gnn.SAGEConv):
+    """Has a row of weights for each node."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.rows = nn.Parameter(torch.zeros(N, D))
+
+    def forward(self, x: Tensor, edge_index: Tensor, size: Any = None) -> Tensor:
+        return super().forward(x + self.rows, edge_index, size)
 
 
 class WithoutFeatures(nn.Module):
@@ -318,11 +290,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         of(Means),
         "without one row for each node, edge or graph at .*behind the last message-passing layer",
     ),
-    "a weight an edge": (
-        of(WeighsEdges),
-        "'weight' has one row an edge.*parameter of the LightningModule.*'edge_weight'",
-        ModuleWithWeights,
-    ),
     "rows written": (
         of(WritesRows, *MASKED),
         r"assignment to some rows of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
@@ -334,15 +301,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         Branches,
         {"pipelined_module": "left"},
     ),
-    "weights of nodes": (
-        of(Embeds, "edge_index"),
-        rf"'emb.weight' has one row for each of the {N} nodes. Pass torch.arange\(num_nodes\)",
-        lambda: Module(LooksUp(), lambda net, data: net(torch.arange(N), data.edge_index)),
-    ),
-    "weights of nodes beside features": (
-        of(Embeds, "edge_index", "x"),
-        r"`h = self.emb.weight if x is None.*or train with num_chunks=1",
-        of(Embeds, "edge_index", "x"),
+    "weights of nodes in a layer": (
+        of(OwnRows),
+        rf"'convs.1.rows' has one row for each of the {N} nodes. Read it in forward",
+        of(OwnRows),
         {"num_chunks": 1},
     ),
     "length": (of(Counts), r"len\(\) of a tensor"),
@@ -364,8 +326,7 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (of(Embeds, "edge_index"), {"devices": 2, "start_method": "fork"}),
-        (of(Embeds, "edge_index", "x"), {}),
+        (of(OwnRows), {}),
         (of(WithoutFeatures, "edge_index", "edge_type"), {}),
         (of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"), {}),
     ],

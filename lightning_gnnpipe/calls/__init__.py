@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.calls.call import Call, flatten_call
+from lightning_gnnpipe.calls.call import Call, Held, fill, flatten_call
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_sample import draw_graphs
 from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
-from lightning_gnnpipe.calls.kinds import Inputs, is_of_pairs
+from lightning_gnnpipe.calls.kinds import Inputs, count_nodes, find_edge_sets, is_of_pairs
 
 __all__ = [
     "Call",
     "GraphBatch",
     "GraphRows",
+    "Held",
     "Inputs",
     "Kind",
     "KnownKinds",
     "classify",
+    "count_nodes",
     "draw_graphs",
+    "fill",
+    "find_edge_sets",
     "find_graphs",
     "flatten_call",
     "is_of_pairs",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,26 @@ class Slices:
     increments: Tensor | None  # [num_graphs, *] added to each graph's values; None for 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A tensor or sparse matrix that forward reads beside its arguments, as leaves of a call.
+
+    Attributes:
+        value: The tensor as forward finds it.
+        weight: First name of a parameter with one row per node or edge; None for data.
+        is_made: Whether forward makes it from Python values in each call.
+        node: Name of the operation of the trace whose result it is; empty if it is none.
+        template: Its place among the leaves.
+    """
+
+    name: str
+    value: Any
+    weight: str | None
+    is_made: bool = False
+    node: str = ""
+    template: Any = None
+
+
 CountNodes = Callable[[], int | None]
 
 # Names of arguments that hold the number of graphs, where there is a batch vector.
@@ -115,6 +135,7 @@ class Call:
         is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
         matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
+        held: Tensors of the module that are leaves behind the arguments; see `with_held`.
     """
 
     leaves: tuple[Tensor, ...]
@@ -128,6 +149,18 @@ class Call:
     batch_nodes: CountNodes | None = None
     method: str = "forward"
     matrices: Mapping[int, str] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
+
+    @property
+    def weights(self) -> dict[int, str]:
+        """Names of the parameters that are leaves, by the number of the leaf."""
+        return {one.template.index: one.weight for one in self.held if one.weight is not None}
+
+    @property
+    def given(self) -> list[int]:
+        """Numbers of the leaves that are no parameters of the module."""
+        weights = self.weights
+        return [slot for slot in range(len(self.leaves)) if slot not in weights]
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -152,13 +185,35 @@ class Call:
         self, leaves: Sequence[Any], num_graphs: Any = None
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return `(args, kwargs)` with these tensors and, unless None, this number of graphs."""
-        args, kwargs = _fill(self.template, leaves, num_graphs)
+        args, kwargs = fill(self.template, leaves, num_graphs)
         return list(args), kwargs
 
     def run(self, module: nn.Module, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
         """Call the method of `module` with these tensors; see `rebuild`."""
         args, kwargs = self.rebuild(leaves, num_graphs)
         return getattr(module, self.method)(*args, **kwargs)
+
+    def with_held(self, held: Sequence[Held], num_nodes: int | None, known: Matrices) -> Call:
+        """Return the call with the tensors `held` as more leaves."""
+        collector = _Collector(known, self)
+        items = tuple(
+            replace(one, template=collector.visit(f"module.{one.name}", one.value)) for one in held
+        )
+        return replace(
+            self,
+            leaves=tuple(collector.leaves),
+            names=tuple(collector.names),
+            num_nodes=num_nodes,
+            matrices=collector.matrices,
+            held=(*self.held, *items),
+        )
+
+    def with_weights(self, module: nn.Module) -> Call:
+        """Return the call with the parameters of `module` as they are now among the leaves."""
+        leaves = list(self.leaves)
+        for slot, name in self.weights.items():
+            leaves[slot] = module.get_parameter(name)
+        return replace(self, leaves=tuple(leaves))
 
 
 def last_name(name: str) -> str:
@@ -197,11 +252,11 @@ def flatten_call(
 
 
 class _Collector:
-    def __init__(self, known: Matrices) -> None:
+    def __init__(self, known: Matrices, call: Call | None = None) -> None:
         self._known = known
-        self.matrices: dict[int, str] = {}
-        self.leaves: list[Tensor] = []
-        self.names: list[str] = []
+        self.matrices = {} if call is None else dict(call.matrices)
+        self.leaves: list[Tensor] = [] if call is None else list(call.leaves)
+        self.names: list[str] = [] if call is None else list(call.names)
         self.num_nodes: int | None = None
         self.counts: list[tuple[str, int]] = []
         self.slices: dict[int, Slices] = {}
@@ -285,7 +340,8 @@ def _is_usable(value: Any) -> bool:
     return is_matrix(value) and bool(value.size(0) == value.size(1))
 
 
-def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
+def fill(template: Any, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
+    """Return `template` with tensors in its slots."""
     if isinstance(template, _Slot):
         return leaves[template.index]
     if isinstance(template, _Count):
@@ -298,11 +354,11 @@ def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
             return edges.tracer.create_proxy("call_function", assemble, arguments, {})
         return assemble(*arguments)
     if isinstance(template, _Record):
-        return DataView(_fill(template.attributes, leaves, num_graphs))
+        return DataView(fill(template.attributes, leaves, num_graphs))
     if isinstance(template, dict):
-        return {key: _fill(item, leaves, num_graphs) for key, item in template.items()}
+        return {key: fill(item, leaves, num_graphs) for key, item in template.items()}
     if isinstance(template, list | tuple):
-        return _sequence_like(template, [_fill(item, leaves, num_graphs) for item in template])
+        return _sequence_like(template, [fill(item, leaves, num_graphs) for item in template])
     return template
 
 

@@ -147,7 +147,7 @@ class Inputs:
 def classify_graph(call: Call) -> Inputs:
     """Find out what the first dimension of each tensor counts, in a call with one graph."""
     edges = find_edge_sets(call)
-    num_nodes = _count_nodes(call, edges)
+    num_nodes = count_nodes(call, edges)
     kinds, numbers = [], []
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         rows = leaf.size(0) if leaf.dim() else -1
@@ -167,7 +167,8 @@ def classify_graph(call: Call) -> Inputs:
     return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
 
 
-def _count_nodes(call: Call, edges: EdgeSets) -> int:
+def count_nodes(call: Call, edges: EdgeSets) -> int:
+    """Return the number of nodes; raise GraphError if no argument shows it."""
     if call.num_nodes is not None:
         for name, leaf in zip(call.names, call.leaves, strict=True):
             if last_name(name) == "x" and leaf.size(0) != call.num_nodes:

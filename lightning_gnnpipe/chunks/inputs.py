@@ -40,6 +40,11 @@ class PassInputs(ABC):
         grad = self._grads.get(slot)
         return torch.zeros_like(self._leaf(slot)) if grad is None else grad
 
+    def weight_grads(self) -> dict[str, Tensor]:
+        """Return the gradients of the parameters that are leaves, by name."""
+        weights = {} if self._call is None else self._call.weights
+        return {name: self._grads[slot] for slot, name in weights.items() if slot in self._grads}
+
     def release(self) -> None:
         """Drop the gradients."""
         self._grads.clear()
@@ -171,13 +176,18 @@ class PlannedInputs(PassInputs):
     def _slice(self, chunk: Chunk, name: str) -> Tensor:
         slot = _slot(name)
         kind = self._kinds[slot]
+        assert self._call is not None
         if kind is Kind.EDGE_INDEX:
             return self._edges(chunk, self._sets[slot])[1].edge_index
         leaf = self._leaf(slot)
         if kind is Kind.WHOLE:
             part = leaf.detach()
         elif kind is Kind.NODE:
-            part = self._permuted(name, slot, self._plan.perm)[chunk.start : chunk.end]
+            nodes = slice(chunk.start, chunk.end)
+            if slot in self._call.weights:  # new rows in each step
+                part = leaf.detach()[self._plan.perm[nodes]]
+            else:
+                part = self._permuted(name, slot, self._plan.perm)[nodes]
         else:
             edges, own = self._edges(chunk, self._sets[slot])
             part = self._permuted(name, slot, edges.edge_perm)[own.edge_start : own.edge_end]

@@ -133,6 +133,7 @@ class PipelineEngine:
             in_batch = graph_of_node(batch)
             call = self._checks.as_one_graph(call, in_batch)
             in_batch = self._checks.batch_vector(in_batch)
+            call = call if in_batch is not None else self.model.attach(call)
             call, inputs = find_graphs(call, in_batch, self._known_kinds)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
@@ -267,7 +268,7 @@ class PipelineEngine:
         )
         self.statistics = RunningStatistics(state.stale_norms, is_quiet=is_quiet)
         self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
-        self.model.prefer(state.stage_layers)
+        self.model.preferred = state.stage_layers
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
         if self.options.schedule != "fill_drain":
@@ -344,7 +345,7 @@ class PipelineEngine:
         self._state.end_forward(number, outputs)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
-        slots = [i for i, leaf in enumerate(call.leaves) if leaf.requires_grad]
+        slots = [i for i in call.given if call.leaves[i].requires_grad]
         names, values = mode.layers.outputs, mode.layers.values
         zeros = [(output.new_zeros(()), output.shape) for output in outputs]
 
@@ -387,8 +388,7 @@ class PipelineEngine:
         planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
-        spec = self._passes.open_exact(mode, graph, context)
-        spec = replace(spec, inputs=planned)
+        spec = replace(self._passes.open_exact(mode, graph, context), inputs=planned)
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:

@@ -101,8 +101,9 @@ class InputIdentity:
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]
-        for kind, name, leaf in zip(inputs.kinds, names, call.leaves, strict=True):
-            is_ignored = only_graph and kind is not Kind.EDGE_INDEX
+        for slot, (kind, name) in enumerate(zip(inputs.kinds, names, strict=True)):
+            leaf, is_weight = call.leaves[slot], slot in call.weights
+            is_ignored = is_weight or (only_graph and kind is not Kind.EDGE_INDEX)
             number = None if leaf.requires_grad or is_ignored else self._contents.of(leaf)
             leaves.append(number)
             if is_ignored:

@@ -44,7 +44,7 @@ def check_layers(
     """
     sample = draw_sample(module, call, inputs)
     leaves = in_full(sample.leaves, module)
-    small = Call(leaves, call.names, call.template, None, method=call.method)
+    small = replace(call, leaves=leaves, num_nodes=None)
     kinds = replace(
         inputs,
         num_nodes=sample.num_nodes,
@@ -59,17 +59,33 @@ def check_layers(
         torch.autocast(device, enabled=False),
     ):
         with torch.no_grad():
+            if layers.whole is not None:
+                _check_trace(module, layers, call)
             _check_values(module, layers, small, kinds, on_chunks=on_chunks)
         if with_gradients:
             with torch.enable_grad():
                 check_gradients(module, layers, small, kinds, on_chunks=on_chunks)
 
 
+def _check_trace(module: nn.Module, layers: Layers, call: Call) -> None:
+    """Compare the trace with forward on the whole graph: forward does not run on a part of it."""
+    args, kwargs = call.arguments
+    expected = flatten(getattr(module, call.method)(*args, **kwargs))
+    for ours, theirs in zip(flatten(layers.run_plain(module, call)), expected, strict=True):
+        if (size := difference_of(ours, theirs)) is not None:
+            raise UnsupportedError(
+                expected="forward to compute the same as its trace by torch.fx",
+                found=f"a difference of {size:.2g}",
+                remedy="Pass the tensors that forward reads as arguments, or train with "
+                "num_chunks=1.",
+            )
+
+
 def _check_values(
     module: nn.Module, layers: Layers, call: Call, kinds: Inputs, *, on_chunks: bool
 ) -> None:
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    expected = call.run(module, call.leaves)
+    expected = layers.run_plain(module, call)
     check_buffers(module, before)
     trial = Trial(module, layers, call, kinds)
     names = {name: trial.names.of(segment) for name, segment in trial.layer_of_value.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import LAYER_BY_LAYER, as_written, find_pipelined, is_listed
+from lightning_gnnpipe.stages.held import HeldTensors
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
@@ -20,12 +21,12 @@ from lightning_gnnpipe.stages.split import (
     solve_balance,
     split_layers,
 )
-from lightning_gnnpipe.stages.trace import (
+from lightning_gnnpipe.stages.trace import trace
+from lightning_gnnpipe.stages.tracer import (
     NUM_GRAPHS,
     is_traced_through,
     line_of_node,
     strip_root,
-    trace,
 )
 from lightning_gnnpipe.stages.values import (
     Sample,
@@ -39,6 +40,7 @@ from lightning_gnnpipe.stages.values import (
 __all__ = [
     "LAYER_BY_LAYER",
     "NUM_GRAPHS",
+    "HeldTensors",
     "Layers",
     "Reads",
     "Sample",

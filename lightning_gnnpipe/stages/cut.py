@@ -23,7 +23,8 @@ from lightning_gnnpipe.stages.shapes import (
     shape_like,
     size_asked,
 )
-from lightning_gnnpipe.stages.trace import root_of, trace
+from lightning_gnnpipe.stages.trace import trace
+from lightning_gnnpipe.stages.tracer import root_of
 from lightning_gnnpipe.stages.values import (
     LEAF,
     PARTS,
@@ -36,7 +37,6 @@ from lightning_gnnpipe.stages.values import (
     learn_values,
     remedy_for_size,
     remedy_for_weights,
-    sized_weights,
     whole_sample,
 )
 
@@ -68,12 +68,12 @@ def cut_module(
         try:
             return run(sample), sample
         except UnsupportedError:
-            if is_cut or has_graphs or sized_weights(module, inputs)[1]:
+            if is_cut or has_graphs:
                 raise
             sample = whole_sample(call, inputs)
             return run(sample), sample
 
-    def learn(unfinished: fx.Graph) -> dict[str, Answer]:
+    def learn(unfinished: fx.Graph, root: nn.Module) -> dict[str, Answer]:
         """Answer what forward asks of shapes, from two samples of different sizes."""
         named = zip(call.names, call.leaves, strict=True)
         pairs = {leaf.size(-1) for name, leaf in named if is_of_pairs(name) and leaf.dim()}
@@ -81,7 +81,8 @@ def cut_module(
         def run(sample: Sample) -> dict[str, Answer]:
             other = draw_sample(module, call, inputs, SAMPLE_EDGES // 2)
             samples = (sample,) if sample.is_whole else (other, sample)
-            return learn_facts(unfinished, module, samples, inputs, pairs, of_size)
+            num_rows = None if has_graphs else inputs.num_rows
+            return learn_facts(unfinished, root, samples, num_rows, pairs, of_size)
 
         return on_sample(run)[0]
 
@@ -104,6 +105,9 @@ def cut_module(
     layers, sample = on_sample(learn_and_cut)
     num_rows = (inputs.num_nodes, *inputs.edge_sizes) if questions.is_of_rows else ()
     layers = replace(layers, outside=reads, num_rows=num_rows)
+    if call.held:
+        weights = {f"leaf_{slot}": name for slot, name in call.weights.items()}
+        layers = replace(layers, weights=weights, whole=fx.GraphModule(root_of(module), graph))
     if is_cut and not has_graphs:
         check_pools(module, layers.called(module))
     if has_graphs or not finds_repeatable or sample.is_whole:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.calls import Kind
+from lightning_gnnpipe.calls import Call, Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.reads import Reads
@@ -28,10 +28,9 @@ from lightning_gnnpipe.stages.segments import (
     SegmentBuilder,
     find_sources,
     is_inplace,
-    is_named_random,
 )
 from lightning_gnnpipe.stages.shapes import is_of_shapes
-from lightning_gnnpipe.stages.trace import line_of_node, root_of, strip_root
+from lightning_gnnpipe.stages.tracer import is_named_random, line_of_node, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
 from lightning_gnnpipe.user_code import at
 
@@ -66,6 +65,8 @@ class Layers:
         outside: Values that forward reads besides its arguments.
         head: Computes the model's output from `outputs` and leaves; None if these are the output.
         num_rows: Numbers of nodes and edges that the trace depends on; empty for any graph.
+        weights: Names of the parameters that are leaves, by the name of the leaf.
+        whole: Runs the trace on all leaves, if some of them are no arguments.
     """
 
     segments: tuple[Segment, ...]
@@ -77,6 +78,12 @@ class Layers:
     outside: Reads = field(default_factory=Reads, compare=False)
     head: Segment | None = None
     num_rows: tuple[int, ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)
+    whole: fx.GraphModule | None = None
+
+    def run_plain(self, module: nn.Module, call: Call) -> Any:
+        """Run `module` on the leaves of `call`, or the trace if it reads more than arguments."""
+        return call.run(module, call.leaves) if self.whole is None else self.whole(*call.leaves)
 
     def read_leaves(self) -> set[int]:
         """Return the numbers of the leaves that a layer reads or the model returns."""

@@ -90,6 +90,8 @@ def _is_of_rows(name: str, segment: Segment, layers: Layers, special: Collection
         known = layers.values.get(node.name)
         if node.op == "placeholder" and not node.name.startswith("leaf_"):
             return False
+        if node.name in layers.weights:  # a table may be larger than the rows that are spared
+            return False
         if not _is_plain(segment, node, special):
             return False
         if known is not None and known.kind in (Kind.NODE, Kind.EDGE):

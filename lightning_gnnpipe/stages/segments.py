@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Collection, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,10 +13,8 @@ from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.stages.find import contains_passing
-from lightning_gnnpipe.stages.trace import root_of
+from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write, root_of
 from lightning_gnnpipe.stages.values import Sample
-
-_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +135,7 @@ def is_inplace(node: fx.Node, root: nn.Module) -> bool:
         layer = root.get_submodule(str(node.target))
         is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
         return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return (
-        node.kwargs.get("inplace") is True
-        or node.target in _INPLACE_FUNCTIONS
-        or (name.endswith("_") and not name.endswith("__"))
-    )
-
-
-_RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial")
+    return is_named_write(node)
 
 
 @dataclass(slots=True)
@@ -207,15 +195,6 @@ class _Watcher(fx.Interpreter):
     def _buffers(self, node: fx.Node) -> list[Tensor]:
         is_watched = node.op == "call_module" and node.name in self._effects.writers
         return list(self.submodules[str(node.target)].buffers()) if is_watched else []
-
-
-def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
-    """Whether the name of `node` suggests random numbers; modules are looked up in `root`."""
-    if node.op == "call_module" and root is not None:
-        layers = root.get_submodule(str(node.target)).modules()
-        return any("drop" in type(layer).__name__.lower() for layer in layers)
-    is_function = node.op in ("call_function", "call_method")
-    return is_function and _RANDOM.search(str(node.target).lower()) is not None
 
 
 def _random_states(device: torch.device) -> list[bytes]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 _SIZES = {"shape", "size", "numel", "nelement"}
 _FACTS = _SIZES | {"ndim", "dim", "ndimension", "dtype", "device", "layout", "requires_grad"}
@@ -54,10 +54,12 @@ class Answer:
 class Questions:
     """What a forward asks of shapes; `learn` answers all questions in a graph, by node name.
 
+    `learn` also gets the module in which the targets of the graph can be looked up.
+
     `is_of_rows`: an answer depends on numbers of rows, so that the trace is for one size.
     """
 
-    learn: Callable[[fx.Graph], dict[str, Answer]] = lambda graph: {}
+    learn: Callable[[fx.Graph, nn.Module], dict[str, Answer]] = lambda graph, root: {}
     answers: dict[str, Answer] = field(default_factory=dict)
     is_of_rows: bool = False
 
@@ -157,6 +159,13 @@ def shape_like(leaf: Tensor, row_shape: tuple[int, ...]) -> torch.Size:
     return torch.Size((leaf.size(0), *row_shape))
 
 
+def with_rows(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    """Return a copy of `tensor` after `tensor[key] = value`."""
+    copy = tensor.clone()
+    copy[key] = value
+    return copy
+
+
 def _size(node: fx.Node, fact: str, shape: Answer) -> Answer:
     """Return the answer to `fact`, a question about the sizes of a tensor of this `shape`."""
     if fact in ("numel", "nelement"):
@@ -190,7 +199,10 @@ class Shaped(fx.Proxy):
         return repr(self) if found is None else format(found.value, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError("'Proxy' object does not support item assignment")
+        if self.node.op == "placeholder":
+            raise TypeError("'Proxy' object does not support item assignment")
+        made = self.tracer.create_proxy("call_function", with_rows, (self, key, value), {})
+        self.node = made.node  # from here on the name stands for the new tensor
 
     def _answer(self) -> Answer | None:
         """Return the answer to this question about shapes; None if it is none, or has none."""

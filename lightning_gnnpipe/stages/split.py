@@ -7,7 +7,7 @@ none (momentum, weight decay), so `find_reached` finds the weights that have a g
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from torch import fx, nn
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.stages.layers import Layers
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
-from lightning_gnnpipe.stages.trace import strip_root
+from lightning_gnnpipe.stages.tracer import strip_root
 from lightning_gnnpipe.stages.values import Value
 
 
@@ -28,6 +28,7 @@ class Stage:
         repeated: Parts of earlier layers that the stage recomputes from the batch.
         received: Names of the values from the previous stage.
         sent: Names of the values for the next stage; on the last stage, of the model's outputs.
+        weights: Names of the parameters that are leaves, by the name of the leaf.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Stage:
     received: tuple[str, ...]
     sent: tuple[str, ...]
     values: dict[str, Value]
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def computed(self) -> tuple[Segment, ...]:
@@ -126,7 +128,8 @@ def split_layers(
         received = _without(crossing, repeated)
         sent = layers.outputs if is_last else _without(layers.crossing[end], repeated)
         parts = _parts(layers, again)
-        stages.append(Stage(index, segments, parts, received, sent, layers.values))
+        part = Stage(index, segments, parts, received, sent, layers.values, layers.weights)
+        stages.append(part)
         start = end
     return tuple(stages)
 
@@ -156,6 +159,8 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
     by_name = first_names(module)
     users: dict[str, set[int]] = {}
     for stage in stages:
+        for leaf in stage.leaves & stage.weights.keys():
+            users.setdefault(stage.weights[leaf], set()).add(stage.index)
         for segment in stage.computed:
             for node in segment.module.graph.nodes:
                 for name in names_used(node, module, by_name):
@@ -200,7 +205,9 @@ def choose_held(
 def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
     """Return the first names of the parameters and buffers that the head uses."""
     by_name, nodes = first_names(module), layers.head.module.graph.nodes if layers.head else ()
-    return {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
+    used = {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
+    leaves = leaves_of([layers.head]) if layers.head else frozenset[str]()
+    return used | {layers.weights[leaf] for leaf in leaves & layers.weights.keys()}
 
 
 def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> Iterable[str]:
@@ -231,4 +238,4 @@ def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) ->
             if is_leaf:
                 reached.add(str(node.target))
             reached.update(by_name[name] for name in names_used(node, module, by_name))
-    return reached
+    return reached | {name for leaf, name in layers.weights.items() if leaf in reached}

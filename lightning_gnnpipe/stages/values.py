@@ -22,20 +22,16 @@ from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import is_matrix
 from lightning_gnnpipe.stages.content import refill
 from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
-from lightning_gnnpipe.stages.trace import line_of_node, root_of
+from lightning_gnnpipe.stages.tracer import line_of_node, root_of
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_SIZES = (
     "Take sizes from the arguments (x.size(0)) rather than from the whole graph, or train with "
     "num_chunks=1."
 )
-_REMEDY_NODES = (
-    "'{}' has one row for each of the {} nodes. Pass torch.arange(num_nodes) to forward and look "
-    "the rows up by it (nn.Embedding), or train with num_chunks=1."
-)
-_REMEDY_EDGES = (
-    "'{}' has one row an edge. Make it a parameter of the LightningModule, and pass it to forward "
-    "as 'edge_weight'."
+_REMEDY_ROWS = (
+    "'{}' has one row for each of the {} {}. Read it in forward, and pass its rows to the layer as "
+    "an argument, or train with num_chunks=1."
 )
 _REMEDY_SETS = (
     " An edge-level argument belongs to one edge set, by its number of rows or its name. Pass it "
@@ -181,14 +177,6 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
     return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, is_whole=True)
 
 
-def sized_weights(module: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Return the names of weights with one row per node of the graph, and per edge."""
-    weights = [*module.named_parameters(), *module.named_buffers()]
-    rows = [(name, weight.size(0)) for name, weight in weights if weight.dim()]
-    of_edges = [name for name, size in rows if size in inputs.edge_sizes]
-    return [name for name, size in rows if size == inputs.num_nodes], of_edges
-
-
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
     """Return the numbers of about `count` of the edges, evenly spaced, in whole groups."""
     num_groups = edges.size(1) // group
@@ -218,7 +206,7 @@ def learn_values(
         elif parts := _parts_of(result):
             node.meta[PARTS] = parts
 
-    _run_on(sample, graph, module, note, remedy)
+    _run_on(sample, graph, root_of(module), note, remedy)
     return values
 
 
@@ -244,32 +232,33 @@ def _value_of(tensor: Tensor, kinds: Mapping[int, tuple[Kind, int]]) -> Value:
 
 def learn_facts(
     graph: fx.Graph,
-    module: nn.Module,
+    root: nn.Module,
     samples: Iterable[Sample],
-    inputs: Inputs,
+    num_rows: Callable[[Kind, int], int] | None,
     pairs: Collection[int],
     remedy: str,
 ) -> dict[str, Answer]:
     """Run `graph` on `samples` of different sizes; return what depends on shapes only.
 
-    `pairs`: sizes that change with each call.
+    `root`: see `root_of`. `num_rows`: of the whole graph; None in a batch of graphs. `pairs`: sizes
+    that change with each call.
     """
     facts: Facts | None = None
     for sample in samples:
         counted: dict[int, tuple[int, Any]] = {size: (size, UNKNOWN) for size in pairs}
         counted |= {
-            size: (size if inputs.graphs else inputs.num_rows(*kind), kind)
+            size: (size if num_rows is None else num_rows(*kind), kind)
             for size, kind in sample.row_kinds.items()
         }
         facts = Facts(counted.get, facts)
-        _run_on(sample, graph, module, facts.note, remedy)
+        _run_on(sample, graph, root, facts.note, remedy)
     return {} if facts is None else facts.answers
 
 
 def _run_on(
     sample: Sample,
     graph: fx.Graph,
-    module: nn.Module,
+    root: nn.Module,
     note: Callable[[fx.Node, Any], None],
     remedy: str,
 ) -> None:
@@ -283,10 +272,10 @@ def _run_on(
             note(n, result)
             return result
 
-    runner = Recorder(fx.GraphModule(root_of(module), graph))
+    runner = Recorder(fx.GraphModule(root, graph))
     runner.extra_traceback = False  # no fx node in error texts
     try:
-        with undisturbed(module), torch.enable_grad():
+        with undisturbed(root), torch.enable_grad():
             runner.run(*sample.arguments)
     except Exception as error:
         line = line_of_node(running[0]) if running else ""
@@ -305,10 +294,12 @@ def remedy_for_size(module: nn.Module, inputs: Inputs) -> str:
 
 def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
     """Return advice for weights of single nodes or edges; empty if there are none."""
-    of_nodes, of_edges = sized_weights(module, inputs)
-    if of_edges:
-        return _REMEDY_EDGES.format(of_edges[0])
-    return _REMEDY_NODES.format(of_nodes[0], inputs.num_nodes) if of_nodes else ""
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        size = weight.size(0) if weight.dim() else -1
+        if size in (inputs.num_nodes, *inputs.edge_sizes):
+            what = "nodes" if size == inputs.num_nodes else "edges"
+            return _REMEDY_ROWS.format(name, size, what)
+    return ""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.calls import Call, Inputs, classify
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
@@ -25,6 +25,7 @@ from lightning_gnnpipe.layers import find_layers, without_memory
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors, switched
 from lightning_gnnpipe.stages import (
+    HeldTensors,
     Layers,
     Reads,
     Stage,
@@ -80,13 +81,14 @@ class PipelinedModel:
         self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
         self.costs: StepCosts | None = None  # once measured
         self._counts: tuple[int, ...] | None = None
-        self._preferred: tuple[int, ...] = ()
+        self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self._weights = StageWeights(module, transport)
         self._copies: list[StageWeights] = []
         self.matrices = Matrices()  # sparse matrices among the arguments
+        self._held = HeldTensors(module, self._try, self._weights.shape_of, self.matrices)
         self.reads = WeightReads(
             transport, lambda: (self._weights, *self._copies), lambda: self._users
         )
@@ -103,18 +105,9 @@ class PipelinedModel:
         return self._transport.mesh.num_stages == 1 or not self.is_split
 
     @property
-    def num_virtual(self) -> int:
-        """Stages of each rank; 1 on a single rank."""
-        return self._options.num_virtual if self._transport.mesh.num_stages > 1 else 1
-
-    @property
     def stage_layers(self) -> tuple[int, ...]:
         """Number of layers of each stage; empty before the assignment."""
         return self._counts or ()
-
-    def prefer(self, stage_layers: tuple[int, ...]) -> None:
-        """Prefer this assignment over a measured one, if it fits."""
-        self._preferred = stage_layers
 
     def tensor_ids(self) -> tuple[set[int], set[int]]:
         """Return ids of the parameters and buffers that this stage owns, and that other stages own.
@@ -126,6 +119,24 @@ class PipelinedModel:
             is_own = min(self._users[name]) == self._transport.mesh.stage
             (own if is_own else foreign).add(id(tensor))
         return own, foreign
+
+    def attach(self, call: Call) -> Call:
+        """Return the call with the tensors that forward reads beside its arguments as leaves."""
+        if call.has_graphs or call.signature in self._held.without:
+            return call
+        with own_methods(self.module):
+            known = self._held.known(call)
+            if known is None:
+                verb = "train" if torch.is_grad_enabled() else "evaluate"
+                self.reads.meet(f"{verb} the pipelined module", (0,))
+                with self.whole():
+                    return self._held.find(call)
+            return known
+
+    def _try(self, call: Call) -> None:
+        inputs = classify(call)
+        if self._is_cut(inputs):
+            self._trace_all(call, inputs, also_train=False)
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
         """Return the mode of these arguments; trace the module and assign layers if it is new.
@@ -165,13 +176,8 @@ class PipelinedModel:
                 return key
         return None
 
-    def trace(self, call: Call, inputs: Inputs, *, also_train: bool) -> Layers:
-        """Return the layers of the present mode, without assigning them to stages."""
-        with own_methods(self.module):
-            return self._modes[self._trace_all(call, inputs, also_train=also_train)].layers
-
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
-        known = set(self._modes)
+        known, call = set(self._modes), call.with_weights(self.module)
         key = self._trace(call, inputs)
         if also_train and self._counts is None:
             for training in (True, False):
@@ -209,10 +215,6 @@ class PipelinedModel:
         self._copies.append(StageWeights(module, self._transport))
         return self._copies[-1]
 
-    def placeholders(self) -> list[nn.Parameter]:
-        """Return the parameters whose data is on other ranks."""
-        return self._weights.placeholders()
-
     def complete(
         self,
         state: dict[str, Tensor],
@@ -229,13 +231,15 @@ class PipelinedModel:
             self._fill()
         self.forget()
 
-    def forget(self) -> None:
-        """Undo the split without communication."""
+    def forget(self) -> bool:
+        """Undo the split without communication; return whether this rank lacks weights."""
+        is_partial = bool(self._weights.placeholders())
         self.reads.release()
         self._modes.clear()
         self._counts, self._users, self._of_head = None, {}, set()
         for weights in (self._weights, *self._copies):
             weights.forget()
+        return is_partial
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -298,13 +302,12 @@ class PipelinedModel:
             torch.inference_mode(False),
             raising_own_errors(self.module, call, inputs),
         ):
-            served, repeats = self.intercepted.all, bool(self._options.repeat_encoder)
             layers = cut_module(
                 self.module,
                 call,
                 inputs,
-                served,
-                finds_repeatable=repeats,
+                self.intercepted.all,
+                finds_repeatable=bool(self._options.repeat_encoder),
                 is_grad_enabled=records,
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
             )
@@ -338,8 +341,7 @@ class PipelinedModel:
                 in_stages.add(name)
                 places = {stage % self._transport.mesh.num_stages for stage in stages}
                 users[name] = users.get(name, set()) | places
-        everywhere = set(range(self._transport.mesh.num_stages))
-        users |= dict.fromkeys(self._of_head, everywhere)
+        users |= {name: set(range(self._transport.mesh.num_stages)) for name in self._of_head}
         self._of_head -= in_stages
         if trains and not is_first_time and self._transport.world.num_replicas > 1:
             check_same(self._users, users)
@@ -363,11 +365,9 @@ class PipelinedModel:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
-        repeats = self._options.repeat_encoder is True
-        is_in_vain = repeats and not any(stage.repeated for stage in stages)
+        is_in_vain = self._options.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_in_vain and len(stages) > 1:
-            is_one = inputs.graphs is None
-            why = "mixes rows" if is_one else "is of a batch of graphs"
+            why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
                 f"repeat_encoder=True has no effect, since what stages receive {why}",
                 origin="computing it again",
@@ -377,11 +377,12 @@ class PipelinedModel:
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers = next(iter(self._modes.values())).layers
         num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
-        num_stages = num_ranks * self.num_virtual
-        check_num_stages(num_layers, num_ranks, self.num_virtual)
+        num_virtual = self._options.num_virtual if num_ranks > 1 else 1
+        num_stages = num_ranks * num_virtual
+        check_num_stages(num_layers, num_ranks, num_virtual)
         if not isinstance(self._options.balance, str):
             return check_counts(self._options.balance, num_layers, num_stages)
-        counts, preferred = solve_balance([1.0] * num_layers, num_stages), self._preferred
+        counts, preferred = solve_balance([1.0] * num_layers, num_stages), self.preferred
         fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
         if self._options.balance == "measured" and fits:
             return preferred
@@ -395,6 +396,5 @@ class PipelinedModel:
         return counts
 
     def _fill(self) -> None:
-        if self._users:
-            for weights in (self._weights, *self._copies):
-                weights.fill(self._users)
+        for weights in (self._weights, *self._copies) if self._users else ():
+            weights.fill(self._users)

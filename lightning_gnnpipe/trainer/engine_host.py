@@ -144,7 +144,7 @@ class EngineHost:
         if resumed is not None:
             engine.resume(resumed.run)
         elif self.last_run is not None and not is_fitting:
-            engine.model.prefer(self.last_run.stage_layers)
+            engine.model.preferred = self.last_run.stage_layers
         if is_fitting and engine_options.schedule != "fill_drain":
             check_replay(module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -200,13 +200,12 @@ class EngineHost:
             engine.graphs.drop_histories()
             engine.model.restore()
             return
-        if engine.model.placeholders():
+        if engine.model.forget():
             log.warning(
                 "The module on rank %d holds the weights of one stage only, because the run was "
                 "interrupted. Load the last checkpoint.",
                 self._strategy.global_rank,
             )
-        engine.model.forget()
 
     def take_over(self) -> None:
         """Put the engine behind the module's methods."""

@@ -1,0 +1,275 @@
+"""Finds the tensors that a forward reads beside its arguments, and adds them to the call as leaves.
+
+    self.edge_index, self.data.x, GRAPH.x    data that the module or the script holds
+    torch.arange(self.num_nodes)             made in forward, the same in each call
+    self.emb.weight                          a parameter with one row per node, or per edge
+    degree(edge_index[0], x.size(0))         computed from data alone, if it is wrong on chunks
+
+As leaves they are cut by chunk. A parameter stays a weight of the stages that read it. Other
+parameters and buffers are no leaves; each stage reads them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch_geometric.data import Data
+
+from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe.calls import Call, Held, count_nodes, find_edge_sets
+from lightning_gnnpipe.errors import GNNPipeError
+from lightning_gnnpipe.layers import find_convs, without_memory
+from lightning_gnnpipe.passing import Matrices, is_matrix
+from lightning_gnnpipe.stages.find import contains_passing
+from lightning_gnnpipe.stages.reads import Reads
+from lightning_gnnpipe.stages.shapes import Answer, Questions
+from lightning_gnnpipe.stages.trace import trace_twice
+from lightning_gnnpipe.stages.tracer import Met, find_folded, root_of
+from lightning_gnnpipe.stages.values import Sample, learn_facts, undisturbed
+
+_MOST = 32  # calls to remember
+
+ShapeOf = Callable[[str, Tensor], tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a call reads beside its arguments; valid while `reads` have these `values`."""
+
+    held: tuple[Held, ...] = ()
+    num_nodes: int = 0
+    reads: Reads | None = None
+    values: tuple[Hashable, ...] = ()
+    results: _Results | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        return self.reads is None or self.reads.values() == self.values
+
+
+class HeldTensors:
+    """Adds the tensors that `module` holds to each call; a new call is traced once to find them.
+
+    `trial` raises if a call cannot run in chunks. `shape_of` returns the full shape of a parameter,
+    which this rank may lack.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trial: Callable[[Call], None],
+        shape_of: ShapeOf,
+        matrices: Matrices,
+    ) -> None:
+        self._module, self._try, self._shape_of = module, trial, shape_of
+        self._matrices = matrices
+        self._known: dict[Hashable, _Found] = {}
+        self.without: set[Hashable] = set()  # signatures of calls that read only arguments
+
+    def known(self, call: Call) -> Call | None:
+        """Return the call with what it reads as leaves; None if this must be found first."""
+        found = self._known.get(self._key(call))
+        return self._with(call, found) if found is not None and found.is_valid else None
+
+    def find(self, call: Call) -> Call:
+        """Return the call with what it reads as leaves; needs all parameters on this rank."""
+        found = self._find(call)
+        if not self._runs(self._with(call, found)):
+            folded = self._fold(self._with(call, found), found)
+            if folded is not None and self._runs(self._with(call, folded)):
+                found = folded
+        if not found.held and found.results is None:  # in one mode, which is enough
+            self.without.add(call.signature)
+            return call
+        if len(self._known) == _MOST:
+            del self._known[next(iter(self._known))]
+        self._known[self._key(call)] = found
+        return self._with(call, found)
+
+    def _key(self, call: Call) -> Hashable:
+        shapes = tuple(leaf.shape for leaf in call.leaves)
+        return call.signature, self._module.training, shapes
+
+    def _runs(self, call: Call) -> bool:
+        """Whether a call is not refused; other errors are raised later."""
+        try:
+            self._try(call)
+        except GNNPipeError:
+            return False
+        except Exception:
+            return True
+        return True
+
+    def _with(self, call: Call, found: _Found) -> Call:
+        held = [replace(one, value=self._present(one)) for one in found.held]
+        call = call.with_held(held, found.num_nodes, self._matrices) if held else call
+        if found.results is None:
+            return call
+        return call.with_held(found.results.of(call), call.num_nodes, self._matrices)
+
+    def _present(self, held: Held) -> Any:
+        """Return the value as it is now; in place of a parameter of another rank its shape."""
+        if held.weight is None:
+            return held.value
+        parameter = self._module.get_parameter(held.weight)
+        shape, dtype = self._shape_of(held.weight, parameter)
+        if parameter.shape == shape:
+            return parameter
+        like = torch.empty((1,) * len(shape), dtype=dtype, device=parameter.device)
+        return like.expand(shape).requires_grad_(parameter.requires_grad)
+
+    def _find(self, call: Call) -> _Found:
+        try:
+            _, reads, met = self._trace(call)
+            held, num_nodes = self._choose(call, met)
+        except Exception:  # it fails again in the trace that counts, where the error is raised
+            return _Found()
+        return _Found(held, num_nodes, reads, reads.values()) if held else _Found()
+
+    def _trace(self, call: Call) -> tuple[fx.Graph, Reads, Met]:
+        with (
+            without_memory(find_convs(self._module)),
+            torch.inference_mode(False),
+            undisturbed(self._module),
+        ):
+            questions = Questions(lambda graph, root: _answer(graph, root, call))
+            is_grad_enabled = torch.is_grad_enabled()
+            return trace_twice(self._module, call, questions, is_grad_enabled=is_grad_enabled)
+
+    def _fold(self, call: Call, found: _Found) -> _Found | None:
+        """Return `found` with the results of operations on data; None if there are none."""
+        try:
+            graph, reads, _ = self._trace(call)
+            facts = _answer(graph, root_of(self._module), call)
+            results = _Results(graph, call, self._module, facts)
+            held = results.of(call)
+        except Exception:  # the refusal of the call as it is stands
+            return None
+        found = replace(found, reads=reads, values=reads.values(), results=results)
+        return found if held else None
+
+    def _choose(self, call: Call, met: Met) -> tuple[tuple[Held, ...], int]:
+        """Return the tensors to add, and the number of nodes."""
+        names = dict(_named_tensors(self._module))
+        held = [
+            Held(names.get(id(one), f"{kind}.{number}"), one, None, kind == "made")
+            for kind, several in (("kept", met.kept), ("made", met.made))
+            for number, one in enumerate(several)
+        ]
+        named = [
+            Held(name, one, name if isinstance(one, nn.Parameter) else None, is_made=False)
+            for name, one in met.named.items()
+        ]
+        held += [one for one in named if is_matrix(one.value) or _is_edges(one.value)]
+        with_edges = call.with_held(held, 0, self._matrices)
+        edges = find_edge_sets(with_edges)
+        ends = [with_edges.leaves[slot] for slot in edges.slots]
+        lowest = 1 + max((int(one.max()) for one in ends if one.numel()), default=-1)
+        rows = [
+            one.value.size(0)
+            for one in (*held, *named)
+            if isinstance(one.value, Tensor) and one.value.dim() and not _is_edges(one.value)
+        ]
+        likely = [size for size in rows if size >= lowest and size not in edges.sizes]
+        try:
+            num_nodes = count_nodes(call, find_edge_sets(call, needs_edges=False))
+        except GNNPipeError:
+            if not likely:
+                raise
+            num_nodes = likely[0]
+        counted = {num_nodes, *edges.sizes}
+        held += [
+            one
+            for one in named
+            if one not in held and one.value.dim() and one.value.size(0) in counted
+        ]
+        return tuple(held), num_nodes
+
+
+class _Results:
+    """Results of a trace's operations on data; computed anew when the data change.
+
+    `facts`: answers about shapes, for those that are not of data.
+    """
+
+    def __init__(
+        self, trace: fx.Graph, call: Call, module: nn.Module, facts: Mapping[str, Answer]
+    ) -> None:
+        folded = find_folded(trace, call)
+        inner = [node for node in trace.nodes if node in folded and node.op != "placeholder"]
+        ends = [node for node in inner if any(user not in folded for user in node.users)]
+        graph, copies = fx.Graph(), dict[fx.Node, Any]()
+        for node in trace.nodes:
+            if node in folded and all(source in copies for source in node.all_input_nodes):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            elif node in folded:
+                copies[node] = facts[node.name].value
+        graph.output(tuple(copies[node] for node in ends))
+        leaves = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+        self._slots = [int(name.removeprefix("leaf_")) for name in leaves]
+        self._run = fx.GraphModule(nn.Module(), graph)
+        root = root_of(module)
+        self._of_edges = [
+            any(
+                user.op == "call_module" and contains_passing(root.get_submodule(str(user.target)))
+                for user in node.users
+            )
+            for node in ends
+        ]
+        self._nodes = [node.name for node in ends]
+        self._before: list[tuple[Tensor, int]] = []
+        self._values: tuple[Any, ...] = (None,) * len(ends)
+
+    def of(self, call: Call) -> list[Held]:
+        """Return the results for the leaves of `call`."""
+        leaves = [call.leaves[slot] for slot in self._slots]
+        now = [(leaf, version_of(leaf)) for leaf in leaves]
+        pairs = zip(self._before, now, strict=False)
+        if not self._before or any(a[0] is not b[0] or a[1] != b[1] or b[1] < 0 for a, b in pairs):
+            with torch.inference_mode(False), torch.no_grad():
+                values = self._run(*leaves)
+            self._values = tuple(map(_unless_equal, self._values, values))
+            self._before = now
+        held = []
+        for name, value, is_of_edges in zip(self._nodes, self._values, self._of_edges, strict=True):
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor or is_matrix(value):
+                is_edges = is_tensor and is_of_edges and _is_edges(value)
+                label = f"result_{name}" + ("_edge_index" if is_edges else "")
+                held.append(Held(label, value, None, node=name))
+        return held
+
+
+def _unless_equal(old: Any, new: Any) -> Any:
+    """Return `old` if `new` is the same, so that what is known of it holds."""
+    is_dense = isinstance(old, Tensor) and isinstance(new, Tensor)
+    is_dense = is_dense and old.layout is new.layout is torch.strided
+    is_same = is_dense and old.dtype == new.dtype and torch.equal(old, new)
+    return old if is_same else new
+
+
+def _answer(graph: fx.Graph, root: nn.Module, call: Call) -> dict[str, Answer]:
+    """Answer what forward asks of shapes, by a run on the whole graph."""
+    whole = Sample(call.leaves, -1, torch.empty(2, 0), (), is_whole=True)
+    return learn_facts(graph, root, [whole], lambda kind, number: 0, (), "")
+
+
+def _is_edges(value: Tensor) -> bool:
+    is_index = value.dtype in (torch.int64, torch.int32)
+    return is_index and value.dim() == 2 and value.size(0) == 2
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[int, str]]:
+    """Yield id and name of the tensors that attributes of modules hold, in graphs as well."""
+    for prefix, one in module.named_modules():
+        for key, value in vars(one).items():
+            parts: Iterable[tuple[str, Any]] = [(key, value)]
+            if isinstance(value, Data):
+                parts = [(f"{key}.{name}", item) for name, item in value]
+            for name, item in parts:
+                if isinstance(item, Tensor) or is_matrix(item):
+                    yield id(item), f"{prefix}.{name}".removeprefix(".")

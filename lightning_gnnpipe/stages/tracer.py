@@ -1,0 +1,365 @@
+"""The fx tracer: records what forward does with its tensors, down to the message-passing layers."""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from inspect import currentframe
+from itertools import chain
+from typing import Any, cast
+
+import torch
+import torch_geometric.nn.conv.gcn_conv
+import torch_geometric.nn.pool.glob
+import torch_geometric.utils
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import HANConv, HGTConv, MessagePassing, RGCNConv
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
+from torch_geometric.utils import spmm as _spmm  # torch.fx patches names without underscore
+
+from lightning_gnnpipe._compat_torch import search_in
+from lightning_gnnpipe.calls import Call, Held, fill
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import assemble, is_matrix, multiply_matrix
+from lightning_gnnpipe.stages.content import Watched, watching
+from lightning_gnnpipe.stages.find import (
+    contains_passing,
+    is_library,
+    is_listed,
+    listed_parts,
+    run_listed,
+)
+from lightning_gnnpipe.stages.shapes import (
+    Answer,
+    Questions,
+    Shaped,
+    UnansweredError,
+    is_of_shapes,
+    mark,
+)
+from lightning_gnnpipe.user_code import line_here, user_modules
+
+_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
+_RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial")
+ROOT = "module"
+_LINE = "line"
+NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs
+
+_POOLS = (
+    torch_geometric.nn.global_add_pool,
+    torch_geometric.nn.global_max_pool,
+    torch_geometric.nn.global_mean_pool,
+)
+_SEARCHED = (
+    torch_geometric.nn,
+    torch_geometric.nn.pool,
+    torch_geometric.nn.pool.glob,
+    torch_geometric.utils,
+)
+
+
+@dataclass(slots=True)
+class Met:
+    """Tensors that a trace meets and that are no leaves.
+
+    Attributes:
+        named: Parameters and buffers that forward itself reads, by name.
+        kept: Other tensors and sparse matrices that are the same objects in each trace.
+        made: Tensors that forward makes from Python values.
+    """
+
+    named: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+    made: list[torch.Tensor] = field(default_factory=list)
+
+    def again(self, other: Met) -> Met:
+        """Return what this first trace has met, if `other` is of the second."""
+        same = {id(one) for one in other.kept}
+        kept = [one for one in self.kept if id(one) in same]
+        return Met(self.named, kept, [one for one in self.kept if id(one) not in same])
+
+
+class Caller(nn.Module):
+    """Calls the user's module with its tensors as a flat list."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.add_module(ROOT, module)
+        self._call = call
+        self.watched = Watched()
+
+    def forward(self, *leaves: Any) -> Any:
+        count = leaves[-1] if self._call.has_graphs else None
+        module = getattr(self, ROOT)
+        with watching(self.watched):
+            run = run_listed if is_listed(module) else Call.run
+            return run(self._call, module, leaves, count)
+
+
+class Tracer(fx.Tracer):
+    """Traces through modules that contain message passing; all other modules are leaves."""
+
+    proxy_buffer_attributes = True  # each step recomputes values derived from buffers
+
+    def __init__(self, module: nn.Module, questions: Questions, call: Call) -> None:
+        self._questions, self._call = questions, call
+        self.met = Met()
+        self._leaves: list[fx.Proxy] = []
+        self._held = {id(one.value): one for one in call.held if not one.is_made and not one.node}
+        self._results = [one for one in call.held if one.node]
+        self._made = [one for one in call.held if one.is_made]
+        self._read: dict[int, Any] = {}  # proxies of held tensors
+        functions = tuple(
+            function
+            for name in torch_geometric.utils.__all__
+            if callable(function := getattr(torch_geometric.utils, name))
+        )
+        listed = listed_parts(module)
+        self._listed = listed
+        self._traced = {
+            id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
+        }
+        norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
+        super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
+        self._contexts = _contexts()
+        passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
+        own = (sys.modules[type(m).__module__] for m in passing)
+        search_in(self, {*_SEARCHED, *user_modules(), *own})
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) not in self._traced
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if _contexts() != self._contexts and not _is_checkpointed():
+            raise UnsupportedError(
+                expected="forward to call all layers in one mode of autograd and of autocast",
+                found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
+                remedy="Instead of no_grad(), call detach() on results or "
+                "requires_grad_(False) on layers. Move code in another precision into a "
+                "submodule without message passing.",
+            )
+        target = multiply_matrix if target is _spmm else target
+        node = super().create_node(kind, target, *args, **kwargs)
+        node.meta[_LINE] = line_here()
+        mark(node)
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Shaped(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.ask(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        if not is_of_shapes(obj.node):
+            return super().iter(obj)
+        return iter([cast(Any, obj)[i] for i in range(len(self.answer(obj.node).value))])
+
+    def answer(self, node: fx.Node) -> Answer:
+        """Return the answer to `node`, which depends on shapes only."""
+        if node.name not in self._questions.answers:
+            raise UnansweredError(node.name)
+        return self._questions.answers[node.name]
+
+    def ask(self, proxy: fx.Proxy) -> Any:
+        """Return the value of `proxy`; refuse values of tensors, and numbers of rows of batches."""
+        found = self.answer(proxy.node) if is_of_shapes(proxy.node) else None
+        has_graphs = cast(Caller, self.root)._call.has_graphs
+        if found is None or not found.is_known or (found.is_of_rows and has_graphs):
+            raise fx.proxy.TraceError("control flow")
+        self._questions.is_of_rows |= found.is_of_rows
+        return found.value
+
+    def create_arg(self, a: Any) -> Any:
+        is_constant = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
+        if is_constant or is_matrix(a):
+            found = self._find_held(a)
+            found = self._find_made(a) if found is None else found
+            if found is not None:
+                return found.node
+            if not any(a is one for one in (*self.root.buffers(), *self.met.kept)):
+                self.met.kept.append(a)
+        return super().create_arg(a)
+
+    def _find_held(self, value: Any) -> Any:
+        """Return the proxy of a tensor that is a leaf beside the arguments; None if it is none."""
+        held = self._held.get(id(value))
+        return None if held is None else self._proxy_of(held)
+
+    def _find_made(self, value: Any) -> Any:
+        """Return the proxy of a tensor that forward has made, if it is a leaf."""
+        made = (one for one in self._made if _are_equal(one.value, value))
+        held = next(made, None)
+        return None if held is None else self._proxy_of(held)
+
+    def _proxy_of(self, held: Held) -> Any:
+        if id(held) not in self._read:
+            proxy = fill(held.template, self._leaves)
+            if held.weight is not None:  # its rows flow from the stage that reads them first
+                proxy = torch.positive(proxy)
+            self._read[id(held)] = proxy
+        return self._read[id(held)]
+
+    def use_results(self) -> None:
+        """Put leaves in the place of operations whose results they are; drop idle operations."""
+        nodes = {node.name: node for node in self.graph.nodes}
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        for held in self._results:
+            if held.node in nodes:
+                with self.graph.inserting_before(first):
+                    nodes[held.node].replace_all_uses_with(fill(held.template, self._leaves).node)
+        folded = find_folded(self.graph, self._call) if self._results else set()
+        for node in reversed(self.graph.nodes):
+            if node in folded and node.op != "placeholder" and not node.users:
+                self.graph.erase_node(node)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if isinstance(attr_val, torch.Tensor):
+            if (found := self._find_held(attr_val)) is not None:
+                return found
+            named = chain(self.root.named_parameters(), self.root.named_buffers())
+            name = next((name for name, one in named if one is attr_val), None)
+            if name is not None:
+                self.met.named[strip_root(name)] = attr_val
+        if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
+            for name, tensor in self.root.named_parameters():  # plain ones in functional_call
+                if tensor is attr_val:
+                    return self.create_proxy("get_attr", name, (), {})
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(m, RGCNConv) and args and args[0] is None:  # the layer makes these numbers
+            args = (torch.arange(m.in_channels_l), *args[1:])
+        takes_matrix = any(map(_is_of_matrix, (*args, *kwargs.values())))
+        if takes_matrix and not is_library(m) and not isinstance(m, MessagePassing):
+            self._traced |= {id(m)} - self._listed  # it may multiply the matrix several times
+        result = super().call_module(m, forward, args, kwargs)
+        types = _node_types(m)
+        if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
+            return {types[0]: result[types[0]]}
+        return result
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        call = cast(Caller, self.root)._call
+        leaves = [
+            self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
+        ]
+        self._leaves = list(leaves)
+        if call.has_graphs:
+            leaves.append(self.create_proxy("placeholder", NUM_GRAPHS, (), {}))
+        return type(self.root).forward, [self.root, *leaves]
+
+
+def find_folded(graph: fx.Graph, call: Call) -> set[fx.Node]:
+    """Return the operations that compute on data alone, without weights and random numbers.
+
+    They may overwrite results of each other, but no leaf. Leaves of data are in the set, and what
+    depends on shapes only.
+    """
+    weights = call.weights
+    data = {f"leaf_{i}" for i, t in enumerate(call.leaves) if not t.requires_grad} - {
+        f"leaf_{slot}" for slot in weights
+    }
+    found = {node for node in graph.nodes if node.op == "placeholder" and node.name in data}
+    leaves = frozenset(found)
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if is_of_shapes(node) and not is_named_random(node):
+            found.add(node)
+        is_plain = node.op in ("call_function", "call_method") and node.target is not assemble
+        if is_plain and sources and all(source in found for source in sources):
+            is_write = sources[0] in leaves and is_named_write(node)
+            if not is_write and not is_named_random(node):
+                found.add(node)
+    return found
+
+
+def is_named_write(node: fx.Node) -> bool:
+    """Whether the name of a function or method suggests that it overwrites its operand."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.kwargs.get("inplace") is True
+        or node.target in _INPLACE_FUNCTIONS
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
+    """Whether the name of `node` suggests random numbers; modules are looked up in `root`."""
+    if node.op == "call_module" and root is not None:
+        layers = root.get_submodule(str(node.target)).modules()
+        return any("drop" in type(layer).__name__.lower() for layer in layers)
+    is_function = node.op in ("call_function", "call_method")
+    return is_function and _RANDOM.search(str(node.target).lower()) is not None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two tensors that forward has made are the same."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
+    return is_alike and one.layout is torch.strided and torch.equal(one, other)
+
+
+def _is_of_matrix(value: Any) -> bool:
+    """Whether `value` stands for a sparse matrix, or its transpose."""
+    node = value.node if isinstance(value, fx.Proxy) else value
+    if not isinstance(node, fx.Node):
+        return False
+    is_transpose = node.op == "call_method" and node.target in ("t", "coalesce")
+    return node.target is assemble or (is_transpose and _is_of_matrix(node.args[0]))
+
+
+def _contexts() -> tuple[bool, ...]:
+    """Return the modes of autograd and autocast, which fx does not record."""
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *autocast
+
+
+def _is_checkpointed() -> bool:
+    """Whether an activation checkpoint is running, which disables gradients temporarily."""
+    frame = currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _node_types(m: nn.Module) -> list[str]:
+    """Return the output keys of a layer for heterogeneous graphs; empty for other modules."""
+    if isinstance(m, HANConv):
+        return list(m.metadata[0])
+    return list(m.node_types) if isinstance(m, HGTConv) else []
+
+
+def is_traced_through(module: nn.Module) -> bool:
+    """Whether the forward of `module` is traced; if not, the module is a leaf.
+
+    Leaves: message-passing layers, modules without any, PyG's reversible blocks (inspect shapes).
+    """
+    is_called = isinstance(module, MessagePassing | InvertibleModule)
+    return contains_passing(module) and not is_called
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """Return a module in which the targets of a traced graph can be looked up."""
+    root = nn.Module()
+    root.add_module(ROOT, module)
+    return root
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Return the line of the user's code that made `node`; empty if unknown."""
+    return str(node.meta.get(_LINE, ""))
+
+
+def strip_root(target: str) -> str:
+    """Return the name, in the user's module, of a traced module or parameter."""
+    return target.removeprefix(ROOT).removeprefix(".")
