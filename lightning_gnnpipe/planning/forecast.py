@@ -26,6 +26,7 @@ from lightning_gnnpipe.graph import (
     split_chunks,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
+from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.layouts import LayoutForecaster
 from lightning_gnnpipe.planning.measured import ForecastOptions, Measured, time_plain_step
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout
@@ -44,6 +45,19 @@ from lightning_gnnpipe.steps import stages_of_norms
 from lightning_gnnpipe.types import Balance
 
 
+def cut_checked(
+    module: nn.Module, call: Call, inputs: Inputs, strategy: StrategyOptions, *, is_cut: bool
+) -> Layers:
+    """Cut `module` into layers, and check them as training does."""
+    with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
+        repeats = bool(strategy.repeat_encoder)
+        served = find_layers(module).all
+        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
+        if strategy.self_check and (is_cut or is_listed(module)):
+            check_layers(module, layers, call, inputs, on_chunks=is_cut)
+    return layers
+
+
 def forecast(
     module: nn.Module,
     call: Call,
@@ -59,14 +73,9 @@ def forecast(
     is_cut = options.num_chunks * num_shards > 1
     check_support(module, options.num_chunks, num_shards)
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-    with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
-        repeats = bool(strategy.repeat_encoder)
-        served = find_layers(module).all
-        layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
-        if options.layout is not None:
-            _check_stages(strategy.balance, len(layers.segments), options.layout[0])
-        if strategy.self_check and (is_cut or is_listed(module)):
-            check_layers(module, layers, call, inputs, on_chunks=is_cut)
+    layers = cut_checked(module, call, inputs, strategy, is_cut=is_cut)
+    if options.layout is not None:
+        _check_stages(strategy.balance, len(layers.segments), options.layout[0])
     edge_index = inputs.edge_index.cpu()
     assignment = partition_nodes(
         edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=strategy.partition

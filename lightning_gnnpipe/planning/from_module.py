@@ -22,11 +22,12 @@ from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.planning.forecast import forecast
+from lightning_gnnpipe.passing import Matrices
+from lightning_gnnpipe.planning.forecast import cut_checked, forecast
 from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.selfcheck import PipelinedMethods, is_one_graph, switched
-from lightning_gnnpipe.stages import as_written, find_pipelined
+from lightning_gnnpipe.stages import HeldTensors, as_written, find_pipelined
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,15 @@ def plan_pipeline(
     vector = call.batch_vector
     if vector is not None and graph_of_node(batch) is None and not vector.any():
         call = replace(call, is_one_graph=is_one_graph(pipelined, call))
+    if not call.has_graphs:
+        held = HeldTensors(
+            pipelined,
+            lambda one: cut_checked(pipelined, one, classify(one), options, is_cut=True),
+            lambda name, parameter: (parameter.shape, parameter.dtype),
+            Matrices(),
+        )
+        with as_written(module), switched(pipelined, True):
+            call = held.find(call)
     inputs = classify(call)
     if inputs.graphs is not None:
         raise ConfigError(

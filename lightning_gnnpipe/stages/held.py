@@ -61,7 +61,7 @@ class HeldTensors:
     def __init__(
         self,
         module: nn.Module,
-        trial: Callable[[Call], None],
+        trial: Callable[[Call], object],
         shape_of: ShapeOf,
         matrices: Matrices,
     ) -> None:
