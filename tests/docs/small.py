@@ -1,9 +1,9 @@
 """What the code of the documentation is run with: a small graph, few epochs, quiet Trainers.
 
 The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
-Cora's numbers of features and classes, and OGB's node data set one with ogbn-arxiv's; no Trainer runs longer than 4 epochs, of which a
-StalenessWarmup makes one exact; Trainers show neither progress nor summaries. Commands
-run 2 epochs.
+Cora's numbers of features and classes, and OGB's node data set has as many nodes, with ogbn-arxiv's
+number of features; no Trainer runs longer than 4 epochs, of which a StalenessWarmup makes one
+exact; Trainers show neither progress nor summaries. Commands run 2 epochs.
 """
 
 from __future__ import annotations
