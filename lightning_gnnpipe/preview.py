@@ -218,7 +218,7 @@ class Preview:
         yield f"Plain Trainer{part}: losses {plain.format_losses()}."
         pairs = zip(plain.losses[:1], steps.losses[:1], strict=False)
         is_same = all(isclose(a, b, rel_tol=1e-3) for a, b in pairs)
-        why = "" if is_same else " They may differ: dropout is drawn differently."
+        why = "" if is_same else " They may differ: dropout and the like are drawn differently."
         yield f"GNNPipeStrategy{part}: losses {steps.format_losses()}.{why}"
         yield (
             f"Pipelined: '{name or 'self'}', a {type(pipelined).__name__} with {num_layers} "
