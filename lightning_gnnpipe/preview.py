@@ -135,14 +135,14 @@ class Preview:
             raise ConfigError(
                 expected="a module that trains in a plain Trainer",
                 found=_words(error),
-                remedy="Mend that first: the strategy has no part in it.",
+                remedy="Mend that first: it fails without the strategy as well.",
             ) from error
 
     def _run_in_chunks(self) -> _Steps:
         try:
             return self._fit(self._alone())
         except Exception as error:
-            with suppress(Exception):
+            with suppress(Exception):  # it only decides on a remark; `error` is what is reported
                 self._fit(self._alone(num_chunks=1, partition="metis"))
                 self._remark = "With num_chunks=1 it trains, exactly; nothing overlaps then."
             if isinstance(error, GNNPipeError):
@@ -218,7 +218,7 @@ class Preview:
         yield f"Plain Trainer{part}: losses {plain.format_losses()}."
         pairs = zip(plain.losses[:1], steps.losses[:1], strict=False)
         is_same = all(isclose(a, b, rel_tol=1e-3) for a, b in pairs)
-        why = "" if is_same else " Random numbers, as of dropout, are other ones."
+        why = "" if is_same else " They may differ: dropout and the like are drawn differently."
         yield f"GNNPipeStrategy{part}: losses {steps.format_losses()}.{why}"
         yield (
             f"Pipelined: '{name or 'self'}', a {type(pipelined).__name__} with {num_layers} "

@@ -94,3 +94,11 @@ def test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once(tmp_path: Pa
     assert "all has come back" in text
     told = "processes can only be forked: from start_method='spawn' to start_method='fork'."
     assert text.count(told) == 1
+
+
+HABITS = {
+    "a notebook, several devices": (
+        "processes are forks; weights, predictions and callbacks come back",
+        test_the_example_runs_cell_by_cell,
+    ),
+}

@@ -156,7 +156,7 @@ def test_the_own_error_of_a_module_is_no_refusal_of_the_strategy(gnnpipe: Comman
     assert "Mend that first" in text
 
 
-def test_a_script_of_the_other_package_is_told_which_import_to_use(gnnpipe: Commands) -> None:
+def test_a_script_of_the_other_package_says_which_import_to_use(gnnpipe: Commands) -> None:
     pytest.importorskip("pytorch_lightning")
     other = SCRIPT.replace("import lightning as L", "import pytorch_lightning as L")
     status, text = gnnpipe(other)
@@ -253,3 +253,11 @@ def test_a_compiled_module_is_refused_in_words(capsys: Any) -> None:
     assert not check(torch.compile(make_module()), make_data())  # type: ignore[arg-type]
     text = capsys.readouterr().out
     assert "Expected a LightningModule (got one that torch.compile returned)" in text
+
+
+HABITS = {
+    "a script with `import pytorch_lightning`": (
+        "refused: write `import lightning as L`",
+        test_a_script_of_the_other_package_says_which_import_to_use,
+    ),
+}

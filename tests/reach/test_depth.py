@@ -349,3 +349,55 @@ def test_an_answer_about_rows_is_for_graphs_of_that_size() -> None:
         assert layers.num_rows == (n, edges.size(1))
         names = [str(node) for node in layers.segments[-1].module.graph.nodes]
         assert ("mul" in names) == (n == 40)
+
+
+HABITS = {
+    "skips where widths or shapes fit, loops over sizes, `view(n, ...)`": (
+        "as plainly; decided again for graphs of other sizes",
+        test_depth_trains_as_plainly,
+        *("skips by width", "skips by shape", "shapes", "sizes"),
+    ),
+    "`print` and f-strings in `forward`": (
+        "as plainly; printed once per trace",
+        test_depth_trains_as_plainly,
+        "prints",
+    ),
+    "`nn.Sequential`, `torch_geometric.nn.Sequential`, `ModuleDict`, nested": (
+        "as plainly; cut inside as well",
+        test_depth_trains_as_plainly,
+        "nested",
+    ),
+    "`torch.utils.checkpoint` around layers": (
+        "as plainly; it only calls the function, `recompute=True` saves that memory",
+        test_depth_trains_as_plainly,
+        *("checkpoints", "reentrant checkpoints"),
+    ),
+    "dense connections, U-shapes, `JumpingKnowledge`, stacks and means over depth": (
+        "as plainly",
+        test_depth_trains_as_plainly,
+        *("dense", "U-shaped", "jumping LSTM", "mean over depth", "stacks"),
+    ),
+    "one layer called n times": (
+        "as plainly; n layers, one set of weights",
+        test_depth_trains_as_plainly,
+        "repeats",
+    ),
+    "reversible blocks (`GroupAddRev`)": (
+        "as plainly",
+        test_depth_trains_as_plainly,
+        "reversible",
+    ),
+    "an LSTM or GRU over depth": (
+        "as plainly; its state travels beside the rows",
+        test_depth_trains_as_plainly,
+        *("LSTM over depth", "LSTM with a tuple", "GRU over depth"),
+    ),
+    "helpers in another file that call PyG's functions, such as `degree`": (
+        "as plainly",
+        test_a_helper_of_another_file_is_traced,
+    ),
+    "a decision on values: `if x.mean() > 0`, `int(x.max())`": (
+        "refused: list the layers in `pipeline_layers`",
+        test_questions_about_values_are_refused,
+    ),
+}

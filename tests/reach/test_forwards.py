@@ -250,3 +250,27 @@ def test_habits_equal_a_plain_trainer_and_train_in_chunks(
     assert exact.losses == pytest.approx(plain.losses, rel=1e-9)
     assert chunked.losses == pytest.approx(plain.losses, rel=0.2)
     assert len(set(chunked.losses)) == NUM_STEPS
+
+
+HABITS = {
+    "two views, positives and negatives, or a second graph, before one backward": (
+        "as plainly; each call has histories of its own",
+        test_forwards_of_a_step_have_histories_of_their_own,
+        *("fixed", "twice", "graphs"),
+    ),
+    "features that are shuffled in each step (`DeepGraphInfomax`)": (
+        "as plainly; that call runs exactly",
+        test_habits_equal_a_plain_trainer_and_train_in_chunks,
+        "Infomax",
+    ),
+    "several backwards a step by `manual_backward` (FLAG)": (
+        "as plainly; moved features run exactly",
+        test_habits_equal_a_plain_trainer_and_train_in_chunks,
+        "Adversarial",
+    ),
+    "two optimizers: an encoder and a discriminator": (
+        "as plainly",
+        test_habits_equal_a_plain_trainer_and_train_in_chunks,
+        "Pair",
+    ),
+}

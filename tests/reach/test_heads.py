@@ -299,3 +299,46 @@ def test_the_head_is_as_late_and_as_small_as_it_can_be() -> None:
     layers = cut_module(net, call, classify(call))
     assert [layers.values[name].row_shape for name in layers.outputs] == [(2,)]
     assert layers.head is not None and not list(layers.head.module.parameters())
+
+
+HABITS = {
+    "a decoder of `edge_label_index`, or of all pairs, in `forward`": (
+        "as plainly; each device decodes all pairs",
+        test_heads_train_as_plainly,
+        *("pairs", "pairs of data", "reconstructs"),
+    ),
+    "pairs drawn anew in each step": (
+        "as plainly; steps stay pipelined",
+        test_pairs_drawn_anew_each_step_leave_rows_and_traces_as_they_are,
+    ),
+    "outputs with a row for each edge, or for nodes of a mask": (
+        "as plainly",
+        test_heads_train_as_plainly,
+        *("edges", "edges alone", "selects"),
+    ),
+    "a readout of the graph behind the last layer": (
+        "as plainly; each device reads all rows",
+        test_heads_train_as_plainly,
+        *("mean", "max", "median", "attention", "Set2Set", "beside each node"),
+    ),
+    "a readout of each layer": (
+        "as plainly",
+        test_heads_train_as_plainly,
+        "each layer",
+    ),
+    "`return_attention_weights=True`": (
+        "as plainly",
+        test_heads_train_as_plainly,
+        *("attention weights", "attention weights of GAT", "attention weights with loops"),
+    ),
+    "a pool between layers": (
+        "refused: pool behind the last layer, or `num_chunks=1`",
+        test_what_mixes_rows_between_layers_is_refused,
+        "a pool between layers",
+    ),
+    "`TopKPooling` and the like": (
+        "refused: train without the strategy",
+        test_what_mixes_rows_between_layers_is_refused,
+        "top-k pooling",
+    ),
+}

@@ -486,3 +486,48 @@ class WritesAnArgument(Holds):
 def test_rows_of_an_argument_are_not_written() -> None:
     with pytest.raises(UnsupportedError, match="an assignment to some rows of a tensor"):
         fit(WritesAnArgument, num_chunks=3, pipelined_module="net")
+
+
+HABITS = {
+    "a row of weights for each node: `self.emb.weight`, a parameter, LightGCN": (
+        "as plainly; the rows are on the stages that read them",
+        test_what_a_module_holds_trains_as_plainly,
+        *("a table", "numbers made in forward", "rows beside features", "LightGCN"),
+        "a table in the head",
+    ),
+    "features, edges or a `Data` that the module or the script holds": (
+        "as plainly; cut as arguments are",
+        test_what_a_module_holds_trains_as_plainly,
+        *("buffers", "a graph of the module", "edges of the module", "a graph of the script"),
+    ),
+    "a sparse matrix that the module holds or builds of edges (NGCF)": (
+        "as plainly; each product is a layer",
+        test_what_a_module_holds_trains_as_plainly,
+        *("a sparse matrix of the module", "a matrix of edges"),
+    ),
+    "a weight for each edge in the module": (
+        "as plainly",
+        test_what_a_module_holds_trains_as_plainly,
+        "a weight an edge",
+    ),
+    "degrees, `gcn_norm`, `to_undirected`, edge weights of features, in `forward`": (
+        "as plainly; computed once, on the whole graph on each device",
+        test_what_a_module_holds_trains_as_plainly,
+        *("degrees of sources", "norm by hand", "gcn_norm", "both directions"),
+        "weights of features",
+    ),
+    "`RGCNConv` without features": (
+        "as plainly",
+        test_what_a_module_holds_trains_as_plainly,
+        "no features",
+    ),
+    "known labels written to some rows: `h[mask] = ...`": (
+        "as plainly",
+        test_what_a_module_holds_trains_as_plainly,
+        "some rows written",
+    ),
+    "rows of an argument written to: `x[:, 0] = 1`": (
+        "refused: write to `x.clone()`",
+        test_rows_of_an_argument_are_not_written,
+    ),
+}

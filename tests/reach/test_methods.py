@@ -475,3 +475,52 @@ def test_a_plan_is_of_the_method_that_is_called() -> None:
     plan = GNNPipeStrategy(num_chunks=2).plan(module, graph(), num_stages=2)
     assert sum(stage.num_layers for stage in plan.stages) == 3
     assert "encode" not in vars(module.net)
+
+
+HABITS = {
+    "`encode` of GAE, VGAE, ARGVA": (
+        "as plainly; `encode` is pipelined",
+        test_it_trains_in_chunks_and_validates_exactly,
+        *("GAE", "GAE of one layer", "VGAE", "ARGVA, two optimizers"),
+    ),
+    "`encode` and `decode` of a network, with or without `forward`": (
+        "as plainly; `encode` is pipelined, each device decodes",
+        test_it_trains_in_chunks_and_validates_exactly,
+        *("encode and decode", "encode, evaluated by forward", "encode beside forward"),
+    ),
+    "a second method with message passing": (
+        "as plainly; runs on the whole graph on each device, which a warning says",
+        test_it_trains_in_chunks_and_validates_exactly,
+        "two methods",
+    ),
+    "another method in evaluation (`inference`)": (
+        "as plainly",
+        test_it_trains_in_chunks_and_validates_exactly,
+        "another method in evaluation",
+    ),
+    "layers as attributes of the LightningModule, called by a method of it": (
+        "as plainly; that method is pipelined",
+        test_it_trains_in_chunks_and_validates_exactly,
+        *("layers of the LightningModule", "layers of the LightningModule, with forward"),
+        "a private method",
+    ),
+    "layers called one by one in `training_step`": (
+        "refused: call them in a method",
+        test_layers_called_one_by_one_are_refused_with_what_to_write,
+    ),
+    "two networks, of which training calls one": (
+        "as plainly; that one is pipelined",
+        test_it_trains_in_chunks_and_validates_exactly,
+        "one of two networks",
+    ),
+    "a second name for the layers (`self.backbone`)": (
+        "as plainly",
+        test_it_trains_in_chunks_and_validates_exactly,
+        "a backbone",
+    ),
+    "`copy.deepcopy(net)` in `training_step`": (
+        "as plainly on one stage",
+        test_it_trains_in_chunks_and_validates_exactly,
+        "a copy",
+    ),
+}

@@ -536,3 +536,40 @@ def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) ->
     if name != "transformer":  # reads values as features of edges
         assert_same(found, expected, 1e-10)
     assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+
+
+HABITS = {
+    "`adj_t` of `T.ToSparseTensor`; `torch.sparse_csr`, `sparse_coo`, `sparse_csc`": (
+        "as plainly; its entries are edges with weights",
+        test_chunks_equal_the_same_network_on_edges,
+    ),
+    "`SparseTensor` of torch-sparse": (
+        "as plainly (shown with a stand-in)",
+        test_matrices_of_torch_sparse,
+    ),
+    "products by hand: `torch.spmm(adj, x)`, `adj @ x`, `adj.t() @ x`": (
+        "as plainly; each product is a layer",
+        test_products_by_hand,
+    ),
+    "networks of such products alone (Kipf's GCN, the first GCNII)": (
+        "as plainly; each product is a layer",
+        test_chunks_equal_the_same_network_on_edges,
+        *("gcnii by hand", "kipf by hand"),
+    ),
+    "a matrix whose values need a gradient": (
+        "they get it",
+        test_values_that_need_a_gradient_get_it,
+    ),
+    "`EdgeIndex`": (
+        "as plainly",
+        test_an_edge_index_of_pyg_is_a_tensor_of_edges,
+    ),
+    "`adj.to_dense()` and other uses of the matrix in `forward`": (
+        "refused: compute it before training, and pass it in",
+        test_other_uses_of_the_matrix_are_refused,
+    ),
+    "sparse features, a matrix that is not square": (
+        "refused: pass `x.to_dense()`, or one matrix over all nodes",
+        test_matrices_that_are_not_over_the_nodes_are_refused,
+    ),
+}
