@@ -128,6 +128,8 @@ def _run_forked(argv: list[str], output: int) -> NoReturn:
             for handler in logging.getLogger(name).handlers:
                 if type(handler) is logging.StreamHandler:
                     handler.setStream(sys.stderr)
+        if "pytorch_lightning" in sys.modules:  # it has taken over what Lightning logs
+            logging.getLogger("pytorch_lightning").addHandler(logging.StreamHandler(sys.stderr))
         for name in ("lightning.pytorch", "lightning.fabric"):  # examples have made them silent
             logging.getLogger(name).setLevel(logging.INFO)
         warnings.resetwarnings()
