@@ -139,10 +139,10 @@ class TrainingPass:
                         stack.callback(end)
 
             self._step.backward(actions, grads, on_last)
-        named = dict(self._model.module.named_parameters())
         for name, grad in self._spec.inputs.weight_grads().items():
-            earlier = named[name].grad
-            named[name].grad = grad if earlier is None else earlier + grad
+            parameter = self._model.module.get_parameter(name)
+            earlier = parameter.grad
+            parameter.grad = grad if earlier is None else earlier + grad
         sums.finish()
         if self._store is not None:
             self._store.end_step()
