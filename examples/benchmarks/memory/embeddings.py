@@ -1,6 +1,6 @@
 """What does each rank hold if a table of embeddings has one row per node, and what is its peak?
 
-python examples/benchmarks/memory/table.py --gib 2
+python examples/benchmarks/memory/embeddings.py --gib 2
 """
 
 from __future__ import annotations
