@@ -157,6 +157,8 @@ class Learner(_Counting):
             if not is_reduced:
                 return row_wise if _is_close(first, whole.narrow(places[0], 0, half)) else None
             second = operands.call_on(dims, half, n - half)
+            if not first.shape == second.shape == whole.shape:  # rows of a mask
+                return None
         except Exception:  # the function takes sizes, indices or another number of rows
             return None
         for number, (to_sum, from_sum) in enumerate(_FORMS):
