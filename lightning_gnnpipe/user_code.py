@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import CodeType, FrameType, ModuleType, TracebackType
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gnnpipe.errors import GNNPipeError, PeerError, UnsupportedError, first_line
 
@@ -57,6 +58,14 @@ def _is_users_file(name: str) -> bool:
     if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))
+
+
+def is_checkpointed() -> bool:
+    """Whether an activation checkpoint is running, which disables gradients temporarily."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def line_here() -> str:

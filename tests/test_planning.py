@@ -319,9 +319,11 @@ def test_planning_checks_what_training_would() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = gnn.GCNConv(NUM_FEATURES, NUM_CLASSES)
+            self.last = gnn.GCNConv(NUM_CLASSES, NUM_CLASSES)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(x - x.mean(dim=0), edge_index)
+            x = self.conv(x, edge_index)
+            return self.last(x - x.max(dim=0).values, edge_index)
 
     module = make_module(Mixes())
     with pytest.raises(UnsupportedError, match="the same values"):

@@ -297,3 +297,8 @@ class SharedMoments:
         if self._moments is not None:
             self._moments.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
+
+    def keep_sums(self, key: CallKey, sums: Tensor) -> None:
+        """Keep sums over the rows of all ranks, by chunk, `[num_chunks, *]`."""
+        if self._moments is not None:
+            self._moments.keep_sums(key, self._sum(sums))

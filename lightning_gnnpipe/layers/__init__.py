@@ -12,6 +12,7 @@ from lightning_gnnpipe.layers.intercept import (
 )
 from lightning_gnnpipe.layers.native import NativeContext
 from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_statistics
+from lightning_gnnpipe.layers.sums import Learner, NodeSums, Summing, check_sums
 from lightning_gnnpipe.layers.support import (
     check_graph_batches,
     check_norms,
@@ -21,10 +22,14 @@ from lightning_gnnpipe.layers.support import (
 
 __all__ = [
     "Intercepted",
+    "Learner",
     "NativeContext",
+    "NodeSums",
+    "Summing",
     "check_graph_batches",
     "check_norms",
     "check_pools",
+    "check_sums",
     "check_support",
     "find_convs",
     "find_layers",

@@ -62,6 +62,7 @@ class Intercepted:
     batch_norms: dict[str, nn.Module]  # with BatchNorm's statistics; some are in `norms` too
     # PyG's blocks that would recompute layers outside of a pass, and attributes to prevent it.
     blocks: list[tuple[nn.Module, dict[str, bool]]]
+    has_sums: bool = False  # over all nodes, outside of layers
 
     @property
     def has_messages(self) -> bool:
@@ -71,7 +72,8 @@ class Intercepted:
     @property
     def sees_all_nodes(self) -> bool:
         """Whether a layer computes statistics, or a mean, over all nodes."""
-        return bool(self.norms) or any(isinstance(c, gnn.HANConv) for c in self.convs.values())
+        has_mean = any(isinstance(conv, gnn.HANConv) for conv in self.convs.values())
+        return self.has_sums or has_mean or bool(self.norms)
 
     @property
     def all(self) -> list[nn.Module]:
@@ -79,12 +81,12 @@ class Intercepted:
         named = self.norms | self.batch_norms
         return [*self.convs.values(), *named.values(), *blocks]
 
-    def within(self, called: Iterable[nn.Module]) -> Intercepted:
-        """Return these layers without the norms outside of the modules `called`."""
+    def within(self, called: Iterable[nn.Module], *, has_sums: bool) -> Intercepted:
+        """Return these layers without the norms outside of `called`: a head sees all rows."""
         inner = {id(part) for one in called for part in one.modules()}
         norms = {name: m for name, m in self.norms.items() if id(m) in inner}
         batch_norms = {name: m for name, m in self.batch_norms.items() if id(m) in inner}
-        return replace(self, norms=norms, batch_norms=batch_norms)
+        return replace(self, norms=norms, batch_norms=batch_norms, has_sums=has_sums)
 
 
 def find_layers(module: nn.Module) -> Intercepted:

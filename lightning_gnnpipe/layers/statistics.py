@@ -11,7 +11,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -94,6 +94,7 @@ def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) ->
 def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
     original, kind = norm.forward, type(norm)
 
+    @context.in_layer()
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
         given = (value for value in (*args, *kwargs.values()) if value is not None)
@@ -176,6 +177,27 @@ def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     return rows
 
 
+def sum_over_chunks(
+    name: str, own: Tensor, by_chunk: Callable[[Sequence[int]], Tensor], context: MessageContext
+) -> Tensor | None:
+    """Return the sum over all rows, of which `own` is the running chunk's; None if it is all.
+
+    `by_chunk`: returns the sums `[num_chunks, *]` of chunks with these numbers of rows.
+    """
+    store, key = context.store, context.next_key(name)
+    if store is None:
+        return None
+    if context.is_whole and not context.is_replay:
+        with torch.no_grad():
+            store.moments.keep_sums(key, by_chunk([c.num_nodes for c in context.plan.chunks]))
+    if store.shards is not None:
+        own = cast(Any, _SumOverShards).apply(own, store.shards)
+    if context.is_whole:
+        return own if store.shards is not None else None
+    moments, chunk = store.moments[key], context.chunk.index
+    return moments.all_rows(chunk, cast(Any, _Pooled).apply(own, moments, chunk))
+
+
 class _RowSums(torch.autograd.Function):
     """Return a chunk's rows unchanged, and their sums, `[3, channels]`: see `row_sums`."""
 
@@ -204,7 +226,7 @@ class _RowSums(torch.autograd.Function):
 
 
 class _Pooled(torch.autograd.Function):
-    """Sums, `[3, channels]`, of a chunk and the chunks before it; backward adds those after it."""
+    """Sums, `[*]`, of a chunk and the chunks before it; backward adds those after it."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:

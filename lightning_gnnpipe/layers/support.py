@@ -116,7 +116,7 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.CuGraphSAGEConv: _CUGRAPH,
     gnn.DynamicEdgeConv: _KNN,
     gnn.FusedGATConv: "it needs dgNN, and its kernels read the whole graph",
-    gnn.GPSConv: "its attention runs over all nodes",
+    gnn.GPSConv: 'its softmax attention runs over all nodes (attn_type="performer" works)',
     gnn.GravNetConv: _KNN,
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
@@ -269,6 +269,8 @@ def _node_types(layer: nn.Module) -> set[str]:
 
 def _refused_conv(conv: nn.Module) -> Refusals:
     reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
+    if isinstance(conv, gnn.GPSConv) and conv.attn_type == "performer":
+        return
     is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
     if reason is not None or (is_of_pyg and type(conv) not in EXACT_CONVS):
         remedy = (

@@ -174,6 +174,11 @@ class MessageContext(TapedContext):
         finally:
             _layer.reset(token)
 
+    @property
+    def is_in_layer(self) -> bool:
+        """Whether this thread runs a layer, or a norm."""
+        return _layer.get() is self
+
     @contextmanager
     def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
         """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""

@@ -193,7 +193,7 @@ class ChunkMatrix:
         if reduce not in ("sum", "add", "mean"):
             raise _refuse(f"reduce='{reduce}'")
         context, is_mean = self._context, reduce == "mean"
-        with self.along() as entries:
+        with context.in_layer(), self.along() as entries:
             key = (_PRODUCT, context.next_call(_PRODUCT), ROWS)
             weight = entries.weight
             summed = context.weighted_sum(key, entries.edges, other, weight, is_mean=is_mean)

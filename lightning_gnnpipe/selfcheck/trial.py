@@ -87,9 +87,9 @@ class NoRandomness(TorchFunctionMode):
 
 NUM_CHUNKS = 3
 REMEDY = (
-    "Code outside of message passing must treat each node's row by itself. Normalise and pool "
-    "outside of the pipelined module, pass degrees to forward as a node-level tensor, or train "
-    "with num_chunks=1."
+    "Code outside of message passing must treat each node's row by itself, or add up rows of all "
+    "nodes, as linear attention does and softmax does not. Normalise and pool outside of the "
+    "pipelined module, pass degrees to forward as a node-level tensor, or train with num_chunks=1."
 )
 
 

@@ -15,6 +15,7 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_pools
 from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
+from lightning_gnnpipe.stages.segments import learn_sums
 from lightning_gnnpipe.stages.shapes import (
     Answer,
     Questions,
@@ -37,6 +38,7 @@ from lightning_gnnpipe.stages.values import (
     learn_values,
     remedy_for_size,
     remedy_for_weights,
+    undisturbed,
     whole_sample,
 )
 
@@ -103,6 +105,10 @@ def cut_module(
         return cut_layers(graph, module, values, remedy=of_weights)
 
     layers, sample = on_sample(learn_and_cut)
+    if is_cut and not has_graphs:
+        drawn = (draw_sample(module, call, inputs, SAMPLE_EDGES // part) for part in (1, 4))
+        with undisturbed(module), torch.enable_grad():
+            layers = replace(layers, segments=learn_sums(layers.segments, module, drawn))
     num_rows = (inputs.num_nodes, *inputs.edge_sizes) if questions.is_of_rows else ()
     layers = replace(layers, outside=reads, num_rows=num_rows)
     if call.held:

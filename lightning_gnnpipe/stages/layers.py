@@ -85,6 +85,11 @@ class Layers:
         """Run `module` on the leaves of `call`, or the trace if it reads more than arguments."""
         return call.run(module, call.leaves) if self.whole is None else self.whole(*call.leaves)
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether code between layers sums over all nodes."""
+        return any(segment.sums for segment in self.segments)
+
     def read_leaves(self) -> set[int]:
         """Return the numbers of the leaves that a layer reads or the model returns."""
         names = {*self.outputs, *(name for one in self.segments for name in one.inputs)}

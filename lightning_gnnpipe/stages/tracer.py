@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from inspect import currentframe
 from itertools import chain
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.nn.pool.glob
 import torch_geometric.utils
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import HANConv, HGTConv, MessagePassing, RGCNConv
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from torch_geometric.utils import spmm as _spmm  # torch.fx patches names without underscore
@@ -41,7 +39,7 @@ from lightning_gnnpipe.stages.shapes import (
     is_of_shapes,
     mark,
 )
-from lightning_gnnpipe.user_code import line_here, user_modules
+from lightning_gnnpipe.user_code import is_checkpointed, line_here, user_modules
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
 _RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial")
@@ -134,7 +132,7 @@ class Tracer(fx.Tracer):
         return id(m) not in self._traced
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if _contexts() != self._contexts and not _is_checkpointed():
+        if _contexts() != self._contexts and not is_checkpointed():
             raise UnsupportedError(
                 expected="forward to call all layers in one mode of autograd and of autocast",
                 found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
@@ -322,14 +320,6 @@ def _contexts() -> tuple[bool, ...]:
     """Return the modes of autograd and autocast, which fx does not record."""
     autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     return torch.is_grad_enabled(), *autocast
-
-
-def _is_checkpointed() -> bool:
-    """Whether an activation checkpoint is running, which disables gradients temporarily."""
-    frame = currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _node_types(m: nn.Module) -> list[str]:

@@ -13,6 +13,8 @@ variances of F therefore include up to `FLOOR` extra rows with the variance of a
 number falls to 0 at the last chunk.
 
 Sums are of x - c and (x - c)^2, with c the mean of all rows in the last step.
+
+Plain sums over all rows, as of linear attention, have no center: see `RowMoments.all_rows`.
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ class RowMoments:
 
         `then` is by chunk, None if unknown. The sums passed in are around the old center.
         """
+        if not self.center.numel():
+            self.then, self.total = list(then), total
+            return
         mean, _ = mean_and_var(total, self.center)
         center = mean.to(self.center.dtype)
         shift = self.center.double() - center.double()
@@ -90,7 +95,7 @@ class RowMoments:
         """Add the sums of a chunk, `[3, channels]`; return the sums of all chunks so far."""
         if chunk in self._pooled:  # recomputed in backward
             return self._pooled[chunk]
-        then = self.then[chunk]
+        then = self.then[chunk] if self.then else None
         before = self._last
         self._own[chunk], self._last = sums, chunk
         own_then = sums if then is None else then
@@ -122,6 +127,10 @@ class RowMoments:
         """
         self._grad = grad if self._grad is None else self._grad + grad
         return self._grad
+
+    def all_rows(self, chunk: int, sums: Tensor) -> Tensor:
+        """Return `sums`, what `add` returned, plus the last step's sums of all later chunks."""
+        return sums if self.total is None else sums + (self.total - self._pooled_then[chunk])
 
     def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Estimate mean and variance of all rows now; `sums` is what `add` returned."""
@@ -186,6 +195,10 @@ class MomentStore:
         total = sums.sum(0)
         self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
+
+    def keep_sums(self, key: Hashable, sums: Tensor) -> None:
+        """Keep plain sums of the rows of each chunk, `[num_chunks, *]`."""
+        self.put(key, sums, sums.sum(0), torch.empty(0))
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
         """Return the arguments of `load`; call between two steps."""

@@ -312,8 +312,8 @@ class PipelinedModel:
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
             )
             self._check(layers, call, inputs)
-        if layers.head is not None:  # its norms see all rows
-            self.intercepted = self.intercepted.within(layers.called(self.module))
+        called = (self.module,) if layers.head is None else layers.called(self.module)
+        self.intercepted = self.intercepted.within(called, has_sums=layers.has_sums)
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = (first, layers.outside.values(), layers.num_rows)
         reads = reads_key(self.module, call, self.intercepted.norms.values())

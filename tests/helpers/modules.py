@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
+from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.encoders import ENCODED_NETS
 from tests.helpers.graphs import NUM_CLASSES, NUM_EDGE_FEATURES, NUM_FEATURES
 
@@ -112,7 +113,7 @@ class ReferenceModule(L.LightningModule):
     """Node classification, written for one device as any user would.
 
     Args:
-        name: Key of ``NETS``, ``NORMED_NETS`` or ``ENCODED_NETS``.
+        name: Key of ``NETS``, ``NORMED_NETS``, ``ENCODED_NETS`` or ``ATTENTION_NETS``.
         optimizer: Key of ``OPTIMIZERS``.
         seed: Seed of the initial weights; the same seed gives the same weights.
     """
@@ -130,7 +131,9 @@ class ReferenceModule(L.LightningModule):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = {**NETS, **NORMED_NETS, **ENCODED_NETS}[name](dropout).double()
+            self.net = {**NETS, **NORMED_NETS, **ENCODED_NETS, **ATTENTION_NETS}[name](
+                dropout
+            ).double()
             for parameter in self.net.parameters():  # no zeros, which could hide an error
                 parameter.data += 0.1 * torch.rand_like(parameter)
         self.inputs = ("x", "edge_index", *(["edge_attr"] if name.startswith("edge") else []))

@@ -14,7 +14,8 @@ computed, with stale rows as constants.
 
 The rows are those given to ``propagate`` or ``edge_updater``: for GCNConv the transformed ones, for
 SAGEConv the raw ones. For HGTConv they are keys and values, before it copies them for each edge
-set; HANConv has more of them, those whose mean over all nodes weighs its edge sets.
+set; HANConv has more of them, those whose mean over all nodes weighs its edge sets. So do sums over
+all nodes: what each row adds to them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.conv import han_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops
+
+from tests.helpers.attention import BY_ROWS
 
 Key = tuple[str, str, int, str]
 """(name of the conv, method, number of that call in one forward pass, argument)."""
@@ -82,6 +85,7 @@ class StaleOracle:
 
     def _run(self, inputs: Sequence[Tensor], partition: Tensor, order: Sequence[int]) -> Tensor:
         stale = self.live if self.snapshot is None else self.snapshot
+        stale = stale | {key: rows for key, rows in self.live.items() if key[1] == "sum"}
         one_pass = _Pass(stale, self.cross_chunk_grad_scale, self.follows_drift)
         outputs = None
         for chunk in order:
@@ -123,11 +127,12 @@ class _Pass:
         mixed = rows
         if not bool((self.own | self.earlier).all()):
             stale = self.stale[key]  # a KeyError: read but never written
-            if self.follows_drift and key[1] != "group":
+            if self.follows_drift and key[1] not in ("group", "sum"):
                 stale = stale + self.drift(key, rows)
             mixed = _where(self.own, rows, stale)
         if key in self.fresh:
-            earlier = _scale_grad(self.fresh[key], self.cross_chunk_grad_scale)
+            scale = 1.0 if key[1] == "sum" else self.cross_chunk_grad_scale
+            earlier = _scale_grad(self.fresh[key], scale)
             mixed = _where(self.earlier, earlier, mixed)
         known = self.fresh.get(key, rows)
         self.fresh[key] = _where(self.own, rows, known)
@@ -169,12 +174,17 @@ def _intercepted(net: nn.Module, one_pass: _Pass) -> Iterator[None]:
             setattr(conv, method, _wrapper(name, conv, method, one_pass))
     for module in norms:
         module.gcn_norm = _mixed_norm(module.__name__, one_pass)
+    attention = [(n, m, BY_ROWS[type(m)]) for n, m in net.named_modules() if type(m) in BY_ROWS]
+    for name, module, by_rows in attention:
+        module.forward = _with_totals(name, module, by_rows, one_pass)
     plain_group, names = han_conv.group, {c.q: n for n, c in convs if isinstance(c, HANConv)}
     han_conv.group = _mixed_group(names, one_pass)
     try:
         yield
     finally:
         han_conv.group = plain_group
+        for _, module, _ in attention:
+            del module.forward
         for _, conv in convs:
             conv._decomposed_layers = decomposed[conv]
             if isinstance(conv, HGTConv):
@@ -217,6 +227,22 @@ def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:
         return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
 
     return norm
+
+
+def _with_totals(
+    name: str, module: nn.Module, by_rows: Callable[..., Tensor], one_pass: _Pass
+) -> Callable[..., Tensor]:
+    """Return a forward whose sums over all nodes are of mixed rows."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        number = one_pass.count(name, "sum")
+
+        def total(which: str, rows: Tensor) -> Tensor:
+            return one_pass.mix((name, "sum", number, which), rows).sum(0)
+
+        return by_rows(module, total, *args, **kwargs)
+
+    return forward
 
 
 def _mixed_group(names: dict[Tensor, str], one_pass: _Pass) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ EPOCHS = 8
 
 
 class Net(nn.Module):
-    """Dropout, statistics over all nodes, a linear and an attentive layer, one called twice.
+    """Dropout, statistics and means of nodes, a linear and an attentive layer, one called twice.
 
     Each stage computes the encoder, whose rows are added behind all layers but the first.
     """
@@ -51,7 +51,7 @@ class Net(nn.Module):
         x = self.first(x, edge_index)
         for norm in self.norms:
             h = self.shared(norm(x), edge_index).relu() + x_0
-            x = x + F.dropout(h, 0.3, self.training)
+            x = x + F.dropout(h, 0.3, self.training) - h.mean(0)
         return self.last(x, edge_index) + x_0[:, :3]
 
 

@@ -122,7 +122,7 @@ def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Commands) -> None:
     status, text = gnnpipe(ATTENTION + SCRIPT, net="WithAttention()")
     assert status == 1
     assert "Verdict: refused.\nExpected every layer to be exact on chunks of the graph" in text
-    assert "its attention runs over all nodes" in text
+    assert "its softmax attention runs over all nodes" in text
     assert "With num_chunks=1 it trains, exactly; nothing overlaps then.\n" in text
 
 
