@@ -99,7 +99,7 @@ def main() -> None:
             logger=False,
             enable_checkpointing=False,
         )
-        trainer.fit(module, DataLoader([data], batch_size=None))
+        trainer.fit(module, DataLoader([data], batch_size=None))  # type: ignore[arg-type]
         rows = []
         for rank in range(2):
             found = json.loads((Path(folder) / f"{rank}.json").read_text())
