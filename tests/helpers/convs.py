@@ -368,9 +368,7 @@ CASES: list[ConvCase] = [
 
 
 BY_SELF_CHECK: list[ConvCase] = [
-    # Several edge sets, one of them turned round, or all read upstream.
-    of("HANConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
-    of("HGTConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
+    # Several edge sets, all read upstream.
     of("HANConv upstream", D, D, BOTH, flow=UPSTREAM, call=related, has_two=True),
     of("HGTConv upstream", D, D, (["a"], [TO]), flow=UPSTREAM, call=alone),
     # Two edge sets at once, read upstream.
@@ -381,9 +379,15 @@ BY_SELF_CHECK: list[ConvCase] = [
     # A Laplacian of weights that are learned, edge features that are computed, on reversed edges.
     of("ChebConv learned", D, D, K=2, call=learned),
     of("GCNConv upstream learned", D, D, flow=UPSTREAM, call=learned),
-    of("GCNConv upstream changed", D, D, flow=UPSTREAM, call=without_loops),
 ]
 """Uses of layers that are exact otherwise, which the self-check or the layer itself refuses."""
+
+ON_OTHER_EDGES: list[ConvCase] = [
+    of("HANConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
+    of("HGTConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
+    of("GCNConv upstream changed", D, D, flow=UPSTREAM, call=without_loops),
+]
+"""Uses that are exact since the edges are changed on the whole graph."""
 
 
 def stacked(x: Tensor) -> Tensor:

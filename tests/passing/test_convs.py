@@ -18,7 +18,16 @@ from lightning_gnnpipe.layers import check_support, find_convs, find_layers, int
 from lightning_gnnpipe.layers.support import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing import MessageContext
 from tests.helpers.cases import name_of, some
-from tests.helpers.convs import BY_SELF_CHECK, CASES, NUM_TYPES, REFUSED, ConvCase, ConvNet, D
+from tests.helpers.convs import (
+    BY_SELF_CHECK,
+    CASES,
+    NUM_TYPES,
+    ON_OTHER_EDGES,
+    REFUSED,
+    ConvCase,
+    ConvNet,
+    D,
+)
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
 
@@ -210,8 +219,10 @@ def test_p4_other_convs_are_refused_by_name(name: str) -> None:
         check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
 
 
-@pytest.mark.parametrize("partition", [PARTITION, torch.zeros(N, dtype=torch.int64)])
-@pytest.mark.parametrize("is_flipped", [False, True])
+@pytest.mark.parametrize(
+    ("partition", "is_flipped"),
+    [(PARTITION, False), *((torch.zeros(N, dtype=torch.int64), flag) for flag in (False, True))],
+)
 def test_p4_edges_out_of_order_are_refused(partition: Tensor, is_flipped: bool) -> None:
     """MeshCNNConv on groups of edges with one source, or on edges that are turned by the model."""
     batch = make_batch(mesh_edges().flip([0]))
@@ -270,6 +281,17 @@ def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) 
     engine = one_process_engine(net, partition=PARTITION)
     with pytest.raises(UnsupportedError, match="num_chunks=1"):
         engine.forward((), batch)
+
+
+@pytest.mark.parametrize("case", ON_OTHER_EDGES, ids=lambda case: case.name)
+def test_p4_edges_may_be_changed_on_the_whole_graph(case: ConvCase) -> None:
+    """An exact step equals PyG; a step behind it, on the same weights, has its values."""
+    batch = make_batch(case=case)
+    net, inputs = ConvNet(case, batch), list(batch.values())
+    engine = one_process_engine(net, partition=PARTITION)
+    assert_step(engine, batch, net, net(*inputs))
+    engine.set_step(step_index=engine.step.step_index + 1)
+    assert_same(engine.forward((), batch).detach(), net(*inputs).detach())
 
 
 def test_every_exact_aggregation_has_a_case() -> None:
