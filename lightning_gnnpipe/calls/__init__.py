@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.calls.call import Call, Held, fill, flatten_call
+from lightning_gnnpipe.calls.call import (
+    Call,
+    ChangedGraph,
+    DataView,
+    Held,
+    fill,
+    flatten_call,
+)
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_sample import draw_graphs
 from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
@@ -10,6 +17,8 @@ from lightning_gnnpipe.calls.kinds import Inputs, count_nodes, find_edge_sets, i
 
 __all__ = [
     "Call",
+    "ChangedGraph",
+    "DataView",
     "GraphBatch",
     "GraphRows",
     "Held",

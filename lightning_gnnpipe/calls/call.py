@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -122,6 +122,23 @@ class DataView:
         return self.__dict__.get(name) is not None
 
 
+class ChangedGraph(NamedTuple):
+    """A PyG `Data` that forward returns: its argument, and the attributes that forward has set."""
+
+    argument: int | str
+    attributes: dict[str, Any]
+
+
+def _changed(result: Any, graphs: Sequence[tuple[int | str, DataView, dict[str, Any]]]) -> Any:
+    """Return `result` with `ChangedGraph` in place of `graphs`: argument, graph, old attributes."""
+    if type(result) in (list, tuple):
+        return type(result)(_changed(one, graphs) for one in result)
+    for key, graph, old in graphs:
+        if result is graph:
+            return ChangedGraph(key, {n: v for n, v in vars(graph).items() if old.get(n) is not v})
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call: its tensors, their names, and a template for all other arguments.
@@ -191,7 +208,9 @@ class Call:
     def run(self, module: nn.Module, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
         """Call the method of `module` with these tensors; see `rebuild`."""
         args, kwargs = self.rebuild(leaves, num_graphs)
-        return getattr(module, self.method)(*args, **kwargs)
+        given = (dict(enumerate(args)) | kwargs).items()
+        graphs = [(key, one, dict(vars(one))) for key, one in given if isinstance(one, DataView)]
+        return _changed(getattr(module, self.method)(*args, **kwargs), graphs)
 
     def with_held(self, held: Sequence[Held], num_nodes: int | None, known: Matrices) -> Call:
         """Return the call with the tensors `held` as more leaves."""

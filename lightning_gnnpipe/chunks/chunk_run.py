@@ -8,7 +8,7 @@ one chunk, layers are recomputed one at a time, so that not all activations exis
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.layers import NativeContext, Summing, find_convs
-from lightning_gnnpipe.passing import MessageContext, Tape
+from lightning_gnnpipe.passing import MessageContext, Tape, lookups_of
 from lightning_gnnpipe.stages import Segment, Stage, Value, line_of_node, strip_root
 
 _MASK = (1 << 64) - 1
@@ -53,7 +53,8 @@ def run_segments(
             named = zip(segment.inputs, inputs, strict=True)
             leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
             context.enter(chunk, segment.index, leaves)
-            with Summing(segment.sums, context) if segment.sums else nullcontext():
+            sums = Summing(segment.sums, context) if segment.sums else nullcontext()
+            with sums, _lookups(segment, context):  # lookups first: they ask who calls
                 outputs = segment.module(*inputs)
             values.update(zip(segment.outputs, outputs, strict=True))
             if keep is not None:
@@ -63,6 +64,14 @@ def run_segments(
                     del values[name]
     finally:
         context.leave()
+
+
+def _lookups(
+    segment: Segment, context: MessageContext | NativeContext
+) -> AbstractContextManager[object]:
+    if not segment.looks_up or isinstance(context, NativeContext) or context.is_plain:
+        return nullcontext()
+    return lookups_of(context)
 
 
 def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:

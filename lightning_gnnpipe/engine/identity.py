@@ -12,7 +12,7 @@ the same. Autograd saves most of the data that a function received:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import is_not
 from typing import Any
@@ -186,25 +186,33 @@ class _HeldTensors:
         self.module, self._contents = module, contents
         self._held: dict[str, _Held] = {}
         self._own: set[str] = set()
+        self._names: set[str] = set()  # before the forward
+        self._made: set[str] = set()  # by a forward
 
     def numbers(self) -> dict[str, int]:
-        before, self._held = self._held, {}
+        before, self._held, found = self._held, {}, list(self._tensors())
+        self._names = {name for name, *_ in found}
+        for name, module, key, tensor in found:
+            if key in _STATISTICS and self._is_norms_own(name, module):
+                continue
+            if name not in self._made and not tensor.requires_grad:
+                known = before.get(name)
+                if known is None or not known.is_as_it_was(tensor):
+                    number = self._contents.of(tensor)
+                    known = _Held(module, key, number)
+                    known.accept(tensor)
+                self._held[name] = known
+        return {name: held.number for name, held in self._held.items()}
+
+    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Yield the tensors that modules hold besides weights: name, module, attribute, tensor."""
         for prefix, module in self.module.named_modules():
             held = dict(module.named_buffers(recurse=False))
             if not type(module).__module__.startswith(_LIBRARIES):  # libraries keep results there
                 held |= vars(module)
             for key, tensor in held.items():
-                name = f"'{prefix}.{key}' of the module".replace("'.", "'")
-                if key in _STATISTICS and self._is_norms_own(name, module):
-                    continue
-                if isinstance(tensor, Tensor) and _is_dense(tensor) and not tensor.requires_grad:
-                    known = before.get(name)
-                    if known is None or not known.is_as_it_was(tensor):
-                        number = self._contents.of(tensor)
-                        known = _Held(module, key, number)
-                        known.accept(tensor)
-                    self._held[name] = known
-        return {name: held.number for name, held in self._held.items()}
+                if isinstance(tensor, Tensor) and _is_dense(tensor):
+                    yield f"'{prefix}.{key}' of the module".replace("'.", "'"), module, key, tensor
 
     def _is_norms_own(self, name: str, module: nn.Module) -> bool:
         """Whether the norm itself updates statistic `name` in training; kept in validation."""
@@ -214,6 +222,7 @@ class _HeldTensors:
 
     def accept(self) -> None:
         """Keep the fingerprints despite writes by the forward."""
+        self._made |= {name for name, *_ in self._tensors()} - self._names
         for held in self._held.values():
             tensor = getattr(held.module, held.key, None)
             if isinstance(tensor, Tensor):

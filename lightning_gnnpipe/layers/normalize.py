@@ -1,4 +1,4 @@
-"""Edge normalisation on a chunk: `gcn_norm`, ChebConv's Laplacian, `degree` and self-loops.
+"""Edge normalisation on a chunk: `gcn_norm`, Laplacians and self-loops.
 
 They read all edges of a node, but a halo node's edges lie in another chunk. For edges and weights
 of the batch the result is computed once, on the whole graph. For weights that the model computes,
@@ -21,7 +21,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import (
     add_remaining_self_loops,
     add_self_loops,
-    degree,
+    get_laplacian,
     scatter,
     to_edge_index,
 )
@@ -48,21 +48,19 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     """
     locals_: dict[Callable[..., Any], Callable[..., Any]] = {
         gcn_norm: partial(_local_norm, context),
-        degree: partial(_local_degree, context),
+        get_laplacian: partial(_local_laplacian, context),
         **{function: partial(_local_loops, context, function) for function in _LOOPS},
     }
     with ExitStack() as stack:
         for names in _namespaces(convs):
-            is_own = not str(names["__name__"]).startswith("torch_geometric.")
             for function, local in locals_.items():
                 name = function.__name__
-                # PyG's own layers call `degree` for target nodes only, which are all in the chunk.
-                if replaces(names.get(name), function) and (is_own or function is not degree):
+                if replaces(names.get(name), function):
                     stack.callback(names.__setitem__, name, names[name])
                     names[name] = InLayer(context, local, names[name])
         for conv in convs.values():
             if hasattr(conv, "__norm__"):  # ChebConv
-                laplacian = partial(_local_laplacian, context, conv.__norm__)
+                laplacian = partial(_local_rescaled, context, conv.__norm__)
                 stack.enter_context(replace_attributes(conv, {"__norm__": laplacian}))
         yield
 
@@ -192,6 +190,29 @@ def _local_matrix_norm(
 
 def _local_laplacian(
     context: MessageContext,
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    normalization: str | None = None,
+    dtype: torch.dtype | None = None,
+    num_nodes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`get_laplacian` for one chunk: local edges with self-loops, and weights."""
+    known = _of_the_batch(
+        context,
+        ("get_laplacian", normalization, dtype),
+        edge_index,
+        edge_weight,
+        lambda edges, weight: get_laplacian(
+            edges, weight, normalization, dtype, context.whole.num_nodes
+        ),
+    )
+    if known is None and not context.sees_all:
+        raise _refuse_laplacian()
+    return known or get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
+
+
+def _local_rescaled(
+    context: MessageContext,
     original: Callable[..., Any],
     edge_index: Tensor,
     num_nodes: int | None,
@@ -220,33 +241,16 @@ def _local_laplacian(
             tuple[Tensor, Tensor],
             original(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch),
         )
-    raise UnsupportedError(
+    raise _refuse_laplacian()
+
+
+def _refuse_laplacian() -> UnsupportedError:
+    return UnsupportedError(
         expected="a Laplacian of the batch's own edges and edge weights",
         found="edges or weights that the model computes, a 'batch', or a tensor lambda_max",
         remedy="Pass edge weights to forward that need no gradient, and lambda_max as a "
         "number, or train with num_chunks=1.",
     )
-
-
-def _local_degree(
-    context: MessageContext,
-    index: Tensor,
-    num_nodes: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`degree` of the chunk's nodes and halo, `[num_nodes + num_halo]`; `index` has targets."""
-    chunk = context.chunk
-    if context.is_passing:
-        return degree(index, num_nodes, dtype)
-    if index.numel() and int(index.max()) >= chunk.num_nodes:
-        raise UnsupportedError(
-            expected="degree() of the targets of edges, edge_index[1]",
-            found="degree() of the sources, some of which lie in other chunks",
-            remedy="Pass the degrees to forward as a node-level tensor, or train with "
-            "num_chunks=1.",
-        )
-    own = degree(index, chunk.num_nodes, dtype)
-    return context.widen("degree", context.next_call("degree"), "degree", own)
 
 
 def _local_loops(

@@ -21,6 +21,7 @@ from lightning_gnnpipe.passing.interfaces import (
     ShardLink,
     Tape,
 )
+from lightning_gnnpipe.passing.lookups import Lookups, lookups_of
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,
     Entries,
@@ -39,6 +40,7 @@ __all__ = [
     "Entries",
     "InLayer",
     "LinearRule",
+    "Lookups",
     "Matrices",
     "MessageContext",
     "ShardLink",
@@ -47,6 +49,7 @@ __all__ = [
     "assemble",
     "is_matrix",
     "linear_rule",
+    "lookups_of",
     "multiply_matrix",
     "push_pull",
     "refuse_shape",

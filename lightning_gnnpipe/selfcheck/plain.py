@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gnnpipe.calls import Call, Inputs, classify
+from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
 from lightning_gnnpipe.errors import Fallbacks, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.selfcheck.trial import flatten
@@ -89,7 +89,7 @@ class PipelinedMethods:
             self.name, self._is_known = name, True
         if name == self.name:
             self._num_runs += 1
-            return self._run(args, kwargs, name)
+            return _with_changes(self._run(args, kwargs, name), args, kwargs)
         num_runs = self._num_runs
         result = self.own(name)(*args, **kwargs)
         if has_tensors and self._num_runs == num_runs:
@@ -115,6 +115,19 @@ class PipelinedMethods:
             remedy="Copy it before training begins, in __init__ or in on_fit_start, or use one "
             "stage. To average weights, use Lightning's WeightAveraging.",
         )
+
+
+def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return `result` with the caller's own graphs, changed, in place of `ChangedGraph`."""
+    if isinstance(result, ChangedGraph):
+        key = result.argument
+        graph = kwargs[key] if isinstance(key, str) else args[key]
+        for name, value in result.attributes.items():
+            setattr(graph, name, value)
+        return graph
+    if type(result) in (list, tuple):
+        return type(result)(_with_changes(one, args, kwargs) for one in result)
+    return result
 
 
 class _Method:

@@ -33,6 +33,10 @@ LAYER_BY_LAYER = (
 
 _OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network has them in its code
 _PRODUCTS = {"spmm", "mm", "matmul", "@", "BINARY_MATRIX_MULTIPLY"}  # the last in Python 3.10
+_SUMS = {  # of messages, by hand
+    *("scatter", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    *("scatter_sum", "scatter_mean", "scatter_max", "index_add", "index_add_", "index_reduce"),
+}
 
 
 def contains_passing(module: nn.Module) -> bool:
@@ -51,7 +55,7 @@ def is_library(module: nn.Module) -> bool:
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether the forward of the user's `module`, or a function that it names, has a product."""
+    """Whether the forward of the user's `module`, or a function that it names, sums messages."""
     seen: set[FunctionType] = set()
     functions: list[Any] = [] if is_library(module) else [type(module).forward]
     while functions:
@@ -63,7 +67,7 @@ def multiplies(module: nn.Module) -> bool:
         if not is_users(code):
             continue
         steps = [word for step in get_instructions(code) for word in (step.opname, step.argrepr)]
-        if _PRODUCTS & {*code.co_names, *steps}:
+        if (_PRODUCTS | _SUMS) & {*code.co_names, *steps}:
             return True
         owners = [*map(vars, type(module).__mro__), function.__globals__]
         functions += [owner.get(name) for name in code.co_names for owner in owners]
@@ -317,7 +321,8 @@ def _check_passing(module: nn.Module) -> None:
         return
     raise UnsupportedError(
         expected="a module with message-passing layers (torch_geometric.nn.MessagePassing), or "
-        "with products of a sparse matrix (torch.spmm, adj @ x)",
+        "with products of a sparse matrix (torch.spmm, adj @ x) or sums of messages (scatter, "
+        "index_add)",
         found=f"none in {type(module).__name__}",
         remedy="Build the layers in __init__. Train a model without message passing with "
         "another strategy.",

@@ -31,7 +31,7 @@ from lightning_gnnpipe.stages.segments import (
 )
 from lightning_gnnpipe.stages.shapes import is_of_shapes
 from lightning_gnnpipe.stages.tracer import is_named_random, line_of_node, root_of, strip_root
-from lightning_gnnpipe.stages.values import Value
+from lightning_gnnpipe.stages.values import LOOKS_UP, Value
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_OUTPUTS = (
@@ -168,16 +168,32 @@ def _find_calls(
     nodes: Sequence[fx.Node], module: nn.Module, values: Mapping[str, Value]
 ) -> list[int]:
     """Return the positions of calls of layers, and of products of a sparse matrix and rows."""
-    root = root_of(module)
+    root, free = root_of(module), _find_free(nodes, values)
     matrices = {name for name, value in values.items() if value.kind is Kind.EDGE_INDEX}
 
     def passes(node: fx.Node) -> bool:
         if node.op == "call_module" and contains_passing(root.get_submodule(str(node.target))):
             return True
-        is_rows = node.name in values and values[node.name].kind is Kind.NODE
-        return is_rows and any(source.name in matrices for source in node.all_input_nodes)
+        results = [node] if node.name in values else node.users  # parts of a tuple
+        of_nodes = (values[one.name].kind is Kind.NODE for one in results if one.name in values)
+        if node in free or not any(of_nodes):
+            return False
+        sources = node.all_input_nodes
+        return LOOKS_UP in node.meta or any(s in messages or s.name in matrices for s in sources)
 
-    calls = [i for i, node in enumerate(nodes) if passes(node)]
+    def is_message(node: fx.Node) -> bool:
+        value = values.get(node.name)
+        if value is None or value.kind is Kind.NODE:
+            return False
+        is_new = value.kind is Kind.EDGE and node not in free
+        return is_new or LOOKS_UP in node.meta or not messages.isdisjoint(node.all_input_nodes)
+
+    calls, messages = list[int](), set[fx.Node]()
+    for i, node in enumerate(nodes):
+        if passes(node):
+            calls.append(i)
+        elif is_message(node):
+            messages.add(node)
     if not calls:
         raise UnsupportedError(
             expected="the forward of the pipelined module to call message-passing layers, or to "
@@ -220,7 +236,7 @@ def _remedy(value: Value | None, line: str) -> str:
     return _REMEDY_SEVERAL if is_attention else _REMEDY_OUTPUTS
 
 
-def _find_free(nodes: Sequence[fx.Node], values: dict[str, Value]) -> set[fx.Node]:
+def _find_free(nodes: Sequence[fx.Node], values: Mapping[str, Value]) -> set[fx.Node]:
     """Find cheap values that each segment recomputes: sizes, weights and transformed edges."""
     free: set[fx.Node] = set()
     for node in nodes:

@@ -20,7 +20,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from torch_geometric.utils import spmm as _spmm  # torch.fx patches names without underscore
 
 from lightning_gnnpipe._compat_torch import search_in
-from lightning_gnnpipe.calls import Call, Held, fill
+from lightning_gnnpipe.calls import Call, DataView, Held, fill
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import assemble, is_matrix, multiply_matrix
 from lightning_gnnpipe.stages.content import Watched, watching
@@ -234,8 +234,9 @@ class Tracer(fx.Tracer):
     ) -> Any:
         if isinstance(m, RGCNConv) and args and args[0] is None:  # the layer makes these numbers
             args = (torch.arange(m.in_channels_l), *args[1:])
-        takes_matrix = any(map(_is_of_matrix, (*args, *kwargs.values())))
-        if takes_matrix and not is_library(m) and not isinstance(m, MessagePassing):
+        given = (*args, *kwargs.values())
+        takes_parts = any(isinstance(one, DataView) or _is_of_matrix(one) for one in given)
+        if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
             self._traced |= {id(m)} - self._listed  # it may multiply the matrix several times
         result = super().call_module(m, forward, args, kwargs)
         types = _node_types(m)

@@ -7,7 +7,7 @@ shows what its rows are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
-from lightning_gnnpipe.passing import is_matrix
+from lightning_gnnpipe.passing import Lookups, is_matrix
 from lightning_gnnpipe.stages.content import refill
 from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
 from lightning_gnnpipe.stages.tracer import line_of_node, root_of
@@ -39,6 +39,7 @@ _REMEDY_SETS = (
 )
 PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
 SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
+LOOKS_UP = "looks up"  # mark of a node that looks rows up by the sources of edges
 LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
 SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
@@ -82,7 +83,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small part of the user's batch; `leaves` in the order of the call."""
+    """A small part of the batch, `leaves` in the order of the call; `rowless` have no rows."""
 
     leaves: tuple[Tensor, ...]
     num_nodes: int
@@ -90,6 +91,7 @@ class Sample:
     edge_sizes: tuple[int, ...]
     graphs: GraphBatch | None = None
     is_whole: bool = False
+    rowless: tuple[Tensor, ...] = ()
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -162,7 +164,14 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
             part = leaf % nodes.numel()
         part = part.clone() if part.is_inference() else part
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
-    return Sample(tuple(leaves), nodes.numel(), torch.cat(local, dim=1), tuple(counts))
+    rowless = _without_rows(leaves, inputs)
+    edge_index = torch.cat(local, dim=1)
+    return Sample(tuple(leaves), nodes.numel(), edge_index, tuple(counts), rowless=rowless)
+
+
+def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+    kinds = zip(leaves, inputs.kinds, strict=True)
+    return tuple(leaf for leaf, kind in kinds if kind is Kind.WHOLE)
 
 
 def _is_index(leaf: Tensor) -> bool:
@@ -174,7 +183,8 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
     """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
     sizes = inputs.edge_sizes
-    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, is_whole=True)
+    rowless = _without_rows(leaves, inputs)
+    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, None, True, rowless)
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
@@ -272,10 +282,18 @@ def _run_on(
             note(n, result)
             return result
 
+    def take_note(rows: Tensor) -> Tensor:
+        running[0].meta[LOOKS_UP] = True
+        return rows
+
+    def sum_up(sources: Tensor, _: Tensor, __: bool) -> None:
+        take_note(sources)
+
+    lookups = Lookups(sample.num_nodes, take_note, sum_up, sample.rowless)
     runner = Recorder(fx.GraphModule(root, graph))
     runner.extra_traceback = False  # no fx node in error texts
     try:
-        with undisturbed(root), torch.enable_grad():
+        with undisturbed(root), torch.enable_grad(), lookups:
             runner.run(*sample.arguments)
     except Exception as error:
         line = line_of_node(running[0]) if running else ""

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
 from torch_geometric.nn.models.rev_gnn import GroupAddRev
+from torch_geometric.utils import add_self_loops, degree, get_laplacian, scatter, softmax
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
@@ -268,7 +270,152 @@ class CountsDegrees(Convs):
         return self.decode(x)
 
 
+class SumsByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2 * W, W)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = edge_index
+        mean = scatter(x[row], col, 0, dim_size=x.size(0), reduce="mean")
+        return self.lin(torch.cat([x, mean], dim=-1))
+
+
+class AddsByHand(SumsByHand):
+    """In place, weighted by how many edges start in the sources and end in the targets."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = edge_index[0], edge_index[1]
+        counts = degree(row, x.size(0), dtype=x.dtype).clamp(min=1)
+        ends = degree(col, x.size(0), dtype=x.dtype).clamp(min=1)
+        messages = x.index_select(0, row) * (counts[row] * ends[col]).rsqrt().unsqueeze(-1)
+        out = torch.zeros_like(x).index_add_(0, col, messages)
+        return self.lin(torch.cat([x, out], dim=-1))
+
+
+class ByHand(Convs):
+    """No layer is a MessagePassing."""
+
+    def __init__(self, kind: type[SumsByHand]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            x = x + conv(x, edge_index).relu()
+        return self.decode(x)
+
+
+class AttendsByHand(Convs):
+    """Attention without layers, on edges that a mask of nodes keeps: they cross no cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        is_kept = (x[:, 0] > 0)[edge_index[0]]
+        row, col = edge_index[:, is_kept]
+        x = self.encode(x)
+        for lin in self.convs:
+            h = lin(x)
+            weight = softmax((h[row] * x[col]).sum(-1), col, num_nodes=x.size(0))
+            x = x + torch.zeros_like(h).index_add(0, col, h[row] * weight.unsqueeze(-1))
+        return self.decode(x)
+
+
+class WeighsEdges(Convs):
+    """Weights of edges from the rows of their ends."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, (row, col) = self.encode(x), edge_index
+        for conv in self.convs:
+            weight = (x[row] * x[col]).sum(-1).sigmoid()
+            x = conv(x, edge_index, weight).relu()
+        return self.decode(x)
+
+
+class OfEdges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3 * W, W)
+
+    def forward(self, source: Tensor, target: Tensor, edges: Tensor, u: Any, batch: Any) -> Tensor:
+        return edges + self.lin(torch.cat([source, target, edges], dim=-1)).tanh()
+
+
+class OfNodes(SumsByHand):
+    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor, u: Any, batch: Any) -> Tensor:  # type: ignore
+        out = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]] * edges)
+        return self.lin(torch.cat([x, out], dim=-1)).tanh()
+
+
+class UpdatesEdges(Convs):
+    """Rows of edges cross the cuts beside rows of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_edges = nn.Linear(D, W)
+        self.convs = nn.ModuleList(gnn.MetaLayer(OfEdges(), OfNodes()) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edges = self.of_edges(x[edge_index[1]] - x[edge_index[0]])
+        x = self.encode(x)
+        for conv in self.convs:
+            x, edges, _ = conv(x, edge_index, edges)
+        return self.decode(x)
+
+
+class Gates(gnn.MessagePassing):
+    """A layer whose forward reads rows of sources, and their degrees, before it propagates."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.gate = nn.Linear(2 * W, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = edge_index
+        root = degree(row, x.size(0), dtype=x.dtype).clamp(min=1).pow(-0.5)
+        gate = self.gate(torch.cat([x[row], x[col]], dim=-1)).tanh()
+        norm = gate * (root[row] * root[col]).unsqueeze(-1)
+        return self.propagate(edge_index, x=x, norm=norm)
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        return norm * x_j
+
+
+class Laplacian(Gates):
+    """A polynomial of the Laplacian."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        n = x.size(0)
+        edges, norm = get_laplacian(edge_index, None, "sym", x.dtype, n)
+        both, shifted = add_self_loops(edges, -norm, fill_value=2.0, num_nodes=n)
+        h = self.propagate(edges, x=x, norm=norm.unsqueeze(-1))
+        return x - h / 2 + self.propagate(both, x=h, norm=shifted.unsqueeze(-1)) / 8
+
+
+class Owns(Convs):
+    def __init__(self, kind: type[Gates]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            x = 0.3 * x + conv(x, edge_index).relu()
+        return self.decode(x)
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "sums by hand": (lambda: ByHand(SumsByHand), 4),
+    "adds by hand": (lambda: ByHand(AddsByHand), 4),
+    "attends by hand": (AttendsByHand, 1),
+    "weights of edges": (WeighsEdges, 4),
+    "updates of edges": (UpdatesEdges, 4),
+    "gates": (lambda: Owns(Gates), 4),
+    "Laplacian": (lambda: Owns(Laplacian), 4),
     "skips by width": (SkipsWhereWidthsFit, 5),
     "skips by shape": (SkipsWhereShapesFit, 5),
     "shapes": (AsksForShapes, 4),
@@ -309,6 +456,84 @@ def test_depth_trains_as_plainly(name: str) -> None:
 
 def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
+
+
+@pytest.mark.parametrize("name", ["adds by hand", "weights of edges", "updates of edges", "gates"])
+def test_rows_of_sources_cross_stages_and_shards(name: str) -> None:
+    assert_alike(NETS[name][0], num_stages=2)
+    if name in ("adds by hand", "gates"):
+        assert_alike(NETS[name][0], num_stages=2, graph_parallel=2)
+
+
+class SumsUpstream(SumsByHand):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = edge_index
+        return self.lin(torch.cat([x, torch.zeros_like(x).index_add(0, row, x[col])], dim=-1))
+
+
+def test_sums_at_sources_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match="summed at the targets of edges"):
+        fit(lambda: ByHand(SumsUpstream), num_chunks=3)
+
+
+class OnGraph(nn.Module):
+    """Takes a graph, changes its rows and returns it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, data: Data) -> Data:
+        is_conv = isinstance(self.layer, gnn.MessagePassing)
+        data.x = self.layer(data.x, data.edge_index) if is_conv else self.layer(data.x).relu()
+        return data
+
+
+class PassesGraphOn(Convs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(
+            *(layer for conv in self.convs for layer in (OnGraph(conv), OnGraph(nn.Linear(W, W))))
+        )
+        self.encode, self.decode = OnGraph(self.encode), OnGraph(self.decode)
+
+    def forward(self, data: Data) -> Data:
+        for part in (self.encode, self.convs, self.decode):
+            x = data.x
+            data = part(data)
+            data.x = data.x + x.mean(-1, keepdim=True)
+        return data
+
+
+def on_graph(net: Any, data: Data) -> Tensor:
+    given = data.clone()
+    found = net(given)
+    assert found is given
+    return found.x
+
+
+def test_a_graph_that_forward_changes_is_returned() -> None:
+    assert_alike(PassesGraphOn, on_graph)
+    assert_alike(PassesGraphOn, on_graph, num_stages=2)
+
+
+class KeepsResults(Gates):
+    """A layer that leaves tensors on itself, which it reads in no other call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power, self.mean = nn.Parameter(torch.zeros(())), None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = super().forward(x, edge_index)
+        self.share = self.power.sigmoid()
+        self.mean = out.detach().mean()
+        return self.share * out
+
+
+def test_what_layers_leave_on_themselves_is_no_input(caplog: pytest.LogCaptureFixture) -> None:
+    fit(lambda: Owns(KeepsResults), num_chunks=3)
+    assert not [one for one in caplog.messages if "exact" in one]
 
 
 def test_a_helper_of_another_file_is_traced() -> None:
