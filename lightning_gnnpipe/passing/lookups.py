@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from inspect import currentframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ class Lookups(BaseTorchFunctionMode):
                 summed = self._sum_up(index, rows, caller.f_code is degree.__code__)
                 if summed is not None:
                     return summed
-        result = super().__torch_function__(function, types, args, kwargs)  # warns in its name
+        # Warnings of torch then name torch's file, not this one.
+        result = cast(Any, super()).__torch_function__(function, types, args, kwargs)
         self._follow(name, args, result)
         return result
 
