@@ -532,7 +532,7 @@ class KeepsResults(Gates):
 
 
 def test_what_layers_leave_on_themselves_is_no_input(caplog: pytest.LogCaptureFixture) -> None:
-    fit(lambda: Owns(KeepsResults), num_chunks=3)
+    assert_alike(lambda: Owns(KeepsResults))
     assert not [one for one in caplog.messages if "exact" in one]
 
 
@@ -620,6 +620,33 @@ HABITS = {
     "helpers in another file that call PyG's functions, such as `degree`": (
         "as plainly",
         test_a_helper_of_another_file_is_traced,
+    ),
+    "messages by hand, summed at the targets: `scatter(x[row], col, ...)`, `index_add`": (
+        "as plainly; each sum is a layer",
+        test_depth_trains_as_plainly,
+        *("sums by hand", "adds by hand", "attends by hand"),
+    ),
+    "messages by hand, summed at the sources (`row`)": (
+        "refused: swap the rows of `edge_index`",
+        test_sums_at_sources_are_refused_in_words,
+    ),
+    "weights or features of edges from rows of hidden layers; `MetaLayer`": (
+        "as plainly",
+        test_depth_trains_as_plainly,
+        *("weights of edges", "updates of edges"),
+    ),
+    "`x[row]`, `degree(row)`, `get_laplacian` in the `forward` of an own layer": (
+        "as plainly",
+        test_depth_trains_as_plainly,
+        *("gates", "Laplacian"),
+    ),
+    "a `Data` that is changed on its way and returned (GraphGym)": (
+        "as plainly; the caller's own `Data` is changed",
+        test_a_graph_that_forward_changes_is_returned,
+    ),
+    "a layer that keeps results: `self.alpha = alpha.detach()`": (
+        "as plainly; of the chunk that ran last",
+        test_what_layers_leave_on_themselves_is_no_input,
     ),
     "a decision on values: `if x.mean() > 0`, `int(x.max())`": (
         "refused: list the layers in `pipeline_layers`",
