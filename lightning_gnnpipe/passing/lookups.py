@@ -96,12 +96,14 @@ def lookups_of(context: MessageContext) -> Lookups:
     """Return the lookups in the running chunk of `context`."""
     chunk, whole = context.chunk, context.whole
 
+    @context.in_layer()
     def widen(rows: Tensor) -> Tensor:
         if context.is_passing:  # the layer's arguments are wide
             return rows
         given = rows if rows.is_floating_point() else rows.long()
         return context.widen("lookup", context.next_call("lookup"), "rows", given).to(rows.dtype)
 
+    @context.in_layer()
     def sum_up(sources: Tensor, rows: Tensor, counts: bool) -> Tensor | None:
         if context.is_passing or context.sees_all:
             return None

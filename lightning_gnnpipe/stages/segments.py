@@ -96,7 +96,7 @@ def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     has_inplace = any(is_inplace(node, module) for node in graph.nodes)
     looks_up = any(LOOKS_UP in node.meta for node in graph.nodes)
-    return Segment(index, module, inputs, tuple(outputs), has_inplace, looks_up)
+    return Segment(index, module, inputs, tuple(outputs), has_inplace, looks_up=looks_up)
 
 
 class SegmentBuilder:
