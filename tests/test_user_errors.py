@@ -266,11 +266,6 @@ class WithoutFeatures(nn.Module):
         return self.second(h, edge_index, edge_type)
 
 
-class Counts(Net):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return super().forward(x, edge_index) * len(x)
-
-
 class Means(Net):
     def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
         x = self.convs[0](x, edge_index)
@@ -307,7 +302,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         of(OwnRows),
         {"num_chunks": 1},
     ),
-    "length": (of(Counts), r"len\(\) of a tensor"),
     "a decision": (of(Decides), "a decision on the values of a tensor"),
 }
 

@@ -44,6 +44,7 @@ _REMEDY_SEVERAL = (
     "itself after fit."
 )
 
+_ORDERS = ("argsort", "cumsum", "sort", "unique")  # of rows, maybe
 FREE = "is_free"  # mark of a node that each segment recomputes
 
 # Kinds of values with rows: these can cross a cut. Outputs are of the first two, or all in a batch
@@ -334,9 +335,11 @@ class _Cutter:
     def _mixes(self, node: fx.Node) -> bool:
         """Whether rows of `node` are computed from several rows of the same or other kinds."""
         value = self.values.get(node.name)
+        kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
+        if kinds and str(node.target).rpartition(".")[2] in _ORDERS:
+            return True
         if value is None or node in self.free:
             return False
-        kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
         return bool(kinds - {value.row_kind})
 
     def _row_kinds(self, node: fx.Node) -> set[tuple[Kind, int]]:

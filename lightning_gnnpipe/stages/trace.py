@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
@@ -27,7 +28,7 @@ from lightning_gnnpipe.stages.shapes import (
     is_of_shapes,
 )
 from lightning_gnnpipe.stages.tracer import Caller, Met, Tracer, is_traced_through
-from lightning_gnnpipe.user_code import untraceable
+from lightning_gnnpipe.user_code import untraceable, user_modules
 
 _FACTS = ("device", "dtype")
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
@@ -160,10 +161,21 @@ def traceable(module: nn.Module) -> Iterator[None]:
                 stack.enter_context(replace_attributes(layer, {"ckpt_grad": False}))
         factories = {name: _accepts_proxies(getattr(torch, name)) for name in _FACTORIES}
         stack.enter_context(replace_attributes(torch, factories))
+        traced = [sys.modules[type(m).__module__] for m in module.modules() if is_traced_through(m)]
+        for space in {*user_modules(), *traced}:
+            if "len" not in vars(space):
+                vars(space)["len"] = _length
+                stack.callback(vars(space).pop, "len")
         stack.enter_context(tracing_compiled())
         stack.callback(setattr, kind, "__call__", original)
         kind.__call__ = call  # as plain modules: the original inspects values
         yield
+
+
+def _length(value: Any) -> Any:
+    """`len`, of a tensor in a trace as well: Python's own has to return a number at once."""
+    is_tensor = isinstance(value, fx.Proxy) and not is_of_shapes(value.node)
+    return value.size(0) if is_tensor else len(value)
 
 
 def _accepts_proxies(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,16 +13,19 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import chunk_order
-from tests.helpers.alike import D, assert_alike, fit, graph
+from tests.helpers.alike import D, Fits, N, assert_alike, fit, graph
 from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.cases import slow
 from tests.helpers.engines import one_process_engine
 from tests.helpers.graphs import communities
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.reference import StaleOracle
+from tests.helpers.trainers import quiet_trainer, weights
 from tests.passing.test_convs import assert_same, gradients
 from tests.promises.test_p2_stale_gradient import AGAIN, SHARDS, assert_equals_oracle
 
@@ -198,7 +201,43 @@ def test_gps_trains_with_performer_attention_alone() -> None:
         fit(lambda: Net("multihead"), num_chunks=3)
 
 
+class TwoPhases(Fits):
+    """Trains the local layers of Polynormer, then the global ones on top."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net._global = self.current_epoch > 1
+
+
+def polynormer() -> nn.Module:
+    rates = {"in_dropout": 0.0, "dropout": 0.0, "global_dropout": 0.0}
+    return gnn.Polynormer(D, 8, 4, local_layers=3, global_layers=2, heads=1, **rates)
+
+
+def run_phases(num_chunks: int) -> Fits:
+    def call(net: Any, data: Data) -> Any:
+        return net(data.x, data.edge_index, torch.zeros(N, dtype=torch.int64))
+
+    torch.manual_seed(0)
+    module, loader = TwoPhases(polynormer(), call), DataLoader([graph()], batch_size=None)
+    piped = {"num_chunks": num_chunks} if num_chunks else None
+    quiet_trainer(1, piped, max_epochs=4, num_sanity_val_steps=0).fit(module, loader, loader)
+    return module
+
+
+def test_a_global_phase_may_begin_in_mid_training() -> None:
+    plain, exact, chunked = map(run_phases, (0, 1, 3))
+    torch.testing.assert_close(weights(exact), weights(plain), rtol=0, atol=1e-8)
+    chunked.eval()
+    with torch.no_grad():
+        expected = chunked.call(chunked.net, graph())
+    torch.testing.assert_close(chunked.outputs[0], expected, rtol=0, atol=1e-10)
+
+
 HABITS = {
+    "a phase that begins in mid-training: Polynormer's local, then global layers": (
+        "as plainly from that step on; the global layers run on all rows on each device",
+        test_a_global_phase_may_begin_in_mid_training,
+    ),
     "`SGFormer`, `SGFormerAttention`, `PerformerAttention`, `PolynormerAttention`": (
         "as plainly; sums over all nodes are as stale as statistics of norms",
         test_sums_over_all_nodes_equal_the_oracle,

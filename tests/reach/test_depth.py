@@ -408,7 +408,16 @@ class Owns(Convs):
         return self.decode(x)
 
 
+class CountsRows(Convs):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.encode(x)
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return self.decode(x) * (len(x) / len(edge_index))
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "lengths": (CountsRows, 4),
     "sums by hand": (lambda: ByHand(SumsByHand), 4),
     "adds by hand": (lambda: ByHand(AddsByHand), 4),
     "attends by hand": (AttendsByHand, 1),
@@ -577,7 +586,7 @@ def test_an_answer_about_rows_is_for_graphs_of_that_size() -> None:
 
 
 HABITS = {
-    "skips where widths or shapes fit, loops over sizes, `view(n, ...)`": (
+    "skips where widths or shapes fit, loops over sizes, `view(n, ...)`, `len(x)`": (
         "as plainly; decided again for graphs of other sizes",
         test_depth_trains_as_plainly,
         *("skips by width", "skips by shape", "shapes", "sizes"),
