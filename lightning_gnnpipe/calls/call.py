@@ -229,10 +229,10 @@ class Call:
 
     def with_weights(self, module: nn.Module) -> Call:
         """Return the call with the parameters of `module` as they are now among the leaves."""
-        leaves = list(self.leaves)
-        for slot, name in self.weights.items():
-            leaves[slot] = module.get_parameter(name)
-        return replace(self, leaves=tuple(leaves))
+        now = {slot: module.get_parameter(name) for slot, name in self.weights.items()}
+        leaves = tuple(now.get(slot, leaf) for slot, leaf in enumerate(self.leaves))
+        held = [replace(o, value=now[o.template.index]) if o.weight else o for o in self.held]
+        return replace(self, leaves=leaves, held=tuple(held))
 
 
 def last_name(name: str) -> str:

@@ -40,10 +40,15 @@ class PassInputs(ABC):
         grad = self._grads.get(slot)
         return torch.zeros_like(self._leaf(slot)) if grad is None else grad
 
+    @property
+    def weights(self) -> dict[str, int]:
+        """Leaves that are parameters, by name."""
+        weights = {} if self._call is None else self._call.weights
+        return {name: slot for slot, name in weights.items()}
+
     def weight_grads(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that are leaves, by name."""
-        weights = {} if self._call is None else self._call.weights
-        return {name: self._grads[slot] for slot, name in weights.items() if slot in self._grads}
+        return {n: self._grads[slot] for n, slot in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:
         """Drop the gradients."""

@@ -28,6 +28,7 @@ from weakref import ReferenceType
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe._compat_torch import CALL_OF_MODULE, version_of
 from lightning_gnnpipe.errors import UnsupportedError
@@ -157,6 +158,8 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         return () if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    if isinstance(value, BaseData):
+        return (value.to_dict(),)
     package = kind.__module__.partition(".")[0]
     if package in ("lightning", "lightning_fabric", "pytorch_lightning"):
         return ()  # a Trainer changes in each step

@@ -46,6 +46,11 @@ class _Found:
     values: tuple[Hashable, ...] = ()
     results: _Results | None = None
 
+    def without_weights(self) -> _Found | None:
+        """Return the rest, if there are parameters; a width may be a number of rows by chance."""
+        held = tuple(one for one in self.held if one.weight is None)
+        return replace(self, held=held) if len(held) < len(self.held) else None
+
     @property
     def is_valid(self) -> bool:
         return self.reads is None or self.reads.values() == self.values
@@ -82,6 +87,8 @@ class HeldTensors:
             folded = self._fold(self._with(call, found), found)
             if folded is not None and self._runs(self._with(call, folded)):
                 found = folded
+            elif (own := found.without_weights()) and self._runs(self._with(call, own)):
+                found = own
         if not found.held and found.results is None:  # in one mode, which is enough
             self.without.add(call.signature)
             return call
@@ -91,8 +98,8 @@ class HeldTensors:
         return self._with(call, found)
 
     def _key(self, call: Call) -> Hashable:
-        shapes = tuple(leaf.shape for leaf in call.leaves)
-        return call.signature, self._module.training, shapes
+        leaves = tuple((leaf.shape, leaf.requires_grad) for leaf in call.leaves)
+        return call.signature, self._module.training, leaves
 
     def _runs(self, call: Call) -> bool:
         """Whether a call is not refused; other errors are raised later."""

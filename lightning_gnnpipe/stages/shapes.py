@@ -11,12 +11,16 @@ on a sample, which answers all questions about shapes in it, and the forward is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+
+from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe.errors import UnsupportedError
 
 _SIZES = {"shape", "size", "numel", "nelement"}
 _FACTS = _SIZES | {"ndim", "dim", "ndimension", "dtype", "device", "layout", "requires_grad"}
@@ -166,6 +170,42 @@ def with_rows(tensor: Tensor, key: Any, value: Any) -> Tensor:
     return copy
 
 
+def is_shared(
+    node: fx.Node, env: Mapping[fx.Node, Any], outside: Iterable[Tensor], done: Iterable[fx.Node]
+) -> bool:
+    """Whether `node`, which writes rows to a copy, would change what others read later."""
+    written = cast(fx.Node, node.args[0])
+    later = [env[n] for n in env if n is not written and n.users.keys() - {*done}]
+    place = _place(env[written])
+    return place != 0 and place in map(_place, (*later, *outside))
+
+
+def _place(value: Any) -> int:
+    """Return the address of a tensor's memory; 0 if it has none."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_dense else 0
+
+
+@contextmanager
+def refusing_writes(leaves: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
+    """Refuse writes within the block to leaves that are no arguments."""
+    before = list(map(version_of, leaves))
+    yield
+    for leaf, name, version in zip(leaves, names, before, strict=False):
+        if name.startswith("module.") and version_of(leaf) != version:
+            raise refuse_write(f"'{name}', which is no argument")
+
+
+def refuse_write(found: str) -> UnsupportedError:
+    """Return the error for a forward that changes more than tensors of its own."""
+    return UnsupportedError(
+        expected="forward to write only to tensors of its own",
+        found=f"a write to {found}",
+        remedy="Write to a copy, h = x.clone(), before other tensors are derived from it. Change "
+        "what the module holds in hooks such as on_train_batch_start.",
+    )
+
+
 def _size(node: fx.Node, fact: str, shape: Answer) -> Answer:
     """Return the answer to `fact`, a question about the sizes of a tensor of this `shape`."""
     if fact in ("numel", "nelement"):
@@ -179,7 +219,18 @@ class Shaped(fx.Proxy):
     """A tensor or a size of a trace, of which Python may ask what depends on shapes only."""
 
     def __getattr__(self, k: str) -> Any:
+        if k == "data" and self._is_leaf:  # writes to it are counted
+            return self.detach()
         return _ShapedAttribute(self, k)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data":
+            raise TypeError("'Proxy' object does not support assignment of data")
+        super().__setattr__(name, value)
+
+    @property
+    def _is_leaf(self) -> bool:
+        return self.node.op in ("placeholder", "get_attr") or self.node.target is torch.positive
 
     def __index__(self) -> int:
         return operator.index(self._ask())
@@ -199,7 +250,7 @@ class Shaped(fx.Proxy):
         return repr(self) if found is None else format(found.value, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self.node.op == "placeholder":
+        if self._is_leaf:
             raise TypeError("'Proxy' object does not support item assignment")
         made = self.tracer.create_proxy("call_function", with_rows, (self, key, value), {})
         self.node = made.node  # from here on the name stands for the new tensor

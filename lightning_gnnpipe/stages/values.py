@@ -21,7 +21,15 @@ from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import Lookups, is_matrix
 from lightning_gnnpipe.stages.content import refill
-from lightning_gnnpipe.stages.shapes import UNKNOWN, Answer, Facts
+from lightning_gnnpipe.stages.shapes import (
+    UNKNOWN,
+    Answer,
+    Facts,
+    is_shared,
+    refuse_write,
+    refusing_writes,
+    with_rows,
+)
 from lightning_gnnpipe.stages.tracer import line_of_node, root_of
 from lightning_gnnpipe.user_code import at
 
@@ -83,7 +91,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small part of the batch, `leaves` in the order of the call; `rowless` have no rows."""
+    """A small part of the batch, `leaves` in the order of the call; `rowless` have no rows.
+
+    `names`: of the leaves, if some are no arguments.
+    """
 
     leaves: tuple[Tensor, ...]
     num_nodes: int
@@ -92,6 +103,7 @@ class Sample:
     graphs: GraphBatch | None = None
     is_whole: bool = False
     rowless: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -166,7 +178,8 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     rowless = _without_rows(leaves, inputs)
     edge_index = torch.cat(local, dim=1)
-    return Sample(tuple(leaves), nodes.numel(), edge_index, tuple(counts), rowless=rowless)
+    size, names = nodes.numel(), call.names if call.held else ()
+    return Sample(tuple(leaves), size, edge_index, tuple(counts), None, False, rowless, names)
 
 
 def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -183,8 +196,8 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
     """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
     sizes = inputs.edge_sizes
-    rowless = _without_rows(leaves, inputs)
-    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, None, True, rowless)
+    rowless, names = _without_rows(leaves, inputs), call.names if call.held else ()
+    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, None, True, rowless, names)
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
@@ -274,16 +287,19 @@ def _run_on(
 ) -> None:
     """Run `graph` on `sample` and call `note` with each node and its result."""
     running: list[fx.Node] = []
+    outside = (*sample.leaves, *root.parameters(), *root.buffers())
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            running[:] = [n]
+            running.append(n)
+            if n.target is with_rows and is_shared(n, self.env, outside, running):
+                raise refuse_write(f"rows of a tensor that shares memory{at(line_of_node(n))}")
             result = super().run_node(n)
             note(n, result)
             return result
 
     def take_note(rows: Tensor) -> Tensor:
-        running[0].meta[LOOKS_UP] = True
+        running[-1].meta[LOOKS_UP] = True
         return rows
 
     def sum_up(sources: Tensor, _: Tensor, __: bool) -> None:
@@ -293,10 +309,17 @@ def _run_on(
     runner = Recorder(fx.GraphModule(root, graph))
     runner.extra_traceback = False  # no fx node in error texts
     try:
-        with undisturbed(root), torch.enable_grad(), lookups:
+        with (
+            undisturbed(root),
+            torch.enable_grad(),
+            lookups,
+            refusing_writes(sample.leaves, sample.names),
+        ):
             runner.run(*sample.arguments)
+    except UnsupportedError:
+        raise
     except Exception as error:
-        line = line_of_node(running[0]) if running else ""
+        line = line_of_node(running[-1]) if running else ""
         raise UnsupportedError(
             expected="the model to run on a small part of the graph",
             found=f"{type(error).__name__}: {first_line(error)}{at(line)}",

@@ -48,8 +48,11 @@ class BucketSums:
         self._ready: set[str] = set()
         self._running: list[tuple[Callable[[], None], Tensor, Named]] = []
 
-    def watch(self) -> list[Callable[[], None]]:
-        """Start sums as soon as gradients are ready; return functions to remove the hooks."""
+    def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
+        """Start sums as soon as gradients are ready; return functions to remove the hooks.
+
+        `late`: parameters that get more after backward.
+        """
 
         def note(name: str) -> Callable[[Tensor], None]:
             def run(parameter: Tensor) -> None:
@@ -61,6 +64,7 @@ class BucketSums:
         return [
             parameter.register_post_accumulate_grad_hook(note(name)).remove  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
+            if name not in late
         ]
 
     def finish(self) -> None:
@@ -163,9 +167,9 @@ class GradientSums:
             over = mesh.shards
             self._own = BucketSums(own, transport, "weight_grad", over, earlier=earlier)
 
-    def watch(self) -> list[Callable[[], None]]:
+    def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
         """See `BucketSums.watch`."""
-        return [] if self._own is None else self._own.watch()
+        return [] if self._own is None else self._own.watch(late)
 
     def finish(self) -> None:
         """Wait for all sums, and add accumulated gradients."""

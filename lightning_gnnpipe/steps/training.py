@@ -135,14 +135,12 @@ class TrainingPass:
 
             def on_last() -> None:
                 if not self._spec.recompute:  # recomputation reaches parameters repeatedly
-                    for end in sums.watch():
+                    for end in sums.watch(self._spec.inputs.weights):
                         stack.callback(end)
 
             self._step.backward(actions, grads, on_last)
         for name, grad in self._spec.inputs.weight_grads().items():
-            parameter = self._model.module.get_parameter(name)
-            earlier = parameter.grad
-            parameter.grad = grad if earlier is None else earlier + grad
+            torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
         sums.finish()
         if self._store is not None:
             self._store.end_step()

@@ -255,6 +255,24 @@ class BuildsMatrix(nn.Module):
         return x
 
 
+class LooksUpTwice(Table):
+    """As a leaf, and through the embedding."""
+
+    def forward(self, ids: Tensor, edge_index: Tensor) -> Tensor:
+        return self.inner(self.emb.weight + self.emb(ids), edge_index)
+
+
+class WidthOfNodes(Holds):
+    """A weight for features that are the numbers of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(N, D))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.inner(x @ self.weight, edge_index)
+
+
 def on_edges(net: Any, data: Data) -> Any:
     return net(data.edge_index)
 
@@ -274,6 +292,14 @@ def on_types(net: Any, data: Data) -> Any:
 def on_labels(net: Any, data: Data) -> Any:
     numbers = torch.arange(N)
     return net(data.x, numbers % 4, numbers % 3 == 0, data.edge_index)
+
+
+def on_ids(net: Any, data: Data) -> Any:
+    return net(torch.arange(N) * 7 % N, data.edge_index)
+
+
+def on_one_hot(net: Any, data: Data) -> Any:
+    return net(torch.eye(N), data.edge_index)
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
@@ -300,6 +326,8 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
     "weights of features": (ComparesFeatures, on_features),
     "numbers of rows": (Numbers, on_features),
     "a matrix of edges": (BuildsMatrix, on_features),
+    "a table and its rows": (LooksUpTwice, on_ids),
+    "as many features as nodes": (WidthOfNodes, on_one_hot),
 }
 
 
@@ -329,7 +357,15 @@ PLACES: dict[str, dict[str, Any]] = {"two stages": {}, "two shards": {"graph_par
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "name", ["a table", "a weight an edge", slow("LightGCN"), "no features", "a table in the head"]
+    "name",
+    [
+        "a table",
+        "a weight an edge",
+        slow("LightGCN"),
+        "no features",
+        "a table in the head",
+        "a table and its rows",
+    ],
 )
 def test_on_two_ranks_it_trains_as_on_one(name: str, place: str) -> None:
     options = {"pipelined_module": "net", **PLACES[place]}
@@ -475,6 +511,154 @@ def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
     last = graph(x=GRAPH.x)
     with torch.no_grad():
         torch.testing.assert_close(warm.outputs[0], on_features(warm.net, last))
+
+
+class Remembers(OwnBuffers):
+    def forward(self) -> Tensor:
+        h = self.inner(self.x, self.edge_index)
+        self.x.copy_(h.detach())
+        return h
+
+
+class Clamps(Table):
+    def forward(self, edge_index: Tensor) -> Tensor:
+        self.emb.weight.data.clamp_(-0.1, 0.1)
+        return self.inner(self.emb.weight, edge_index)
+
+
+class Assigns(Table):
+    def forward(self, edge_index: Tensor) -> Tensor:
+        self.emb.weight.data = F.normalize(self.emb.weight.data)
+        return self.inner(self.emb.weight, edge_index)
+
+
+class FillsRows(Holds):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        shift = torch.zeros(N, D)
+        shift[x > 0] = x[x > 0]
+        return self.inner(x + shift, edge_index)
+
+
+class WritesUnderAView(Holds):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = x.clone()
+        first = h[:, :1]
+        h[x > 0] = 0.0
+        return self.inner(h + first, edge_index)
+
+
+class WritesToAView(Holds):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = x.clone()
+        h[:, 0][x[:, 1] > 0] = 0.0
+        return self.inner(h, edge_index)
+
+
+class WritesToABuffer(Holds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.count.view(-1)[0] = 1.0
+        return self.inner(x, edge_index)
+
+
+class WritesToTheSame(Holds):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = x.contiguous()
+        h[x > 0] = 0.0
+        return self.inner(h, edge_index)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("make", "call", "found"),
+    [
+        (Remembers, on_nothing, "'module.x', which is no argument"),
+        (Clamps, on_edges, "'module.emb.weight', which is no argument"),
+        (Assigns, on_edges, "does not support assignment of data"),
+        (FillsRows, on_features, "a write to"),
+        (WritesUnderAView, on_features, "shares memory"),
+        (WritesToAView, on_features, "shares memory"),
+        (WritesToTheSame, on_features, "shares memory"),
+        (WritesToABuffer, on_features, "shares memory"),
+    ],
+)
+def test_writes_that_others_would_see_are_refused(
+    make: Callable[[], nn.Module], call: Forward, found: str
+) -> None:
+    """In one chunk too, where no values are compared."""
+    with pytest.raises(UnsupportedError, match=found):
+        fit(make, call, num_chunks=1, pipelined_module="net")
+
+
+class Replaces(Fits):
+    """Replaces a tensor in the graph of the module."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net.data.x = GRAPH.x + self.current_epoch // 2
+
+
+class Follows(Fits):
+    """A hook changes the gradient of the table."""
+
+    def __init__(self, net: Any, call: Forward) -> None:
+        super().__init__(net, call)
+        net.emb.weight.register_hook(lambda grad: grad * (torch.arange(N) % 2).unsqueeze(-1))
+
+
+class Thaws(Fits):
+    def on_train_epoch_start(self) -> None:
+        self.net.emb.weight.requires_grad_(self.current_epoch > 0)
+
+
+def train(kind: type[Fits], make: Any, call: Forward, num_chunks: int, num_stages: int = 1) -> Fits:
+    torch.manual_seed(0)
+    module = kind(make().double(), call)
+    loader = DataLoader([graph()], batch_size=None)
+    piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
+    trainer = quiet_trainer(num_stages, piped, max_epochs=4, num_sanity_val_steps=1)
+    trainer.fit(module, loader, loader)
+    return module
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("kind", "make", "call"), [(Replaces, OwnGraph, on_nothing), (Follows, Table, on_edges)]
+)
+def test_changes_from_outside_count(kind: type[Fits], make: Any, call: Forward) -> None:
+    assert difference(train(kind, make, call, 1), train(kind, make, call, 0)) < 1e-9
+
+
+@pytest.mark.usefixtures("double")
+def test_a_table_that_another_stage_holds_is_thawed() -> None:
+    """The new trace is the same on the rank that has no row of it."""
+    both = train(Thaws, Table, on_edges, num_chunks=1, num_stages=2)
+    assert difference(both, train(Thaws, Table, on_edges, num_chunks=0)) < 1e-9
+
+
+class Accumulates(Holds):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.inner(x.cumsum(0) / N, edge_index)
+
+
+class Encodes(Fits):
+    """Features get a gradient in the second half."""
+
+    def __init__(self, net: nn.Module, call: Forward) -> None:
+        super().__init__(net, call)
+        self.lin = nn.Linear(D, D)
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        self.lin.requires_grad_(self.current_epoch > 1)
+        return super().training_step(graph(x=self.lin(data.x)), batch_idx)
+
+
+@pytest.mark.usefixtures("double")
+def test_results_on_features_with_a_gradient_are_no_data() -> None:
+    with pytest.raises(UnsupportedError, match="the same values on chunks"):
+        train(Encodes, Accumulates, on_features, 3)
 
 
 class WritesAnArgument(Holds):
