@@ -11,10 +11,12 @@ parameters and buffers are no leaves; each stage reads them whole.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch_geometric.data import Data
@@ -27,7 +29,7 @@ from lightning_gnnpipe.passing import Matrices, is_matrix
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.shapes import Answer, Questions
-from lightning_gnnpipe.stages.trace import trace_twice
+from lightning_gnnpipe.stages.trace import random_states, trace_twice
 from lightning_gnnpipe.stages.tracer import Met, find_folded, root_of
 from lightning_gnnpipe.stages.values import Sample, learn_facts, undisturbed
 
@@ -149,15 +151,21 @@ class HeldTensors:
 
     def _fold(self, call: Call, found: _Found) -> _Found | None:
         """Return `found` with the results of operations on data; None if there are none."""
+        before, states = random_states(), (random.getstate(), np.random.get_state())
         try:
-            graph, reads, _ = self._trace(call)
-            facts = _answer(graph, root_of(self._module), call)
-            results = _Results(graph, call, self._module, facts)
-            held = results.of(call)
+            with torch.random.fork_rng(devices=[]):
+                graph, reads, _ = self._trace(call)
+                facts = _answer(graph, root_of(self._module), call)
+                results = _Results(graph, call, self._module, facts)
+                held = results.of(call)
+                is_random = before != random_states()  # new numbers in each call
         except Exception:  # the refusal of the call as it is stands
             return None
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
         found = replace(found, reads=reads, values=reads.values(), results=results)
-        return found if held else None
+        return found if held and not is_random else None
 
     def _choose(self, call: Call, met: Met) -> tuple[tuple[Held, ...], int]:
         """Return the tensors to add, and the number of nodes."""

@@ -66,7 +66,7 @@ def trace_twice(
     is_grad_enabled: bool = True,
 ) -> tuple[fx.Graph, Reads, Met]:
     """Return the graph, what forward reads, and the tensors that it meets; see `trace`."""
-    random_numbers, name = _random_states(), _name_of(module, call)
+    random_numbers, name = random_states(), _name_of(module, call)
     questions = questions or Questions()
     with (
         undone_on_errors(_attributes(module)) as undo,
@@ -79,7 +79,7 @@ def trace_twice(
             raise _refuse_chance(name, "two traces with different operations")
         if changed := first.changed(before, first.values()):
             raise _refuse_chance(name, f"a change of {', '.join(changed)}")
-        if random_numbers != _random_states():
+        if random_numbers != random_states():
             raise _refuse_chance(name, "random numbers that are drawn while it is traced")
     return again, reads, met.again(also_met)
 
@@ -140,7 +140,8 @@ def _refuse_chance(name: str, found: str) -> UnsupportedError:
     )
 
 
-def _random_states() -> Hashable:
+def random_states() -> Hashable:
+    """Return a fingerprint of the states of Python's, NumPy's and torch's random numbers."""
     numbers = [random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()]
     return content_of(numbers)
 

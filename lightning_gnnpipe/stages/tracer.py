@@ -42,7 +42,7 @@ from lightning_gnnpipe.stages.shapes import (
 from lightning_gnnpipe.user_code import is_checkpointed, line_here, user_modules
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
-_RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial")
+_RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial|poisson|sampling")
 ROOT = "module"
 _LINE = "line"
 NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs

@@ -661,6 +661,22 @@ def test_results_on_features_with_a_gradient_are_no_data() -> None:
         train(Encodes, Accumulates, on_features, 3)
 
 
+class DrawsOnData(Holds):
+    """Random numbers under a name that does not say so, beside what must be folded."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        mixed = F.gumbel_softmax(x)
+        return self.inner(mixed, to_undirected(edge_index, num_nodes=mixed.size(0)))
+
+
+def test_random_numbers_on_data_are_not_kept() -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match="num_chunks=1"):
+        torch.manual_seed(0)
+        fit(DrawsOnData, num_chunks=3, pipelined_module="net")
+    torch.set_rng_state(state)
+
+
 class WritesAnArgument(Holds):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x[:, 0] = 1.0
