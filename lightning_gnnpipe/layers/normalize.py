@@ -206,7 +206,8 @@ def _local_laplacian(
             edges, weight, normalization, dtype, context.whole.num_nodes
         ),
     )
-    if known is None and not context.sees_all:
+    is_whole = context.sees_all or edge_index is context.whole.edge_index  # for `_local_rescaled`
+    if known is None and not is_whole:
         raise _refuse_laplacian()
     return known or get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
 
