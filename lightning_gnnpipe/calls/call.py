@@ -80,7 +80,7 @@ class Held:
 
     name: str
     value: Any
-    weight: str | None
+    weight: str | None = None
     is_made: bool = False
     node: str = ""
     template: Any = None
@@ -153,6 +153,7 @@ class Call:
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
         matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
         held: Tensors of the module that are leaves behind the arguments; see `with_held`.
+        weights: Names of the parameters among them, by the number of the leaf.
     """
 
     leaves: tuple[Tensor, ...]
@@ -167,17 +168,7 @@ class Call:
     method: str = "forward"
     matrices: Mapping[int, str] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
-
-    @property
-    def weights(self) -> dict[int, str]:
-        """Names of the parameters that are leaves, by the number of the leaf."""
-        return {one.template.index: one.weight for one in self.held if one.weight is not None}
-
-    @property
-    def given(self) -> list[int]:
-        """Numbers of the leaves that are no parameters of the module."""
-        weights = self.weights
-        return [slot for slot in range(len(self.leaves)) if slot not in weights]
+    weights: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -225,6 +216,7 @@ class Call:
             num_nodes=num_nodes,
             matrices=collector.matrices,
             held=(*self.held, *items),
+            weights={o.template.index: o.weight for o in (*self.held, *items) if o.weight},
         )
 
     def with_weights(self, module: nn.Module) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,13 @@ class PassInputs(ABC):
         return torch.zeros_like(self._leaf(slot)) if grad is None else grad
 
     @property
-    def weights(self) -> dict[str, int]:
-        """Leaves that are parameters, by name."""
-        weights = {} if self._call is None else self._call.weights
-        return {name: slot for slot, name in weights.items()}
+    def weights(self) -> Mapping[int, str]:
+        """Names of the parameters that are leaves, by the number of the leaf."""
+        return {} if self._call is None else self._call.weights
 
     def weight_grads(self) -> dict[str, Tensor]:
         """Return the gradients of the parameters that are leaves, by name."""
-        return {n: self._grads[slot] for n, slot in self.weights.items() if slot in self._grads}
+        return {n: self._grads[slot] for slot, n in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:
         """Drop the gradients."""
@@ -181,7 +180,6 @@ class PlannedInputs(PassInputs):
     def _slice(self, chunk: Chunk, name: str) -> Tensor:
         slot = _slot(name)
         kind = self._kinds[slot]
-        assert self._call is not None
         if kind is Kind.EDGE_INDEX:
             return self._edges(chunk, self._sets[slot])[1].edge_index
         leaf = self._leaf(slot)
@@ -189,7 +187,7 @@ class PlannedInputs(PassInputs):
             part = leaf.detach()
         elif kind is Kind.NODE:
             nodes = slice(chunk.start, chunk.end)
-            if slot in self._call.weights:  # new rows in each step
+            if slot in self.weights:  # new rows in each step
                 part = leaf.detach()[self._plan.perm[nodes]]
             else:
                 part = self._permuted(name, slot, self._plan.perm)[nodes]

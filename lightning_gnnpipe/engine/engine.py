@@ -345,7 +345,7 @@ class PipelineEngine:
         self._state.end_forward(number, outputs)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
-        slots = [i for i in call.given if call.leaves[i].requires_grad]
+        slots = [i for i, t in enumerate(call.leaves) if t.requires_grad and i not in call.weights]
         names, values = mode.layers.outputs, mode.layers.values
         zeros = [(output.new_zeros(()), output.shape) for output in outputs]
 

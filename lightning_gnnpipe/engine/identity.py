@@ -79,7 +79,7 @@ class InputIdentity:
         self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
     ) -> None:
         self._contents, self._cross_edges = contents, cross_edges
-        self._held = _HeldTensors(module, contents)
+        self._held = _ModuleTensors(module, contents)
         self._parts = _PartOptions(module, contents)
         self._owner: nn.Module = module
         self._random_state: Callable[[], Mapping[str, Any]] = dict
@@ -179,12 +179,12 @@ class _PartOptions:
             self._values = self._reads.values()
 
 
-class _HeldTensors:
+class _ModuleTensors:
     """Tensors that a module holds besides weights; changes by its own forward do not count."""
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
         self.module, self._contents = module, contents
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Known] = {}
         self._own: set[str] = set()
         self._names: set[str] = set()  # before the forward
         self._made: set[str] = set()  # by a forward
@@ -199,7 +199,7 @@ class _HeldTensors:
                 known = before.get(name)
                 if known is None or not known.is_as_it_was(tensor):
                     number = self._contents.of(tensor)
-                    known = _Held(module, key, number)
+                    known = _Known(module, key, number)
                     known.accept(tensor)
                 self._held[name] = known
         return {name: held.number for name, held in self._held.items()}
@@ -229,7 +229,7 @@ class _HeldTensors:
                 held.accept(tensor)
 
 
-class _Held:
+class _Known:
     """A tensor attribute of a module, and its fingerprint at the last change from outside."""
 
     def __init__(self, module: nn.Module, key: str, number: int) -> None:

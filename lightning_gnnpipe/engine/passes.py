@@ -32,8 +32,7 @@ from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
-from lightning_gnnpipe.selfcheck import switched
-from lightning_gnnpipe.stages import Layers
+from lightning_gnnpipe.stages import Layers, switched
 from lightning_gnnpipe.steps import (
     Controls,
     EngineOptions,

@@ -9,7 +9,6 @@ from lightning_gnnpipe.selfcheck.plain import (
     own_methods,
     raising_own_errors,
     raising_wrong_arguments,
-    switched,
 )
 from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.selfcheck.value_check import check_layers
@@ -24,5 +23,4 @@ __all__ = [
     "own_methods",
     "raising_own_errors",
     "raising_wrong_arguments",
-    "switched",
 ]

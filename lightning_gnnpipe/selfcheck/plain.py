@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
@@ -26,21 +26,6 @@ from lightning_gnnpipe.user_code import mark_own
 log = logging.getLogger(__name__)
 
 Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
-
-
-@contextmanager
-def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Set the mode of `module`, except of layers in `but`; restore every mode on exit."""
-    flags = [(m, m.training) for m in module.modules()]
-    kept = [(m, m.training) for m in but]
-    module.train(training)
-    for m, flag in kept:
-        m.training = flag
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
 
 
 class PipelinedMethods:

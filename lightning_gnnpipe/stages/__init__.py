@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.stages.cut import cut_module
-from lightning_gnnpipe.stages.find import LAYER_BY_LAYER, as_written, find_pipelined, is_listed
+from lightning_gnnpipe.stages.find import (
+    LAYER_BY_LAYER,
+    as_written,
+    find_pipelined,
+    is_listed,
+    switched,
+)
 from lightning_gnnpipe.stages.held import HeldTensors
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.reads import Reads
@@ -70,6 +76,7 @@ __all__ = [
     "solve_balance",
     "split_layers",
     "strip_root",
+    "switched",
     "tied_bytes",
     "trace",
     "undisturbed",

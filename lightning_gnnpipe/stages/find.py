@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
 from types import FunctionType
@@ -72,6 +72,21 @@ def multiplies(module: nn.Module) -> bool:
         owners = [*map(vars, type(module).__mro__), function.__globals__]
         functions += [owner.get(name) for name in code.co_names for owner in owners]
     return False
+
+
+@contextmanager
+def switched(module: nn.Module, training: bool, but: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Set the mode of `module`, except of layers in `but`; restore every mode on exit."""
+    flags = [(m, m.training) for m in module.modules()]
+    kept = [(m, m.training) for m in but]
+    module.train(training)
+    for m, flag in kept:
+        m.training = flag
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
 
 
 @contextmanager

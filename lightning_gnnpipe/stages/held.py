@@ -12,7 +12,7 @@ parameters and buffers are no leaves; each stage reads them whole.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch import Tensor, fx, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.calls import Call, Held, count_nodes, find_edge_sets
+from lightning_gnnpipe.calls import Call, Held, count_nodes, find_edge_sets, is_of_pairs
 from lightning_gnnpipe.errors import GNNPipeError
 from lightning_gnnpipe.layers import find_convs, without_memory
 from lightning_gnnpipe.passing import Matrices, is_matrix
-from lightning_gnnpipe.stages.find import contains_passing
+from lightning_gnnpipe.stages.find import contains_passing, switched
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.shapes import Answer, Questions
 from lightning_gnnpipe.stages.trace import random_states, trace_twice
@@ -79,29 +79,42 @@ class HeldTensors:
 
     def known(self, call: Call) -> Call | None:
         """Return the call with what it reads as leaves; None if this must be found first."""
-        found = self._known.get(self._key(call))
+        found = self._known.get(self._key(call, is_training=self._module.training))
         return self._with(call, found) if found is not None and found.is_valid else None
 
     def find(self, call: Call) -> Call:
         """Return the call with what it reads as leaves; needs all parameters on this rank."""
-        found = self._find(call)
+        is_training, met, modes = self._module.training, Met(), dict[bool, _Found]()
+        for mode in (is_training, not is_training):
+            with switched(self._module, mode):
+                try:
+                    _, reads, own = self._trace(call)
+                except Exception:  # it fails again in the trace that counts, which raises it
+                    continue
+                met.add(own)
+                modes[mode] = _Found(reads=reads, values=reads.values())
+        found = self._choose(call, met)
         if not self._runs(self._with(call, found)):
             folded = self._fold(self._with(call, found), found)
             if folded is not None and self._runs(self._with(call, folded)):
                 found = folded
-            elif (own := found.without_weights()) and self._runs(self._with(call, own)):
-                found = own
-        if not found.held and found.results is None:  # in one mode, which is enough
+            elif (rest := found.without_weights()) and self._runs(self._with(call, rest)):
+                found = rest
+        if not found.held and found.results is None:
             self.without.add(call.signature)
             return call
-        if len(self._known) == _MOST:
-            del self._known[next(iter(self._known))]
-        self._known[self._key(call)] = found
+        if found.results is not None:  # of this mode's operations
+            modes = {mode: one for mode, one in modes.items() if mode == is_training}
+        for mode, one in modes.items():
+            if len(self._known) >= _MOST:
+                del self._known[next(iter(self._known))]
+            key = self._key(call, is_training=mode)
+            self._known[key] = replace(found, reads=one.reads, values=one.values)
         return self._with(call, found)
 
-    def _key(self, call: Call) -> Hashable:
+    def _key(self, call: Call, *, is_training: bool) -> Hashable:
         leaves = tuple((leaf.shape, leaf.requires_grad) for leaf in call.leaves)
-        return call.signature, self._module.training, leaves
+        return call.signature, is_training, leaves
 
     def _runs(self, call: Call) -> bool:
         """Whether a call is not refused; other errors are raised later."""
@@ -131,14 +144,6 @@ class HeldTensors:
         like = torch.empty((1,) * len(shape), dtype=dtype, device=parameter.device)
         return like.expand(shape).requires_grad_(parameter.requires_grad)
 
-    def _find(self, call: Call) -> _Found:
-        try:
-            _, reads, met = self._trace(call)
-            held, num_nodes = self._choose(call, met)
-        except Exception:  # it fails again in the trace that counts, where the error is raised
-            return _Found()
-        return _Found(held, num_nodes, reads, reads.values()) if held else _Found()
-
     def _trace(self, call: Call) -> tuple[fx.Graph, Reads, Met]:
         with (
             without_memory(find_convs(self._module)),
@@ -154,39 +159,59 @@ class HeldTensors:
         before, states = random_states(), (random.getstate(), np.random.get_state())
         try:
             with torch.random.fork_rng(devices=[]):
-                graph, reads, _ = self._trace(call)
+                graph, _, _ = self._trace(call)
                 facts = _answer(graph, root_of(self._module), call)
                 results = _Results(graph, call, self._module, facts)
                 held = results.of(call)
                 is_random = before != random_states()  # new numbers in each call
-        except Exception:  # the refusal of the call as it is stands
+        except Exception:  # then the call is refused as it is
             return None
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-        found = replace(found, reads=reads, values=reads.values(), results=results)
-        return found if held and not is_random else None
+        return replace(found, results=results) if held and not is_random else None
 
-    def _choose(self, call: Call, met: Met) -> tuple[tuple[Held, ...], int]:
-        """Return the tensors to add, and the number of nodes."""
+    def _choose(self, call: Call, met: Met) -> _Found:
+        """Return the tensors to add, and the number of nodes.
+
+        Raises GraphError if the call holds tensors and shows no edges or no number of nodes.
+        """
         names = dict(_named_tensors(self._module))
         held = [
-            Held(names.get(id(one), f"{kind}.{number}"), one, None, kind == "made")
-            for kind, several in (("kept", met.kept), ("made", met.made))
-            for number, one in enumerate(several)
+            Held(_name_of(names.get(id(one), f"kept.{number}"), one), one)
+            for number, one in enumerate(met.kept)
         ]
+        held += [Held(f"made.{number}", one, is_made=True) for number, one in enumerate(met.made)]
         named = [
-            Held(name, one, name if isinstance(one, nn.Parameter) else None, is_made=False)
+            Held(_name_of(name, one), one, name if isinstance(one, nn.Parameter) else None)
             for name, one in met.named.items()
         ]
         held += [one for one in named if is_matrix(one.value) or _is_edges(one.value)]
-        with_edges = call.with_held(held, 0, self._matrices)
+        if not held and not named:
+            return _Found()
+        try:
+            counted, num_nodes = self._count(call, [*held, *named])
+        except GNNPipeError:
+            if held:
+                raise
+            return _Found()
+        held += [
+            one
+            for one in named
+            if one not in held and one.value.dim() and one.value.size(0) in counted
+        ]
+        return _Found(tuple(held), num_nodes)
+
+    def _count(self, call: Call, several: Sequence[Held]) -> tuple[set[int], int]:
+        """Return the numbers of rows of nodes and edges, and the number of nodes."""
+        data = [one for one in several if one.weight is None]
+        with_edges = call.with_held(data, 0, self._matrices)
         edges = find_edge_sets(with_edges)
         ends = [with_edges.leaves[slot] for slot in edges.slots]
         lowest = 1 + max((int(one.max()) for one in ends if one.numel()), default=-1)
         rows = [
             one.value.size(0)
-            for one in (*held, *named)
+            for one in several
             if isinstance(one.value, Tensor) and one.value.dim() and not _is_edges(one.value)
         ]
         likely = [size for size in rows if size >= lowest and size not in edges.sizes]
@@ -196,13 +221,7 @@ class HeldTensors:
             if not likely:
                 raise
             num_nodes = likely[0]
-        counted = {num_nodes, *edges.sizes}
-        held += [
-            one
-            for one in named
-            if one not in held and one.value.dim() and one.value.size(0) in counted
-        ]
-        return tuple(held), num_nodes
+        return {num_nodes, *edges.sizes}, num_nodes
 
 
 class _Results:
@@ -276,6 +295,13 @@ def _answer(graph: fx.Graph, root: nn.Module, call: Call) -> dict[str, Answer]:
 def _is_edges(value: Tensor) -> bool:
     is_index = value.dtype in (torch.int64, torch.int32)
     return is_index and value.dim() == 2 and value.size(0) == 2
+
+
+def _name_of(name: str, value: Any) -> str:
+    """Return the name of a held tensor, which shows that edges are edges."""
+    is_shown = "edge_index" in name or is_of_pairs(name)
+    is_named = is_shown or not isinstance(value, Tensor) or not _is_edges(value)
+    return name if is_named else f"{name}_edge_index"
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[int, str]]:

@@ -74,6 +74,13 @@ class Met:
     kept: list[Any] = field(default_factory=list)
     made: list[torch.Tensor] = field(default_factory=list)
 
+    def add(self, other: Met) -> None:
+        """Add what another trace has met."""
+        self.named |= other.named
+        self.kept += [one for one in other.kept if all(one is not known for known in self.kept)]
+        new = [one for one in other.made if not any(_are_equal(one, old) for old in self.made)]
+        self.made += new
+
     def again(self, other: Met) -> Met:
         """Return what this first trace has met, if `other` is of the second."""
         same = {id(one) for one in other.kept}

@@ -91,9 +91,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small part of the batch, `leaves` in the order of the call; `rowless` have no rows.
+    """A small part of the batch.
 
-    `names`: of the leaves, if some are no arguments.
+    Attributes:
+        leaves: In the order of the call.
+        is_whole: Whether it is the whole graph.
+        rowless: The leaves that have no rows of nodes or edges.
+        names: Of the leaves, if some are no arguments.
     """
 
     leaves: tuple[Tensor, ...]
@@ -176,10 +180,14 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
             part = leaf % nodes.numel()
         part = part.clone() if part.is_inference() else part
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
-    rowless = _without_rows(leaves, inputs)
-    edge_index = torch.cat(local, dim=1)
-    size, names = nodes.numel(), call.names if call.held else ()
-    return Sample(tuple(leaves), size, edge_index, tuple(counts), None, False, rowless, names)
+    return Sample(
+        tuple(leaves),
+        nodes.numel(),
+        torch.cat(local, dim=1),
+        tuple(counts),
+        rowless=_without_rows(leaves, inputs),
+        names=call.names if call.held else (),
+    )
 
 
 def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -195,9 +203,15 @@ def _is_index(leaf: Tensor) -> bool:
 def whole_sample(call: Call, inputs: Inputs) -> Sample:
     """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
-    sizes = inputs.edge_sizes
-    rowless, names = _without_rows(leaves, inputs), call.names if call.held else ()
-    return Sample(leaves, inputs.num_nodes, inputs.edge_index, sizes, None, True, rowless, names)
+    return Sample(
+        leaves,
+        inputs.num_nodes,
+        inputs.edge_index,
+        inputs.edge_sizes,
+        is_whole=True,
+        rowless=_without_rows(leaves, inputs),
+        names=call.names if call.held else (),
+    )
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:

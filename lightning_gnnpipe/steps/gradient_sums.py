@@ -51,7 +51,7 @@ class BucketSums:
     def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
         """Start sums as soon as gradients are ready; return functions to remove the hooks.
 
-        `late`: parameters that get more after backward.
+        `late`: names of parameters that get a part of their gradient after backward.
         """
 
         def note(name: str) -> Callable[[Tensor], None]:

@@ -23,7 +23,7 @@ from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
 from lightning_gnnpipe.passing import Matrices
-from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors, switched
+from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors
 from lightning_gnnpipe.stages import (
     HeldTensors,
     Layers,
@@ -38,6 +38,7 @@ from lightning_gnnpipe.stages import (
     names_of_head,
     solve_balance,
     split_layers,
+    switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import Mode, check_norms, reads_key, trace_key

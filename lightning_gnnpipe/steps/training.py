@@ -135,7 +135,7 @@ class TrainingPass:
 
             def on_last() -> None:
                 if not self._spec.recompute:  # recomputation reaches parameters repeatedly
-                    for end in sums.watch(self._spec.inputs.weights):
+                    for end in sums.watch(self._spec.inputs.weights.values()):
                         stack.callback(end)
 
             self._step.backward(actions, grads, on_last)

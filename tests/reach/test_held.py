@@ -273,6 +273,28 @@ class WidthOfNodes(Holds):
         return self.inner(x @ self.weight, edge_index)
 
 
+class EdgesOfModes(Holds):
+    """Trains on some edges and is evaluated on all, as link prediction does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.all = GRAPH.edge_index[:, ::2], GRAPH.edge_index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.some if self.training else self.all)
+
+
+class OneMoreEdgeSet(Holds):
+    """Edges of the module beside those that are passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = GRAPH.edge_index[:, 3::2].flip(0)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.inner(self.inner(x, self.more), edge_index)
+
+
 def on_edges(net: Any, data: Data) -> Any:
     return net(data.edge_index)
 
@@ -313,6 +335,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
     "a weight an edge": (EdgeWeights, on_features),
 }
 MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
+    "edges of each mode": (EdgesOfModes, on_x),
+    "edges beside edges": (OneMoreEdgeSet, on_features),
     "rows beside features": (Rows, on_features),
     "some rows written": (WritesLabels, on_labels),
     "a sparse matrix of the module": (OwnMatrix, on_nothing),
@@ -404,6 +428,24 @@ class Watches(Fits):
             rows.write_text(str(self.net.emb.weight.data.size(0)))
 
 
+def train(
+    kind: type[Fits],
+    make: Callable[[], nn.Module],
+    call: Forward,
+    num_chunks: int,
+    num_stages: int = 1,
+    loaders: Any = None,
+) -> Fits:
+    """Train a module of this kind for 4 epochs; 0 chunks is plain Lightning."""
+    torch.manual_seed(0)
+    module = kind(make().double(), call)
+    own = DataLoader([graph()], batch_size=None)
+    piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
+    trainer = quiet_trainer(num_stages, piped, max_epochs=4, num_sanity_val_steps=1)
+    trainer.fit(module, own, own if loaders is None else loaders)
+    return module
+
+
 @pytest.mark.usefixtures("double")
 def test_a_buffer_that_changes_is_read_anew() -> None:
     """As an argument that changes does: the step on new features is exact."""
@@ -413,17 +455,14 @@ def test_a_buffer_that_changes_is_read_anew() -> None:
             if self.current_epoch == 2:
                 self.net.x += 1.0
 
-    def run(num_chunks: int) -> Fits:
-        torch.manual_seed(0)
-        module = Changes(OwnBuffers(), on_nothing)
-        module.net.x = GRAPH.x.clone()
-        loader = DataLoader([graph()], batch_size=None)
-        piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
-        quiet_trainer(1, piped, max_epochs=4).fit(module, loader)
-        return module
+    def make() -> nn.Module:
+        net = OwnBuffers()
+        net.x = GRAPH.x.clone()
+        return net
 
-    assert difference(run(1), run(0)) < 1e-9
-    assert difference(run(3), run(0)) < 0.5
+    plain, exact, chunked = (train(Changes, make, on_nothing, n) for n in (0, 1, 3))
+    assert difference(exact, plain) < 1e-9
+    assert difference(chunked, plain) < 0.5
 
 
 class Remakes(Fits):
@@ -435,15 +474,8 @@ class Remakes(Fits):
 
 @pytest.mark.usefixtures("double")
 def test_a_graph_in_place_of_another_is_read() -> None:
-    def run(num_chunks: int) -> Fits:
-        torch.manual_seed(0)
-        module = Remakes(OwnGraph(), on_nothing)
-        loader = DataLoader([graph()], batch_size=None)
-        piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
-        quiet_trainer(1, piped, max_epochs=4).fit(module, loader)
-        return module
-
-    assert difference(run(1), run(0)) < 1e-9
+    plain, exact = (train(Remakes, OwnGraph, on_nothing, n) for n in (0, 1))
+    assert difference(exact, plain) < 1e-9
 
 
 @pytest.mark.usefixtures("double")
@@ -454,16 +486,9 @@ def test_a_sparse_table_trains_as_plainly() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.02)
 
-    def run(num_chunks: int) -> Fits:
-        torch.manual_seed(0)
-        module = Sparse(LooksUpSparse(), on_edges)
-        loader = DataLoader([graph()], batch_size=None)
-        piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
-        quiet_trainer(1, piped, max_epochs=3).fit(module, loader)
-        return module
-
-    assert difference(run(1), run(0)) < 1e-9
-    assert difference(run(3), run(0)) < 0.5
+    plain, exact, chunked = (train(Sparse, LooksUpSparse, on_edges, n) for n in (0, 1, 3))
+    assert difference(exact, plain) < 1e-9
+    assert difference(chunked, plain) < 0.5
 
 
 class LooksUpSparse(LooksUp):
@@ -496,17 +521,8 @@ def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
     sizes = [graph(), graph() if make is Rows else small]
     loaders = [DataLoader([one], batch_size=None) for one in sizes]
 
-    def run(num_chunks: int) -> Fits:
-        torch.manual_seed(0)
-        module = Moves(make(), on_features)
-        piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
-        trainer = quiet_trainer(1, piped, max_epochs=4, num_sanity_val_steps=0)
-        trainer.fit(module, DataLoader([graph()], batch_size=None), loaders)
-        return module
-
-    plain = run(0)
-    assert difference(run(1), plain) < 1e-9
-    warm = run(3)
+    plain, exact, warm = (train(Moves, make, on_features, n, loaders=loaders) for n in (0, 1, 3))
+    assert difference(exact, plain) < 1e-9
     warm.eval()
     last = graph(x=GRAPH.x)
     with torch.no_grad():
@@ -613,16 +629,6 @@ class Thaws(Fits):
         self.net.emb.weight.requires_grad_(self.current_epoch > 0)
 
 
-def train(kind: type[Fits], make: Any, call: Forward, num_chunks: int, num_stages: int = 1) -> Fits:
-    torch.manual_seed(0)
-    module = kind(make().double(), call)
-    loader = DataLoader([graph()], batch_size=None)
-    piped = {"num_chunks": num_chunks, "pipelined_module": "net"} if num_chunks else None
-    trainer = quiet_trainer(num_stages, piped, max_epochs=4, num_sanity_val_steps=1)
-    trainer.fit(module, loader, loader)
-    return module
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("kind", "make", "call"), [(Replaces, OwnGraph, on_nothing), (Follows, Table, on_edges)]
@@ -699,6 +705,7 @@ HABITS = {
         "as plainly; cut as arguments are",
         test_what_a_module_holds_trains_as_plainly,
         *("buffers", "a graph of the module", "edges of the module", "a graph of the script"),
+        *("edges of each mode", "edges beside edges"),
     ),
     "a sparse matrix that the module holds or builds of edges (NGCF)": (
         "as plainly; each product is a layer",
