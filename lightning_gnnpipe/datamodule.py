@@ -39,7 +39,8 @@ class FullGraphDataModule(L.LightningDataModule):
         seed: Seed of drawn masks; equal seeds give equal masks on every rank.
 
     Raises:
-        GraphError: The graph is heterogeneous, has no features or edges, or its parts disagree.
+        GraphError: The graph is heterogeneous, has no edges, shows no number of nodes (by ``x`` or
+            ``num_nodes``), or its parts disagree.
         ConfigError: ``split`` or ``split_fracs`` is out of range.
     """
 
@@ -53,12 +54,12 @@ class FullGraphDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         graph = copy.copy(_single_graph(data))
-        _check_features(graph)
+        num_nodes = _count_nodes(graph)
         edge_sets = [e for name, e in graph if f"_{name}".endswith("_edge_index") or is_sparse(e)]
         for edges in edge_sets or [None]:
-            _check_edges(edges, graph.x.size(0))
+            _check_edges(edges, num_nodes)
         for name in ("y", *MASKS):
-            _check_rows(graph, name, graph.x.size(0))
+            _check_rows(graph, name, num_nodes)
         if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
             graph.y = graph.y.squeeze(1)  # OGB's labels are [num_nodes, 1]
 
@@ -74,8 +75,8 @@ class FullGraphDataModule(L.LightningDataModule):
 
     @property
     def num_features(self) -> int:
-        """Number of features of a node."""
-        return int(self.data.x.size(1))
+        """Number of features of a node; 0 without features."""
+        return int(self.data.num_features)
 
     @property
     def num_classes(self) -> int:
@@ -156,13 +157,17 @@ def _single_graph(data: Data | Dataset) -> Data:
     return data
 
 
-def _check_features(graph: Data) -> None:
+def _count_nodes(graph: Data) -> int:
+    """Return the number of nodes; check the features, if there are any."""
     x = graph.x
+    if x is None and "num_nodes" in graph:
+        return int(graph.num_nodes)
     if not isinstance(x, Tensor) or x.dim() != 2:
         _refuse(
-            "node features 'x' of shape [num_nodes, num_features]",
+            "node features 'x' of shape [num_nodes, num_features], or 'num_nodes' without features",
             _describe(x),
-            "Give the nodes features, for example one-hot degrees "
+            "Set data.num_nodes if the network has rows of weights for the nodes (nn.Embedding). "
+            "Else give them features, such as one-hot degrees "
             "(torch_geometric.transforms.OneHotDegree) or a constant.",
         )
     if graph.num_nodes != x.size(0):
@@ -171,6 +176,7 @@ def _check_features(graph: Data) -> None:
             _describe(x),
             "Add the missing rows to 'x', or correct 'num_nodes'.",
         )
+    return x.size(0)
 
 
 def _check_edges(edge_index: Any, num_nodes: int) -> None:
@@ -246,7 +252,7 @@ def _check_split(split: int, num_splits: int) -> None:
 
 def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
     for name, key in zip(MASKS, ("train", "valid", "test"), strict=True):
-        mask = torch.zeros(graph.x.size(0), dtype=torch.bool)
+        mask = torch.zeros(graph.num_nodes, dtype=torch.bool)
         mask[indices[key]] = True
         graph[name] = mask
 
@@ -260,7 +266,7 @@ def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int)
             "The default is (0.6, 0.2, 0.2): train, validation, test.",
             ConfigError,
         )
-    num_nodes = graph.x.size(0)
+    num_nodes = int(graph.num_nodes)
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
     start, total_frac = 0, 0.0
     for name, frac in zip(MASKS, split_fracs, strict=True):

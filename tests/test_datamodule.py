@@ -154,8 +154,14 @@ def test_a_graph_without_edges_or_labels_is_fine():
     assert FullGraphDataModule(graph).data.num_edges == 0
 
 
+def test_a_graph_without_features_shows_its_number_of_nodes():
+    module = FullGraphDataModule(build_graph(x=None, num_nodes=NUM_NODES))
+    assert module.num_features == 0
+    assert module.data.train_mask.shape == (NUM_NODES,)
+
+
 BAD_GRAPHS = {
-    "no features": (dict(x=None, num_nodes=NUM_NODES), r"node features 'x'.*got none.*OneHot"),
+    "no features": (dict(x=None, y=None), r"node features 'x'.*got none.*num_nodes.*OneHot"),
     "flat features": (dict(x=torch.ones(NUM_NODES)), r"\[num_nodes, num_features\].*got \[10\]"),
     "num_nodes": (dict(num_nodes=12), r"'x' to have one row for each of the 12 nodes.*\[10, 10\]"),
     "no edges": (dict(edge_index=None), r"'edge_index' of shape \[2, num_edges\] \(got none\)"),
