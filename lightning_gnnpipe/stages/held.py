@@ -11,10 +11,11 @@ parameters and buffers are no leaves; each stage reads them whole.
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -234,39 +235,43 @@ class _Results:
         self, trace: fx.Graph, call: Call, module: nn.Module, facts: Mapping[str, Answer]
     ) -> None:
         folded = find_folded(trace, call)
-        inner = [node for node in trace.nodes if node in folded and node.op != "placeholder"]
-        ends = [node for node in inner if any(user not in folded for user in node.users)]
         graph, copies = fx.Graph(), dict[fx.Node, Any]()
         for node in trace.nodes:
             if node in folded and all(source in copies for source in node.all_input_nodes):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
             elif node in folded:
                 copies[node] = facts[node.name].value
-        graph.output(tuple(copies[node] for node in ends))
         leaves = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
         self._slots = [int(name.removeprefix("leaf_")) for name in leaves]
+        output = graph.output(tuple(copies.values()))
+        self._run = fx.GraphModule(nn.Module(), graph)
+        values = dict(zip(copies, self._results(call), strict=True))
+        ends = _ends_of(values)
+        graph.erase_node(output)
+        graph.output(tuple(copies[node] for node in ends))
         self._run = fx.GraphModule(nn.Module(), graph)
         root = root_of(module)
-        self._of_edges = [
-            any(
-                user.op == "call_module" and contains_passing(root.get_submodule(str(user.target)))
-                for user in node.users
-            )
-            for node in ends
-        ]
+
+        def reads_edges(node: fx.Node) -> bool:
+            is_layer = node.op == "call_module"
+            is_layer = is_layer and contains_passing(root.get_submodule(str(node.target)))
+            return is_layer or _is_row_of_edges(node, values)
+
+        self._of_edges = [any(map(reads_edges, node.users)) for node in ends]
         self._nodes = [node.name for node in ends]
         self._before: list[tuple[Tensor, int]] = []
         self._values: tuple[Any, ...] = (None,) * len(ends)
 
+    def _results(self, call: Call) -> tuple[Any, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            return tuple(self._run(*(call.leaves[slot] for slot in self._slots)))
+
     def of(self, call: Call) -> list[Held]:
         """Return the results for the leaves of `call`."""
-        leaves = [call.leaves[slot] for slot in self._slots]
-        now = [(leaf, version_of(leaf)) for leaf in leaves]
+        now = [(call.leaves[slot], version_of(call.leaves[slot])) for slot in self._slots]
         pairs = zip(self._before, now, strict=False)
         if not self._before or any(a[0] is not b[0] or a[1] != b[1] or b[1] < 0 for a, b in pairs):
-            with torch.inference_mode(False), torch.no_grad():
-                values = self._run(*leaves)
-            self._values = tuple(map(_unless_equal, self._values, values))
+            self._values = tuple(map(_unless_equal, self._values, self._results(call)))
             self._before = now
         held = []
         for name, value, is_of_edges in zip(self._nodes, self._values, self._of_edges, strict=True):
@@ -276,6 +281,27 @@ class _Results:
                 label = f"result_{name}" + ("_edge_index" if is_edges else "")
                 held.append(Held(label, value, None, node=name))
         return held
+
+
+def _ends_of(values: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """Return the operations on data, with results `values`, that the rest of a trace reads.
+
+    Rows of edges, as in `row, col = edge_index`, are none: a chunk numbers its own nodes.
+    """
+
+    def is_read(node: fx.Node, by: Collection[fx.Node] = ()) -> bool:
+        return any(user not in values or user in by for user in node.users)
+
+    rows = {node for node in values if _is_row_of_edges(node, values) and is_read(node)}
+    inner = (node for node in values if node.op != "placeholder" and node not in rows)
+    return [node for node in inner if is_read(node, rows)]
+
+
+def _is_row_of_edges(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    if node.target is not operator.getitem or type(node.args[1]) is not int:
+        return False
+    edges = values.get(cast(fx.Node, node.args[0]))
+    return isinstance(edges, Tensor) and _is_edges(edges)
 
 
 def _unless_equal(old: Any, new: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
@@ -348,8 +349,10 @@ def remedy_for_size(module: nn.Module, inputs: Inputs) -> str:
 
 
 def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
-    """Return advice for weights of single nodes or edges; empty if there are none."""
+    """Return advice for layers with weights of single nodes or edges; empty if there are none."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        if not isinstance(module.get_submodule(name.rpartition(".")[0]), MessagePassing):
+            continue
         size = weight.size(0) if weight.dim() else -1
         if size in (inputs.num_nodes, *inputs.edge_sizes):
             what = "nodes" if size == inputs.num_nodes else "edges"

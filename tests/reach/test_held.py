@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import degree, to_torch_csr_tensor, to_undirected
+from torch_geometric.utils import degree, scatter, to_torch_csr_tensor, to_undirected
 
 from lightning_gnnpipe.errors import UnsupportedError
 from tests.helpers.alike import (
@@ -231,6 +231,17 @@ class Undirected(Holds):
         return self.inner(x, to_undirected(edge_index, num_nodes=x.size(0)))
 
 
+class ByHandOnOtherEdges(Holds):
+    """Rows of hidden layers are read along edges that forward has made of the data."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = to_undirected(edge_index, num_nodes=N)
+        scale = degree(row, N, dtype=x.dtype).clamp(min=1).rsqrt().unsqueeze(-1)
+        h = self.inner(x, edge_index)
+        h = h + scatter((h * scale)[row], col, 0, h.size(0))
+        return self.inner(h, edge_index)
+
+
 class ComparesFeatures(Holds):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         row, col = edge_index
@@ -348,6 +359,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
     "gcn_norm": (Normalizes, on_features),
     "both directions": (Undirected, on_features),
     "weights of features": (ComparesFeatures, on_features),
+    "messages on other edges": (ByHandOnOtherEdges, on_features),
     "numbers of rows": (Numbers, on_features),
     "a matrix of edges": (BuildsMatrix, on_features),
     "a table and its rows": (LooksUpTwice, on_ids),
@@ -721,7 +733,7 @@ HABITS = {
         "as plainly; computed once, on the whole graph on each device",
         test_what_a_module_holds_trains_as_plainly,
         *("degrees of sources", "norm by hand", "gcn_norm", "both directions"),
-        "weights of features",
+        *("weights of features", "messages on other edges"),
     ),
     "`RGCNConv` without features": (
         "as plainly",
