@@ -24,7 +24,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch_geometric.data import Batch, Data, Dataset
-from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import is_compiled
 from lightning_gnnpipe.datamodule import SingleGraphLoader
@@ -211,7 +210,6 @@ class Preview:
 
     def _findings(self, plain: _Steps, steps: _Steps) -> Iterator[str]:
         name, pipelined, _ = find_pipelined(self._module, self._options.pipelined_module)
-        num_layers = sum(isinstance(one, MessagePassing) for one in pipelined.modules())
         names = [one for one, _ in self._module.named_parameters() if name]
         rest = sorted({one.partition(".")[0] for one in names if not one.startswith(f"{name}.")})
         part = " on a part of the graph" if steps.is_part else ""
@@ -221,8 +219,8 @@ class Preview:
         why = "" if is_same else " They may differ: dropout and the like are drawn differently."
         yield f"GNNPipeStrategy{part}: losses {steps.format_losses()}.{why}"
         yield (
-            f"Pipelined: '{name or 'self'}', a {type(pipelined).__name__} with {num_layers} "
-            "message-passing layers."
+            f"Pipelined: '{name or 'self'}', a {type(pipelined).__name__} with "
+            f"{steps.num_layers} message-passing layers."
         )
         if rest:
             yield f"Whole on each device: {', '.join(rest)}."
@@ -248,6 +246,7 @@ class _Steps(pl.Callback):
         self.losses: list[float] = []
         self.is_exact: list[bool] = []
         self.stale_frac = 0.0
+        self.num_layers = 0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -267,6 +266,7 @@ class _Steps(pl.Callback):
         if not isinstance(strategy, GNNPipeStrategy) or strategy.engine.last_step.record is None:
             return
         self.is_of_graphs = strategy.engine.graphs.trained is None
+        self.num_layers = sum(strategy.engine.model.stage_layers)
         self.is_exact.append(strategy.engine.last_step.record.is_exact)
         reads = strategy.collect_staleness().values()
         if num_rows := sum(one.rows for one in reads):
