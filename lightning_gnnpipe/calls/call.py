@@ -68,14 +68,14 @@ class Slices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A tensor or sparse matrix that forward reads beside its arguments, as leaves of a call.
+    """A tensor or sparse matrix that forward reads beside its arguments.
 
     Attributes:
         value: The tensor as forward finds it.
-        weight: First name of a parameter with one row per node or edge; None for data.
+        weight: Name of the parameter that it is; None for data.
         is_made: Whether forward makes it from Python values in each call.
-        node: Name of the operation of the trace whose result it is; empty if it is none.
-        template: Its place among the leaves.
+        node: Name of the traced operation that computes it; empty if forward only reads it.
+        template: The numbers of its leaves.
     """
 
     name: str

@@ -50,7 +50,10 @@ class _Found:
     results: _Results | None = None
 
     def without_weights(self) -> _Found | None:
-        """Return the rest, if there are parameters; a width may be a number of rows by chance."""
+        """Return the data alone; None if that is all.
+
+        A width may equal the number of nodes or edges by chance.
+        """
         held = tuple(one for one in self.held if one.weight is None)
         return replace(self, held=held) if len(held) < len(self.held) else None
 
@@ -62,8 +65,8 @@ class _Found:
 class HeldTensors:
     """Adds the tensors that `module` holds to each call; a new call is traced once to find them.
 
-    `trial` raises if a call cannot run in chunks. `shape_of` returns the full shape of a parameter,
-    which this rank may lack.
+    `trial` raises an error if a call cannot run in chunks. `shape_of` returns the full shape of a
+    parameter whose rows are on another rank.
     """
 
     def __init__(
@@ -79,12 +82,15 @@ class HeldTensors:
         self.without: set[Hashable] = set()  # signatures of calls that read only arguments
 
     def known(self, call: Call) -> Call | None:
-        """Return the call with what it reads as leaves; None if this must be found first."""
+        """Return the call with what it reads as leaves; None for a call that is new."""
         found = self._known.get(self._key(call, is_training=self._module.training))
         return self._with(call, found) if found is not None and found.is_valid else None
 
     def find(self, call: Call) -> Call:
-        """Return the call with what it reads as leaves; needs all parameters on this rank."""
+        """Find what a new call reads, in both modes; return the call with it as leaves.
+
+        All parameters must be on this rank.
+        """
         is_training, met, modes = self._module.training, Met(), dict[bool, _Found]()
         for mode in (is_training, not is_training):
             with switched(self._module, mode):
@@ -135,7 +141,7 @@ class HeldTensors:
         return call.with_held(found.results.of(call), call.num_nodes, self._matrices)
 
     def _present(self, held: Held) -> Any:
-        """Return the value as it is now; in place of a parameter of another rank its shape."""
+        """Return the present value; of a parameter on another rank an empty tensor of its shape."""
         if held.weight is None:
             return held.value
         parameter = self._module.get_parameter(held.weight)

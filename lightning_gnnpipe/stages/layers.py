@@ -44,7 +44,8 @@ _REMEDY_SEVERAL = (
     "itself after fit."
 )
 
-_ORDERS = ("argsort", "cumsum", "sort", "unique")  # of rows, maybe
+# Functions that may mix rows of nodes, though their result has as many rows.
+_ORDERS = ("argsort", "cumsum", "sort", "unique")
 FREE = "is_free"  # mark of a node that each segment recomputes
 
 # Kinds of values with rows: these can cross a cut. Outputs are of the first two, or all in a batch

@@ -173,7 +173,10 @@ def with_rows(tensor: Tensor, key: Any, value: Any) -> Tensor:
 def is_shared(
     node: fx.Node, env: Mapping[fx.Node, Any], outside: Iterable[Tensor], done: Iterable[fx.Node]
 ) -> bool:
-    """Whether `node`, which writes rows to a copy, would change what other nodes read later."""
+    """Whether `node` writes rows of a tensor whose memory a tensor shares that is read later.
+
+    `env`: results of the nodes `done`. `outside`: leaves, parameters and buffers.
+    """
     written = cast(fx.Node, node.args[0])
     later = [env[n] for n in env if n is not written and n.users.keys() - {*done}]
     place = _place(env[written])

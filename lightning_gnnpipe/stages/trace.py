@@ -81,7 +81,7 @@ def trace_twice(
             raise _refuse_chance(name, f"a change of {', '.join(changed)}")
         if random_numbers != random_states():
             raise _refuse_chance(name, "random numbers that are drawn while it is traced")
-    return again, reads, met.again(also_met)
+    return again, reads, met.compared(also_met)
 
 
 def _trace_once(

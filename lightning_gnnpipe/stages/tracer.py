@@ -62,12 +62,12 @@ _SEARCHED = (
 
 @dataclass(slots=True)
 class Met:
-    """Tensors that a trace meets and that are no leaves.
+    """Tensors that forward reads while it is traced, and that are no leaves of the call.
 
     Attributes:
-        named: Parameters and buffers that forward itself reads, by name.
-        kept: Other tensors and sparse matrices that are the same objects in each trace.
-        made: Tensors that forward makes from Python values.
+        named: Parameters and buffers, by name.
+        kept: Other tensors and sparse matrices, which exist before the trace.
+        made: Tensors that forward makes from Python values in each trace.
     """
 
     named: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,15 +75,15 @@ class Met:
     made: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, other: Met) -> None:
-        """Add what another trace has met."""
+        """Add the tensors of a trace in another mode."""
         self.named |= other.named
         self.kept += [one for one in other.kept if all(one is not known for known in self.kept)]
         new = [one for one in other.made if not any(_are_equal(one, old) for old in self.made)]
         self.made += new
 
-    def again(self, other: Met) -> Met:
-        """Return what this first trace has met, if `other` is of the second."""
-        same = {id(one) for one in other.kept}
+    def compared(self, second: Met) -> Met:
+        """Tell kept tensors from made ones: these are new objects in a second trace."""
+        same = {id(one) for one in second.kept}
         kept = [one for one in self.kept if id(one) in same]
         return Met(self.named, kept, [one for one in self.kept if id(one) not in same])
 
@@ -308,7 +308,7 @@ def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two tensors that forward has made are the same."""
+    """Whether two tensors have the same type and values."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)

@@ -135,8 +135,7 @@ class PipelinedModel:
             return known
 
     def _try(self, call: Call) -> None:
-        inputs = classify(call)
-        if self._is_cut(inputs):
+        if self._is_cut(inputs := classify(call)):
             self._trace_all(call, inputs, also_train=False)
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
