@@ -359,7 +359,7 @@ class GNNPipeStrategy(LightningStrategy):
         return self._checkpoints.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(partial(super().optimizer_state, optimizer))
+        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None

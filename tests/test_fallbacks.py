@@ -149,6 +149,7 @@ TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and th
     "… of the pipelined module changed": HERE + "test_a_graph_that_changes",
     "Histories are kept for": "promises/test_p10_inputs.py::"
     "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
+    "A pass has other": "steps/test_tables.py::test_other_shards_need_the_whole_table",
     "Forward reads": "stages/test_reads.py::test_what_changes_often_is_told_once",
     "The loss could not be timed": "test_planning.py::test_a_loss_that_cannot_be_timed_is_left_out",
     "The module does not run on a part": "test_planning.py::"

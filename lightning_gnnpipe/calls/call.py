@@ -154,6 +154,7 @@ class Call:
         matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
         held: Tensors of the module that are leaves behind the arguments; see `with_held`.
         weights: Names of the parameters among them, by the number of the leaf.
+        tables: Serves the rows of those parameters that are divided over shards.
     """
 
     leaves: tuple[Tensor, ...]
@@ -169,6 +170,7 @@ class Call:
     matrices: Mapping[int, str] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     weights: Mapping[int, str] = field(default_factory=dict)
+    tables: Any = None
 
     @property
     def batch_vector(self) -> Tensor | None:

@@ -32,7 +32,7 @@ class PassInputs(ABC):
             if isinstance(part, Tensor) and part.grad is not None:
                 slot = _slot(name)
                 if slot not in self._grads:
-                    self._grads[slot] = torch.zeros_like(self._leaf(slot))
+                    self._grads[slot] = self._zeros(slot)
                 self._add(self._grads[slot], slot, chunk, part.grad)
 
     def take_grad(self, slot: int) -> Tensor:
@@ -46,7 +46,10 @@ class PassInputs(ABC):
         return {} if self._call is None else self._call.weights
 
     def weight_grads(self) -> dict[str, Tensor]:
-        """Return the gradients of the parameters that are leaves, by name."""
+        """Return the gradients of the parameters that are leaves, by name.
+
+        Of a table that is divided over shards: of the rows of this shard.
+        """
         return {n: self._grads[slot] for slot, n in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:
@@ -72,6 +75,10 @@ class PassInputs(ABC):
     @abstractmethod
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
+
+    def _zeros(self, slot: int) -> Tensor:
+        """Return zeros for the gradient of a leaf."""
+        return torch.zeros_like(self._leaf(slot))
 
     @abstractmethod
     def _slice(self, chunk: Any, name: str) -> Any: ...
@@ -168,8 +175,21 @@ class PlannedInputs(PassInputs):
         pieces = edges.chunks[index * shard.num_chunks : (index + 1) * shard.num_chunks]
         return edges.edge_perm[pieces[0].edge_start : pieces[-1].edge_end]
 
+    def _is_divided(self, slot: int) -> bool:
+        """Whether a leaf is a table that is divided over shards."""
+        tables = None if self._call is None else self._call.tables
+        return tables is not None and self.weights.get(slot) in tables
+
+    def _zeros(self, slot: int) -> Tensor:
+        leaf = self._leaf(slot)
+        if not self._is_divided(slot):
+            return torch.zeros_like(leaf)
+        return leaf.new_zeros((self._plan.whole.chunks[0].num_nodes, *leaf.shape[1:]))
+
     def _add(self, total: Tensor, slot: int, chunk: Chunk, grad: Tensor) -> None:
-        if self._kinds[slot] is Kind.NODE:
+        if self._is_divided(slot):
+            total[chunk.start : chunk.end] += grad
+        elif self._kinds[slot] is Kind.NODE:
             total[self._plan.perm[chunk.start : chunk.end]] += grad
         elif self._kinds[slot] is Kind.EDGE:
             edges, part = self._edges(chunk, self._sets[slot])
@@ -187,7 +207,10 @@ class PlannedInputs(PassInputs):
             part = leaf.detach()
         elif kind is Kind.NODE:
             nodes = slice(chunk.start, chunk.end)
-            if slot in self.weights:  # new rows in each step
+            if self._is_divided(slot):
+                assert self._call is not None
+                part = self._call.tables.rows(self.weights[slot], nodes)
+            elif slot in self.weights:  # new rows in each step
                 part = leaf.detach()[self._plan.perm[nodes]]
             else:
                 part = self._permuted(name, slot, self._plan.perm)[nodes]

@@ -49,6 +49,7 @@ from lightning_gnnpipe.steps import (
     graph_of_node,
     join,
     num_nodes,
+    without_gradients,
 )
 
 _MASK = (1 << 62) - 1
@@ -282,6 +283,7 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
+        call = self.model.place_tables(call, inputs, mode, own.graph.plan, trains=True)
         self._checks.chunks(own.graph, own.store.linear_scale)
         needs_no_history = self._passes.needs_no_history(own.graph)
         if not needs_no_history and (is_resumed or known.saved):
@@ -325,9 +327,7 @@ class PipelineEngine:
         saved, self._saved = self._saved, None
         if saved is None:
             return False
-        known = self.graphs.inputs
-        known.saved, known.num_saved_layers = saved.histories(), sum(saved.state.stage_layers)
-        known.seen.update(saved.state.seen)
+        self.graphs.inputs.resume(saved)
         self.identity.num_random += saved.state.num_random_inputs
         return saved.state.num_training_passes > 0
 
@@ -358,7 +358,7 @@ class PipelineEngine:
             ]
             self._state.begin_backward(number, grads)
             with self.model.reads.inside():
-                with self.model.without_gradients(absent):
+                with without_gradients(self.model.module, absent):
                     leaf_grads = running.backward(grads, slots)
                 is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
                 self._state.end_backward([] if is_scaled else running.gradients())
@@ -370,8 +370,7 @@ class PipelineEngine:
             return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
         flows = [values[name].requires_grad for name in names]
-        if not any(flows):  # all frozen: still run a backward phase
-            flows = [output.is_floating_point() for output in outputs]
+        flows = flows if any(flows) else [one.is_floating_point() for one in outputs]  # all frozen
         joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.finish(joined, call, self._seeds.of_head)
 
@@ -386,6 +385,7 @@ class PipelineEngine:
             self._state.begin()
         # A training pass that awaits its backward still needs its own inputs.
         planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
+        call = self.model.place_tables(call, inputs, mode, graph.plan, trains=False)
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         spec = replace(self._passes.open_exact(mode, graph, context), inputs=planned)

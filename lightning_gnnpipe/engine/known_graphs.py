@@ -22,7 +22,7 @@ from lightning_gnnpipe.calls import Inputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.identity import InputKey
-from lightning_gnnpipe.engine.resume import SavedHistories
+from lightning_gnnpipe.engine.resume import SavedHistories, SavedRun
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
@@ -216,6 +216,11 @@ class KnownInputs:
         self._kept: dict[int, Histories] = {}
         self._is_quiet = is_quiet
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
+
+    def resume(self, run: SavedRun) -> None:
+        """Go on with the inputs of a loaded run."""
+        self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
+        self.seen.update(run.state.seen)
 
     def __iter__(self) -> Iterator[Histories]:
         return iter(self._kept.values())

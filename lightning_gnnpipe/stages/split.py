@@ -168,6 +168,14 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
     return users
 
 
+def names_read_whole(layers: Layers, module: nn.Module) -> set[str]:
+    """Return the first names of parameters that are read otherwise than by the rows of a chunk."""
+    by_name = first_names(module)
+    nodes = (node for segment in layers.segments for node in segment.module.graph.nodes)
+    used = {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
+    return used | names_of_head(layers, module)
+
+
 def first_names(module: nn.Module) -> dict[str, str]:
     """Map each name of a parameter or buffer of `module` to the first name of that tensor."""
     first_name: dict[int, str] = {}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.steps.gradient_sums import average_replicated, group_tied
+from lightning_gnnpipe.steps.gradient_sums import (
+    average_replicated,
+    group_tied,
+    without_gradients,
+)
 from lightning_gnnpipe.steps.model import Measure, PipelinedModel
 from lightning_gnnpipe.steps.modes import Mode, stages_of_norms
 from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
@@ -49,4 +53,5 @@ __all__ = [
     "own_optimizer_state",
     "refuse_evaluations",
     "stages_of_norms",
+    "without_gradients",
 ]

@@ -14,6 +14,7 @@ Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,8 @@ class GradientSums:
     """The gradient sums of one backward pass.
 
     Sums over stages and shards exclude accumulated gradients, which are added at the end. Averages
-    over replicas include them. `users`: stages of each tensor.
+    over replicas include them. `users`: stages of each tensor. Each shard has all of the gradient
+    of its rows of the tables `cut`.
     """
 
     def __init__(
@@ -136,13 +138,14 @@ class GradientSums:
         transport: Transport,
         *,
         averages: bool = True,
+        cut: Collection[str] = (),
     ) -> None:
         self._transport = transport
         mesh = transport.mesh
         used = {
             name: p
             for name, p in module.named_parameters()
-            if p.requires_grad and mesh.stage in users.get(name, ())
+            if p.requires_grad and mesh.stage in users.get(name, ()) and name not in cut
         }
         self._tied = {name: p for name, p in used.items() if len(users[name]) > 1}
         self._groups = group_tied(module, users)
@@ -226,3 +229,13 @@ def group_tied(
         if parameter.requires_grad and len(stages) > 1:
             groups.setdefault((stages, parameter.dtype), []).append(name)
     return [(stages, names) for (stages, _), names in groups.items()]
+
+
+@contextmanager
+def without_gradients(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Drop new gradients of parameters among `names` after the block."""
+    named = dict(module.named_parameters()) if names else {}
+    absent = [named[name] for name in names if name in named and named[name].grad is None]
+    yield
+    for parameter in absent:
+        parameter.grad = None

@@ -1,8 +1,7 @@
 """The user's module as a pipeline: traced once per mode, cut into layers, assigned to stages.
 
-The first call decides the cut, since the arguments are known then. Until then every rank holds all
-parameters, so checkpoints load and optimizers are built as on one device. Afterwards a rank holds
-only the weights of its stage.
+The first call decides the cut, since it shows the arguments. Until then every rank holds all
+parameters, so checkpoints load and optimizers are built as on one device; then its stage's alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning_gnnpipe.calls import Call, Inputs, classify
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
-from lightning_gnnpipe.graph import text_fingerprint
+from lightning_gnnpipe.graph import ChunkPlan, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors
@@ -29,20 +28,19 @@ from lightning_gnnpipe.stages import (
     Layers,
     Reads,
     Stage,
-    check_counts,
-    check_num_stages,
     choose_held,
     choose_repeated,
     cut_module,
     find_users,
     names_of_head,
-    solve_balance,
+    names_read_whole,
     split_layers,
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import Mode, check_norms, reads_key, trace_key
-from lightning_gnnpipe.steps.partitioner import EngineOptions
+from lightning_gnnpipe.steps.partitioner import EngineOptions, count_layers
+from lightning_gnnpipe.steps.tables import Tables
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
 
@@ -75,8 +73,7 @@ class PipelinedModel:
     ) -> None:
         self.module, self.intercepted = module, find_layers(module)
         self._transport, self._options = transport, options
-        self._check, self._is_cut = check, is_cut
-        self._modes: dict[Key, Mode] = {}  # least recently used first
+        self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes = 0  # of options that forward reads
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
@@ -86,12 +83,13 @@ class PipelinedModel:
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
-        self._weights = StageWeights(module, transport)
+        self.tables = Tables(module, transport.mesh, self._fallbacks)
+        self._weights = StageWeights(module, transport, self.tables)
         self._copies: list[StageWeights] = []
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held = HeldTensors(module, self._try, self._weights.shape_of, self.matrices)
         self.reads = WeightReads(
-            transport, lambda: (self._weights, *self._copies), lambda: self._users
+            transport, lambda: (self._weights, *self._copies), lambda: self._users, self.tables
         )
         self.is_accumulating = False  # if so, replicas do not average gradients
 
@@ -103,7 +101,7 @@ class PipelinedModel:
     @property
     def has_all_weights(self) -> bool:
         """Whether this rank holds all weights of the module."""
-        return self._transport.mesh.num_stages == 1 or not self.is_split
+        return not (self.is_split and (self.tables.names or self._transport.mesh.num_stages > 1))
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -131,8 +129,22 @@ class PipelinedModel:
                 verb = "train" if torch.is_grad_enabled() else "evaluate"
                 self.reads.meet(f"{verb} the pipelined module", (0,))
                 with self.whole():
-                    return self._held.find(call)
-            return known
+                    found = self._held.find(call)
+                known = self._held.known(call) or found  # with the weights as they are now
+            return replace(known, tables=self.tables)
+
+    def place_tables(
+        self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan, *, trains: bool
+    ) -> Call:
+        """Divide tables over shards, or put them together; return the call with the weights."""
+        tables, modes, names = self.tables, self._modes.values(), frozenset[str]()
+        if trains and tables.may_divide and plan.shard is not None:
+            names = tables.choose(call, inputs, modes, self._users, self.reads.optimizers)
+        if not names and (not tables.names or tables.serve(plan, mode)):
+            return call
+        with self.whole():
+            tables.begin(names, plan) if names else tables.end(self.reads.gather_states)
+        return call.with_weights(self.module)
 
     def _try(self, call: Call) -> None:
         if self._is_cut(inputs := classify(call)):
@@ -177,7 +189,7 @@ class PipelinedModel:
         return None
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
-        known, call = set(self._modes), call.with_weights(self.module)
+        known, call = set(self._modes), replace(call.with_weights(self.module), tables=None)
         key = self._trace(call, inputs)
         if also_train and self._counts is None:
             for training in (True, False):
@@ -212,7 +224,7 @@ class PipelinedModel:
         All ranks must add the same copies, in the same order, before the first call.
         """
         assert not self.is_split
-        self._copies.append(StageWeights(module, self._transport))
+        self._copies.append(StageWeights(module, self._transport, self.tables))
         return self._copies[-1]
 
     def complete(
@@ -221,9 +233,11 @@ class PipelinedModel:
         root: nn.Module,
         prefix: str = "",
         weights: StageWeights | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
-        """Add weights of all stages to a state dict; see `StageWeights.complete`."""
-        (weights or self._weights).complete(state, root, prefix, self._users)
+        """Add weights of all stages, or those with `names`; see `StageWeights.complete`."""
+        users = {n: one for n, one in self._users.items() if names is None or n in names}
+        (weights or self._weights).complete(state, root, prefix, users)
 
     def restore(self) -> None:
         """Give every rank all parameters again, and undo the split; collective."""
@@ -237,6 +251,7 @@ class PipelinedModel:
         self.reads.release()
         self._modes.clear()
         self._counts, self._users, self._of_head = None, {}, set()
+        self.tables.clear()
         for weights in (self._weights, *self._copies):
             weights.forget()
         return is_partial
@@ -247,29 +262,21 @@ class PipelinedModel:
         with self.reads.inside():
             self._fill()
             keeps = torch.is_grad_enabled() or self.reads.are_full  # autograd may have saved them
-            keeps = keeps and self._transport.mesh.num_stages > 1
             try:
                 yield
             finally:
+                keeps = keeps and (self._transport.mesh.num_stages > 1 or bool(self.tables.names))
                 for weights in () if keeps else (self._weights, *self._copies):
                     weights.empty(self._users)
                 self.reads.watch(is_full=keeps)
-
-    @contextmanager
-    def without_gradients(self, names: Collection[str]) -> Iterator[None]:
-        """Drop new gradients of `names` after the block."""
-        named = dict(self.module.named_parameters()) if names else {}
-        absent = [named[name] for name in names if name in named and named[name].grad is None]
-        yield
-        for parameter in absent:
-            parameter.grad = None
 
     def begin_backward(self) -> GradientSums:
         """Return the gradient sums of one backward pass."""
         averages = not self.is_accumulating
         has_replicas = self._transport.world.num_replicas > 1
         users = self._users if has_replicas else self._users_in_stages
-        return GradientSums(self.module, users, self._transport, averages=averages)
+        cut = self.tables.names if self.tables.is_cut else ()
+        return GradientSums(self.module, users, self._transport, averages=averages, cut=cut)
 
     @property
     def _users_in_stages(self) -> dict[str, set[int]]:
@@ -318,7 +325,8 @@ class PipelinedModel:
         key = (first, layers.outside.values(), layers.num_rows)
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
-        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
+        whole = frozenset(names_read_whole(layers, self.module))
+        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen, whole)
         return key
 
     def _assign_layers(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
@@ -365,8 +373,8 @@ class PipelinedModel:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
-        is_in_vain = self._options.repeat_encoder is True and not any(s.repeated for s in stages)
-        if is_in_vain and len(stages) > 1:
+        is_idle = self._options.repeat_encoder is True and not any(s.repeated for s in stages)
+        if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
                 f"repeat_encoder=True has no effect, since what stages receive {why}",
@@ -376,24 +384,16 @@ class PipelinedModel:
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers = next(iter(self._modes.values())).layers
-        num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
-        num_virtual = self._options.num_virtual if num_ranks > 1 else 1
-        num_stages = num_ranks * num_virtual
-        check_num_stages(num_layers, num_ranks, num_virtual)
-        if not isinstance(self._options.balance, str):
-            return check_counts(self._options.balance, num_layers, num_stages)
-        counts, preferred = solve_balance([1.0] * num_layers, num_stages), self.preferred
-        fits = (len(preferred), sum(preferred)) == (num_stages, num_layers)
-        if self._options.balance == "measured" and fits:
-            return preferred
-        if self._options.balance == "measured" and 1 < num_stages < num_layers:
 
+        def measured(num_stages: int) -> tuple[int, ...]:
             def assign_layers() -> tuple[int, ...]:
                 self.costs = self.costs or measure(layers)
                 return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
 
-            counts = self._transport.everyone.run_on_first(assign_layers)  # equal in all replicas
-        return counts
+            return self._transport.everyone.run_on_first(assign_layers)  # equal in all replicas
+
+        num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
+        return count_layers(num_layers, self._options, num_ranks, self.preferred, measured)
 
     def _fill(self) -> None:
         for weights in (self._weights, *self._copies) if self._users else ():

@@ -25,6 +25,7 @@ class Mode:
         reads: Modes with equal `reads` share histories.
         options: Fingerprint of plain module attributes that forward reads, and of weight shapes.
         frozen: Per weight: whether it needs no gradient.
+        read_whole: Names of weights that a chunk reads otherwise than by its rows.
     """
 
     layers: Layers
@@ -33,6 +34,7 @@ class Mode:
     is_training: bool
     options: int
     frozen: tuple[bool, ...]
+    read_whole: frozenset[str] = frozenset()
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:

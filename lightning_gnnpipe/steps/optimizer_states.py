@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.steps.tables import Tables
 
 State = dict[str, Any]
 States = dict[Any, Any]
@@ -23,28 +24,34 @@ States = dict[Any, Any]
 class OptimizerStates:
     """States of one optimizer over stages; `ask` makes all ranks call `gather`."""
 
-    def __init__(self, optimizer: Optimizer, transport: Transport, ask: Callable[[], None]) -> None:
-        self._optimizer, self._transport, self._ask = optimizer, transport, ask
+    def __init__(
+        self, optimizer: Optimizer, transport: Transport, ask: Callable[[], None], tables: Tables
+    ) -> None:
+        self.optimizer, self._transport, self._ask = optimizer, transport, ask
+        self._tables = tables
         self._states: States = {}
         self._is_full = False
 
     def watch(self) -> None:
         """Detect reads by user code from now on."""
         states = self._find()
-        if "state" in self._optimizer.__dict__:  # a property cannot be watched
-            self._optimizer.state = WatchedStates(states, self._read)  # type: ignore[assignment]
+        if "state" in self.optimizer.__dict__:  # a property cannot be watched
+            self.optimizer.state = WatchedStates(states, self._read)  # type: ignore[assignment]
 
     def release(self) -> None:
         """Restore the plain states, for library code."""
-        if isinstance(self._optimizer.state, WatchedStates):
-            self._optimizer.state = self._find()  # type: ignore[assignment]
+        if isinstance(self.optimizer.state, WatchedStates):
+            self.optimizer.state = self._find()  # type: ignore[assignment]
 
     def forget(self, foreign: Collection[nn.Parameter]) -> None:
-        """Drop the states of `foreign`, the parameters of other stages."""
+        """Drop the states of `foreign`, the parameters of other stages, and cut states of tables."""
         states = self._find()
+        tables = self._tables.parameters() if self._tables.names else []
         for parameter in foreign:
             states.pop(parameter, None)
-        self._is_full = self._is_full and not foreign
+        for parameter in tables:
+            self._tables.cut_state(states.get(parameter, {}))
+        self._is_full = self._is_full and not foreign and not tables
 
     def gather(self, *, keeps: bool, on_cpu: bool = False) -> None:
         """Exchange the states of all stages; collective. Call `forget` first, on all ranks.
@@ -52,22 +59,23 @@ class OptimizerStates:
         With `keeps` received states stay here, on the CPU or their parameter's device.
         """
         states = self._find()
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         own = {i: states[p] for i, p in enumerate(parameters) if p in states}
-        merged = merge_optimizer_states(self._transport, {"state": own})["state"]
+        joined = self._tables.join_states(self._transport, self.optimizer, {"state": own})
+        merged = merge_optimizer_states(self._transport, joined)["state"]
         if not keeps:
             return
         for i, found in merged.items():  # in the order of a single device
             parameter = parameters[i]
             mine = states.pop(parameter, None)
-            if i not in own:
+            if i not in own or joined["state"][i] is not own[i]:
                 mine = found if on_cpu else _on_device(found, parameter)
             states[parameter] = mine
         self._is_full = True
 
     def _find(self) -> States:
         """Return the plain states; `load_state_dict` replaces the dict."""
-        states: Any = self._optimizer.state
+        states: Any = self.optimizer.state
         if isinstance(states, WatchedStates):
             states = states.states
         if states is not self._states:

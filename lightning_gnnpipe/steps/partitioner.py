@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from lightning_gnnpipe.calls import Inputs
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import check_num_chunks, edges_within, partition_nodes, split_chunks
+from lightning_gnnpipe.stages import check_counts, check_num_stages, solve_balance
 from lightning_gnnpipe.staleness import HistoryOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -118,3 +120,27 @@ class Partitioner:
                 remedy="Leave num_chunks at 'auto' when you give a partition.",
             )
         return options.num_chunks
+
+
+def count_layers(
+    num_layers: int,
+    options: EngineOptions,
+    num_ranks: int,
+    preferred: Sequence[int],
+    measured: Callable[[int], tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage; `num_ranks`: of the pipeline.
+
+    `preferred` counts are used if they fit. `measured` returns counts by measured costs.
+    """
+    num_virtual = options.num_virtual if num_ranks > 1 else 1
+    num_stages = num_ranks * num_virtual
+    check_num_stages(num_layers, num_ranks, num_virtual)
+    if not isinstance(options.balance, str):
+        return check_counts(options.balance, num_layers, num_stages)
+    if options.balance == "measured":
+        if (len(preferred), sum(preferred)) == (num_stages, num_layers):
+            return tuple(preferred)
+        if 1 < num_stages < num_layers:
+            return measured(num_stages)
+    return solve_balance([1.0] * num_layers, num_stages)

@@ -140,6 +140,7 @@ class TrainingPass:
 
             self._step.backward(actions, grads, on_last)
         for name, grad in self._spec.inputs.weight_grads().items():
+            grad = self._model.tables.as_now(name, grad)
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
         sums.finish()
         if self._store is not None:

@@ -34,6 +34,7 @@ from lightning_gnnpipe._compat_torch import (
 from lightning_gnnpipe.comm import Collectives, Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps.optimizer_states import OptimizerStates
+from lightning_gnnpipe.steps.tables import Tables
 from lightning_gnnpipe.steps.weights import StageWeights
 
 _ASKS = "read weights of other stages"
@@ -56,8 +57,10 @@ class WeightReads:
         transport: Transport,
         weights: Callable[[], Sequence[StageWeights]],
         users: Callable[[], Mapping[str, set[int]]],
+        tables: Tables,
     ) -> None:
         self._transport, self._weights, self._users = transport, weights, users
+        self._tables = tables
         self.is_uneven: Callable[[], bool] = lambda: False
         self.is_closed: Callable[[], bool] = lambda: False
         self._is_inside = self._is_full = False
@@ -70,7 +73,8 @@ class WeightReads:
     def watch(self, *, is_full: bool = False) -> None:
         """Detect reads outside of `inside`; `is_full`: tensors of other stages are here."""
         self._is_full = is_full
-        if self._transport.mesh.num_stages == 1:
+        has_stages = self._transport.mesh.num_stages > 1
+        if not has_stages and not self._tables.names:
             return
         for ranks in (self._transport, self._transport.everyone):
             ranks.answers |= dict.fromkeys((_ASKS, _ASKS_STATES), self._share)
@@ -78,7 +82,8 @@ class WeightReads:
         self._watched, self._names = [], {}
         for weights in self._weights():
             for name, tensor in weights.named(self._users()).items():
-                if type(tensor) in kinds:  # no subclass of a library
+                is_partial = has_stages or name in self._tables
+                if is_partial and type(tensor) in kinds:  # no subclass of a library
                     self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
                     self._names[id(tensor)] = name, weights
 
@@ -120,7 +125,7 @@ class WeightReads:
                 self._show()
 
     def settle(self) -> None:
-        """Empty tensors of other stages, and drop their optimizer states."""
+        """Empty tensors of other stages, cut tables, and drop their optimizer states."""
         if self._is_full:
             with self.inside():
                 for weights in self._weights():
@@ -129,11 +134,16 @@ class WeightReads:
         self.forget_foreign_states()
 
     def forget_foreign_states(self) -> None:
-        """Drop optimizer states of other stages."""
+        """Drop optimizer states of other stages, and of rows of other shards."""
         if self._states:
             foreign = self._weights()[0].foreign(self._users())
             for states in self._states:
                 states.forget(foreign)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers whose states are served."""
+        return [one.optimizer for one in self._states]
 
     def gather_states(self) -> None:
         """Copy optimizer states of all stages to every rank's CPU; collective."""
@@ -168,7 +178,7 @@ class WeightReads:
             values.arguments["closure"] = run
             return values.args, values.kwargs
 
-        states = OptimizerStates(optimizer, self._transport, self._ask_states)
+        states = OptimizerStates(optimizer, self._transport, self._ask_states, self._tables)
         self._states.append(states)
         served = ExitStack()
         served.callback(self._states.remove, states)

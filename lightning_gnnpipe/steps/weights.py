@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps.tables import Tables
 
 Users = Mapping[str, set[int]]  # stages of each tensor, by name
 
@@ -60,18 +61,21 @@ def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Us
 
 
 class StageWeights:
-    """The parameters and buffers of a module; this rank may hold only its stage's."""
+    """The parameters and buffers of a module; this rank may hold only its stage's.
 
-    def __init__(self, module: nn.Module, transport: Transport) -> None:
+    Of the `tables` it may hold only the rows of its shard.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport, tables: Tables) -> None:
         self.module = module
-        self._transport = transport
-        self._shapes: dict[str, torch.Size] = {}  # of emptied parameters
+        self._transport, self._tables = transport, tables
+        self._shapes: dict[str, torch.Size] = {}  # of emptied and of cut parameters
         self._assigned: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
 
     def check_kept(self) -> None:
-        """Refuse, on several stages, parameters replaced since the split."""
-        if self._transport.mesh.num_stages == 1:
+        """Refuse parameters replaced since the split, where a rank lacks some."""
+        if self._transport.mesh.num_stages == 1 and not self._tables.names:
             return
         for name, parameter in self.module.named_parameters():
             if self._assigned.get(name, parameter) is not parameter:
@@ -84,7 +88,7 @@ class StageWeights:
                 )
 
     def placeholders(self) -> list[nn.Parameter]:
-        """Return the parameters whose data is on other ranks."""
+        """Return the parameters of which data is on other ranks only."""
         parameters = dict(self.module.named_parameters())
         _check_present(self._shapes, parameters)
         return [parameters[name] for name in self._shapes]
@@ -103,17 +107,27 @@ class StageWeights:
         return self._shapes.get(name, parameter.shape), parameter.dtype
 
     def empty(self, users: Users) -> None:
-        """Empty the parameters of other stages."""
+        """Empty the parameters of other stages, and cut tables to the rows of this shard."""
         self._shapes = {}
         for name, parameter in self._foreign(users).items():
             parameter.grad = None
             if parameter.dim():  # scalars cannot be emptied
                 self._shapes[name] = parameter.shape
                 parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
+        for name, parameter in self.divided().items():
+            if name not in self._shapes:
+                grad, self._shapes[name] = parameter.grad, parameter.shape
+                parameter.data = self._tables.piece(parameter.data)
+                parameter.grad = None if grad is None else self._tables.piece(grad)
+        self._tables.is_cut = True
         self._assigned = dict(self.module.named_parameters())
         if self._shapes and not self._hooks:
             modules: list[Any] = list(self.module.modules())
-            self._hooks = [m.register_load_state_dict_pre_hook(_take_own) for m in modules]
+            self._hooks = [m.register_load_state_dict_pre_hook(self._take_own) for m in modules]
+
+    def divided(self) -> dict[str, nn.Parameter]:
+        """Return the divided tables, cut or not, by name."""
+        return {n: p for n, p in self.module.named_parameters() if n in self._tables}
 
     def named(self, users: Users) -> dict[str, Tensor]:
         """Return the tensors that stages use, by name, as they are on this rank."""
@@ -125,10 +139,7 @@ class StageWeights:
         if self._transport.mesh.num_stages > 1:
             _check_present(users, named)
         users = {name: stages for name, stages in users.items() if name in named}
-        first_of = self._transport.mesh.rank_of
-        owners = {name: first_of(min(stages), 0) for name, stages in users.items()}
-        shapes = {name: self.shape_of(name, named[name]) for name in owners}
-        return self._transport.share_tensors(owners, named, shapes)
+        return self._share(users, named, named)
 
     def assemble_gradients(self, users: Users) -> dict[str, Tensor | None]:
         """Return the gradients that only other stages have; collective."""
@@ -140,17 +151,46 @@ class StageWeights:
         )
         numbers = {rank: forms[i] for i, rank in enumerate(self._transport.members.ranks)}
         form = {name: numbers[owner][i] for i, (name, owner) in enumerate(owners.items())}
-        own = {n: p.grad for n, p in parameters.items() if p.grad is not None and owners[n] == here}
-        grads = self._transport.share_tensors(
-            {name: owner for name, owner in owners.items() if form[name]},
+        own = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        own = {n: grad for n, grad in own.items() if n in self._tables or owners[n] == here}
+        grads = self._share(
+            {name: users[name] for name in owners if form[name]},
             {name: grad.to_dense() if grad.is_sparse else grad for name, grad in own.items()},
-            {name: self.shape_of(name, p) for name, p in parameters.items()},
+            parameters,
         )
         return {
             name: grads[name].to_sparse(1) if form[name] > 1 else grads.get(name)
             for name in parameters
-            if mesh.stage not in users[name]
+            if mesh.stage not in users[name] or name in self._shapes
         }
+
+    def _share(
+        self, users: Users, own: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the full tensors of the first stages of `users`, which have them in `own`.
+
+        Collective. The tensors have the shapes and dtypes of the parameters and buffers `like`.
+        """
+        rank_of, here = self._transport.mesh.rank_of, self._transport.mesh.shard
+        owners, local, shapes, tables = {}, {}, {}, dict[str, list[str]]()
+        for name, stages in users.items():
+            shape, dtype = self.shape_of(name, like[name])
+            keys = [name]
+            if name in self._tables:
+                keys = tables[name] = [f"{name}[{i}]" for i in range(len(self._tables.sizes))]
+            for shard, key in enumerate(keys):
+                owners[key] = rank_of(min(stages), shard)
+                rows = self._tables.sizes[shard : shard + 1] if name in tables else shape[:1]
+                shapes[key] = torch.Size((*rows, *shape[1:])), dtype
+            if name in own and name in tables:
+                is_cut = name in self._shapes
+                local[keys[here]] = own[name] if is_cut else self._tables.piece(own[name])
+            elif name in own:
+                local[name] = own[name]
+        shared = self._transport.share_tensors(owners, local, shapes)
+        for name, keys in tables.items():
+            shared[name] = self._tables.join([shared.pop(key) for key in keys])
+        return shared
 
     def fill(self, users: Users) -> None:
         """Give this rank all parameters, and the owners' buffers; collective."""
@@ -172,6 +212,7 @@ class StageWeights:
                     _renew(parameter, tensors[name])
         for name, grad in (grads or {}).items():
             parameters[name].grad = grad
+        self._tables.is_cut = False
         self.forget()
 
     def complete(
@@ -197,13 +238,17 @@ class StageWeights:
         while self._hooks:
             self._hooks.pop().remove()
 
-
-def _take_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a module with placeholders load a whole state dict."""
-    for name, parameter in module.named_parameters(recurse=False):
-        given = state.get(prefix + name)
-        if isinstance(given, Tensor) and parameter.shape[:1] == (0,) and given.dim():
-            state[prefix + name] = given[:0]
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Let a module with placeholders load a whole state dict."""
+        cut = {id(p) for name, p in self.divided().items() if name in self._shapes}
+        for name, parameter in module.named_parameters(recurse=False):
+            given = state.get(prefix + name)
+            if not isinstance(given, Tensor) or not given.dim():
+                continue
+            if parameter.shape[:1] == (0,):
+                state[prefix + name] = given[:0]
+            elif id(parameter) in cut:
+                state[prefix + name] = self._tables.piece(given)
 
 
 def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
@@ -163,16 +164,20 @@ class Checkpoints:
             model.complete(state, module)
             return state
 
-    def optimizer_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state that `read` gives on this rank, with that of all stages."""
+    def optimizer_state(
+        self, optimizer: Optimizer, read: Callable[[Optimizer], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the state of `optimizer` that `read` gives, with the states of all ranks."""
         reads = self._host.engine.model.reads if self._host.is_running else None
         if reads is not None:
             reads.forget_foreign_states()
         with reads.inside() if reads is not None else nullcontext():
-            state = read()
+            state = read(optimizer)
         if not self._processes.has_peers or self._processes.is_interrupted:
             return state
         transport = self._processes.transport
+        if reads is not None:
+            state = self._host.engine.model.tables.join_states(transport, optimizer, state)
         if self._is_sharded:
             own = own_optimizer_state(transport, state)
             return {**state, "state": {} if transport.mesh.replica else own}
@@ -286,15 +291,18 @@ def _own_state_dict(root: nn.Module, model: PipelinedModel, mesh: Mesh) -> dict[
     The first rank of each stage writes, in the first replica. The first stage writes what belongs
     to no stage.
     """
-    if mesh.shard or mesh.replica:
-        return {}
     own, foreign = model.tensor_ids()
     state = root.state_dict(keep_vars=True)
-    return {
-        key: value.detach() if isinstance(value, Tensor) else value
+    kept = [
+        key
         for key, value in state.items()
         if id(value) in own or (mesh.is_first and id(value) not in foreign)
-    }
+    ]
+    model.complete(state, root, names=model.tables.names)
+    if mesh.shard or mesh.replica:
+        return {}
+    found = {key: state[key] for key in kept}
+    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in found.items()}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -114,6 +114,11 @@ class EngineHost:
         """Whether this rank holds only its stage's parameters."""
         return self._processes.has_peers and self.is_running and self.engine.model.is_split
 
+    @property
+    def _has_parts(self) -> bool:
+        """Whether ranks may hold different weights: of stages, or rows of tables."""
+        return self._processes.has_stages or self.engine.model.tables.may_divide
+
     def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None, *, is_fitting: bool) -> None:
         """Make the engine of one run."""
         module, options = trainer.lightning_module, self._options
@@ -153,7 +158,7 @@ class EngineHost:
         self._replicas.attach_metrics(module)
         if self._processes.has_peers:
             self._serve_callbacks(callbacks, averages)
-        if self._processes.has_stages:
+        if self._has_parts:
             self._answer_reads(trainer)
         self._processes.signals.attach(trainer, engine.signals)
         if is_fitting and trainer.is_global_zero and _shows_summaries(callbacks):
@@ -172,7 +177,7 @@ class EngineHost:
         """Let user code read the states of all stages from `optimizers`."""
         is_first = self._strategy.is_global_zero
         check_optimizers(optimizers, self._processes.transport.mesh.num_stages if is_first else 1)
-        if self._processes.has_stages:
+        if self._has_parts:
             for one in optimizers:
                 self._patched.callback(self.engine.model.reads.serve(one))
 
@@ -236,7 +241,7 @@ class EngineHost:
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
         self._processes.signals.obey()
-        if self._processes.has_stages:
+        if self._has_parts:
             engine.model.reads.meet("end training_step")
         return output
 
@@ -292,7 +297,7 @@ class EngineHost:
         self, callbacks: Sequence[pl.Callback], averages: Sequence[nn.Module]
     ) -> None:
         check_sharded(callbacks, self._options.save_distributed_checkpoint)
-        if self._processes.has_stages:
+        if self._has_parts:
             check_pruning(callbacks)
         for average in averages:
             self._processes.share_weights(average)

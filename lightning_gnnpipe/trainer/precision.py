@@ -58,8 +58,9 @@ def clip_by_total_norm(
 ) -> Tensor:
     """Scale gradients to a norm over all stages of at most `max_norm`; collective.
 
-    Stages' parameters count on their rank, tied ones once, replicated ones on the first rank, in
-    each replica. `root` holds them all. Returns the norm before clipping, equal on all ranks.
+    Stages' parameters count on their rank, tied ones once, replicated ones on the first rank, rows
+    of tables on their shard, in each replica. `root` holds them all. Returns the norm before
+    clipping, equal on all ranks.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     counted = _counted(model, transport, root)
@@ -78,9 +79,10 @@ def clip_by_total_norm(
 
 def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> set[int]:
     """Return ids of the parameters of `root` that count on this rank; each counts once."""
-    if transport.mesh.shard:  # the stage's first rank counts them
-        return set()
     own, foreign = model.tensor_ids()
+    if transport.mesh.shard:  # the stage's first rank counts what all shards have
+        tables = model.tables.parameters() if model.tables.is_cut else ()
+        return own & {id(one) for one in tables}
     replicated = {id(p) for p in root.parameters()} - own - foreign
     return own | replicated if transport.mesh.is_first else own
 
