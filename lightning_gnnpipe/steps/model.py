@@ -133,12 +133,10 @@ class PipelinedModel:
                 known = self._held.known(call) or found  # with the weights as they are now
             return replace(known, tables=self.tables)
 
-    def place_tables(
-        self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan, *, trains: bool
-    ) -> Call:
+    def place_tables(self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan) -> Call:
         """Divide tables over shards, or put them together; return the call with the weights."""
         tables, modes, names = self.tables, self._modes.values(), frozenset[str]()
-        if trains and tables.may_divide and plan.shard is not None:
+        if tables.may_divide and plan.shard is not None:
             names = tables.choose(call, inputs, modes, self._users, self.reads.optimizers)
         if not names and (not tables.names or tables.serve(plan, mode)):
             return call

@@ -44,7 +44,7 @@ class OptimizerStates:
             self.optimizer.state = self._find()  # type: ignore[assignment]
 
     def forget(self, foreign: Collection[nn.Parameter]) -> None:
-        """Drop the states of `foreign`, the parameters of other stages, and cut states of tables."""
+        """Drop the states of `foreign`, parameters of other stages, and cut states of tables."""
         states = self._find()
         tables = self._tables.parameters() if self._tables.names else []
         for parameter in foreign:

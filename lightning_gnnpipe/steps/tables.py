@@ -8,7 +8,7 @@ together when user code or a checkpoint reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Tables:
         self,
         call: Call,
         inputs: Inputs,
-        modes: Iterable[Mode],
+        modes: Collection[Mode],
         users: Mapping[str, set[int]],
         optimizers: Sequence[Optimizer],
     ) -> frozenset[str]:
@@ -83,8 +83,10 @@ class Tables:
         `users`: stages of each weight. None if an optimizer may look at more than one number at
         once.
         """
-        may_divide = self.may_divide and not self.names and inputs.num_nodes >= LEAST_ROWS
-        if not may_divide or not optimizers or any(type(o) not in _BY_NUMBER for o in optimizers):
+        is_trained = any(mode.is_training for mode in modes) and bool(optimizers)
+        if self.names or not is_trained or inputs.num_nodes < LEAST_ROWS:
+            return frozenset()
+        if any(type(one) not in _BY_NUMBER for one in optimizers):
             return frozenset()
         rows = {name for slot, name in call.weights.items() if inputs.kinds[slot] is Kind.NODE}
         rows = rows.difference(*(mode.read_whole for mode in modes))

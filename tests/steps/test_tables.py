@@ -162,7 +162,8 @@ def train(
         piped = {"num_chunks": num_chunks, "graph_parallel": num_shards, "pipelined_module": "net"}
         piped |= {"save_distributed_checkpoint": saves_shards, "recompute": num_chunks > 1}
     ranks = max(num_shards, 1) * num_stages
-    trainer = quiet_trainer(ranks, piped, **{"max_epochs": 4, **options})
+    options = {"max_epochs": 4, "num_sanity_val_steps": 0, **options}
+    trainer = quiet_trainer(ranks, piped, **options)
     loader = DataLoader([graph()], batch_size=None)
     trainer.fit(module, loader, loader, ckpt_path=ckpt_path)
     return module
@@ -211,8 +212,9 @@ def test_an_own_optimizer_has_whole_tables() -> None:
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"accumulate_grad_batches": 2},
         {"averages": True},
+        {"num_sanity_val_steps": 1},
     ],
-    ids=["norm", "value", "accumulates", "averages"],
+    ids=["norm", "value", "accumulates", "averages", "validates first"],
 )
 def test_options_of_the_trainer_count(options: dict[str, Any]) -> None:
     def fit(num_shards: int) -> Trains:
