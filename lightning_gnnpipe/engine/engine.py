@@ -283,7 +283,7 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
-        call = self.model.place_tables(call, inputs, mode, own.graph.plan)
+        call = self.model.place_tables(call, inputs, mode, own.graph.plan, trains=True)
         self._checks.chunks(own.graph, own.store.linear_scale)
         needs_no_history = self._passes.needs_no_history(own.graph)
         if not needs_no_history and (is_resumed or known.saved):
@@ -385,7 +385,7 @@ class PipelineEngine:
             self._state.begin()
         # A training pass that awaits its backward still needs its own inputs.
         planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
-        call = self.model.place_tables(call, inputs, mode, graph.plan)
+        call = self.model.place_tables(call, inputs, mode, graph.plan, trains=False)
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         spec = replace(self._passes.open_exact(mode, graph, context), inputs=planned)

@@ -7,10 +7,15 @@ from lightning_gnnpipe.steps.gradient_sums import (
     group_tied,
     without_gradients,
 )
-from lightning_gnnpipe.steps.model import Measure, PipelinedModel
+from lightning_gnnpipe.steps.model import PipelinedModel
 from lightning_gnnpipe.steps.modes import Mode, stages_of_norms
 from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
-from lightning_gnnpipe.steps.partitioner import ChunkOptions, EngineOptions, Partitioner
+from lightning_gnnpipe.steps.partitioner import (
+    ChunkOptions,
+    EngineOptions,
+    Measure,
+    Partitioner,
+)
 from lightning_gnnpipe.steps.step_context import (
     Agreed,
     Controls,

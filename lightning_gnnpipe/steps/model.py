@@ -38,21 +38,17 @@ from lightning_gnnpipe.stages import (
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
-from lightning_gnnpipe.steps.modes import Mode, check_norms, reads_key, trace_key
-from lightning_gnnpipe.steps.partitioner import EngineOptions, count_layers
+from lightning_gnnpipe.steps.modes import Key, Mode, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure, count_layers
 from lightning_gnnpipe.steps.tables import Tables
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
 
 log = logging.getLogger(__name__)
 
-_NUM_MODES = 8
-_MANY_CHANGES = 4
+_NUM_MODES, _MANY_CHANGES = 8, 4
 
-# See `trace_key`, `Reads.values` and `Layers.num_rows`.
-Key = tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]
 Check = Callable[[Layers, Call, Inputs], None]
-Measure = Callable[[Layers], StepCosts]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
 
 
@@ -84,8 +80,10 @@ class PipelinedModel:
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self.tables = Tables(module, transport.mesh, self._fallbacks)
-        self._weights = StageWeights(module, transport, self.tables)
-        self._copies: list[StageWeights] = []
+        self._weights, self._copies = (
+            StageWeights(module, transport, self.tables),
+            list[StageWeights](),
+        )
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held = HeldTensors(module, self._try, self._weights.shape_of, self.matrices)
         self.reads = WeightReads(
@@ -133,11 +131,14 @@ class PipelinedModel:
                 known = self._held.known(call) or found  # with the weights as they are now
             return replace(known, tables=self.tables)
 
-    def place_tables(self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan) -> Call:
+    def place_tables(
+        self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan, *, trains: bool
+    ) -> Call:
         """Divide tables over shards, or put them together; return the call with the weights."""
         tables, modes, names = self.tables, self._modes.values(), frozenset[str]()
-        if tables.may_divide and plan.shard is not None:
+        if trains and tables.candidates and not tables.names and plan.shard is not None:
             names = tables.choose(call, inputs, modes, self._users, self.reads.optimizers)
+            self.reads.watch(is_full=self.reads.are_full)
         if not names and (not tables.names or tables.serve(plan, mode)):
             return call
         with self.whole():
@@ -259,11 +260,12 @@ class PipelinedModel:
         """Hold all parameters within the block, then only this stage's; collective."""
         with self.reads.inside():
             self._fill()
-            keeps = torch.is_grad_enabled() or self.reads.are_full  # autograd may have saved them
+            has_stages = self._transport.mesh.num_stages > 1  # autograd may have saved weights
+            keeps = self.reads.are_full or (has_stages and torch.is_grad_enabled())
             try:
                 yield
             finally:
-                keeps = keeps and (self._transport.mesh.num_stages > 1 or bool(self.tables.names))
+                keeps = keeps and (has_stages or bool(self.tables.names))
                 for weights in () if keeps else (self._weights, *self._copies):
                     weights.empty(self._users)
                 self.reads.watch(is_full=keeps)

@@ -15,6 +15,9 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
 
+# See `trace_key`, `Reads.values` and `Layers.num_rows`.
+Key = tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:

@@ -9,10 +9,11 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_gnnpipe.calls import Inputs
+from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import check_num_chunks, edges_within, partition_nodes, split_chunks
-from lightning_gnnpipe.stages import check_counts, check_num_stages, solve_balance
+from lightning_gnnpipe.stages import Layers, check_counts, check_num_stages, solve_balance
 from lightning_gnnpipe.staleness import HistoryOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -25,6 +26,8 @@ from lightning_gnnpipe.types import (
 )
 
 _EXACT = MessageOptions()
+
+Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
 
 
 @dataclass(frozen=True, slots=True)

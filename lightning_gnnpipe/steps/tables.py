@@ -8,7 +8,7 @@ together when user code or a checkpoint reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,14 @@ class Tables:
 
     Attributes:
         is_cut: Whether this rank has only the rows of its shard now.
-        may_divide: Whether `choose` may find tables.
+        candidates: Names of the parameters that may be divided later.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, fallbacks: Fallbacks) -> None:
         self._find, self._mesh, self._fallbacks = module.get_parameter, mesh, fallbacks
-        sizes = [p.size(0) for p in module.parameters() if p.dim()]
         is_sharded = mesh.num_shards > 1 and mesh.num_replicas == 1
-        self.may_divide = is_sharded and max(sizes, default=0) >= LEAST_ROWS
+        named = module.named_parameters() if is_sharded else ()
+        self.candidates = {name for name, p in named if p.dim() and p.size(0) >= LEAST_ROWS}
         self.names: frozenset[str] = frozenset()
         self.is_cut = False
         self._nodes: tuple[Tensor, ...] = ()
@@ -74,7 +74,7 @@ class Tables:
         self,
         call: Call,
         inputs: Inputs,
-        modes: Collection[Mode],
+        modes: Iterable[Mode],
         users: Mapping[str, set[int]],
         optimizers: Sequence[Optimizer],
     ) -> frozenset[str]:
@@ -83,14 +83,13 @@ class Tables:
         `users`: stages of each weight. None if an optimizer may look at more than one number at
         once.
         """
-        is_trained = any(mode.is_training for mode in modes) and bool(optimizers)
-        if self.names or not is_trained or inputs.num_nodes < LEAST_ROWS:
-            return frozenset()
-        if any(type(one) not in _BY_NUMBER for one in optimizers):
-            return frozenset()
+        is_by_number = bool(optimizers) and all(type(one) in _BY_NUMBER for one in optimizers)
+        if not is_by_number or inputs.num_nodes < LEAST_ROWS:
+            self.candidates = set()
         rows = {name for slot, name in call.weights.items() if inputs.kinds[slot] is Kind.NODE}
-        rows = rows.difference(*(mode.read_whole for mode in modes))
-        return frozenset(name for name in rows if len(users[name]) == 1)
+        rows = (rows & self.candidates).difference(*(mode.read_whole for mode in modes))
+        self.candidates = {name for name in rows if len(users[name]) == 1}
+        return frozenset(self.candidates)
 
     def begin(self, names: Collection[str], plan: ChunkPlan) -> None:
         """Divide tables as the nodes of `plan` are; they are cut later."""
@@ -101,7 +100,7 @@ class Tables:
         """Divide no table any more; `gather_states` puts optimizer states together."""
         gather_states()
         self.clear()
-        self.may_divide = False
+        self.candidates = set()
         self._fallbacks.tell(
             "A pass has other shards than training, or reads all rows of a table of weights",
             origin="the rows of its own nodes on each shard",

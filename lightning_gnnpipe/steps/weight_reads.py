@@ -72,18 +72,19 @@ class WeightReads:
 
     def watch(self, *, is_full: bool = False) -> None:
         """Detect reads outside of `inside`; `is_full`: tensors of other stages are here."""
-        self._is_full = is_full
-        has_stages = self._transport.mesh.num_stages > 1
-        if not has_stages and not self._tables.names:
+        self._show()
+        self._is_full, self._watched, self._names = is_full, [], {}
+        names = self._tables.names | self._tables.candidates
+        if self._transport.mesh.num_stages > 1:
+            names |= self._users().keys()
+        elif not names:
             return
         for ranks in (self._transport, self._transport.everyone):
             ranks.answers |= dict.fromkeys((_ASKS, _ASKS_STATES), self._share)
         kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
-        self._watched, self._names = [], {}
         for weights in self._weights():
-            for name, tensor in weights.named(self._users()).items():
-                is_partial = has_stages or name in self._tables
-                if is_partial and type(tensor) in kinds:  # no subclass of a library
+            for name, tensor in weights.named(names).items():
+                if type(tensor) in kinds:  # no subclass of a library
                     self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
                     self._names[id(tensor)] = name, weights
 

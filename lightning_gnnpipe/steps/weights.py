@@ -8,7 +8,7 @@ Copies of the module, like averages of weights, are emptied and filled along wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -129,9 +129,9 @@ class StageWeights:
         """Return the divided tables, cut or not, by name."""
         return {n: p for n, p in self.module.named_parameters() if n in self._tables}
 
-    def named(self, users: Users) -> dict[str, Tensor]:
-        """Return the tensors that stages use, by name, as they are on this rank."""
-        return {name: tensor for name, tensor in self._tensors().items() if name in users}
+    def named(self, names: Container[str]) -> dict[str, Tensor]:
+        """Return tensors by name, as they are on this rank."""
+        return {name: tensor for name, tensor in self._tensors().items() if name in names}
 
     def assemble(self, users: Users) -> dict[str, Tensor]:
         """Return the full tensors of all stages on every rank; collective."""
@@ -194,7 +194,17 @@ class StageWeights:
 
     def fill(self, users: Users) -> None:
         """Give this rank all parameters, and the owners' buffers; collective."""
-        self.take(self.assemble(users))
+        self.take(
+            self.assemble({name: users[name] for name in users if self._differs(name, users)})
+        )
+
+    def _differs(self, name: str, users: Users) -> bool:
+        """Whether ranks may have different data of a tensor; equal on all ranks."""
+        everywhere = users[name] == set(range(self._transport.mesh.num_stages))
+        is_cut = name in self._tables and name in self._shapes
+        tensor = self._tensors().get(name)
+        is_plain = isinstance(tensor, nn.Parameter) and tensor.dim() > 0
+        return is_cut or not everywhere or not is_plain
 
     def take(
         self, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor | None] | None = None

@@ -117,7 +117,7 @@ class EngineHost:
     @property
     def _has_parts(self) -> bool:
         """Whether ranks may hold different weights: of stages, or rows of tables."""
-        return self._processes.has_stages or self.engine.model.tables.may_divide
+        return self._processes.has_stages or bool(self.engine.model.tables.candidates)
 
     def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None, *, is_fitting: bool) -> None:
         """Make the engine of one run."""
@@ -180,6 +180,7 @@ class EngineHost:
         if self._has_parts:
             for one in optimizers:
                 self._patched.callback(self.engine.model.reads.serve(one))
+            self.engine.model.reads.watch()
 
     def detach(self) -> None:
         """Undo `attach`, and give the user's module all weights unless an error ended the run."""

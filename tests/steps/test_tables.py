@@ -104,7 +104,7 @@ class Decays(Trains):
     """Reads the table in the loss, before and after forward."""
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        before = self.net.emb.weight.square().sum() if self.current_epoch % 2 else 0
+        before = self.net.emb.weight.square().sum() if self.current_epoch % 2 == 0 else 0
         loss = super().training_step(data, batch_idx)
         return loss + 0.01 * (before + self.net.emb.weight.abs().sum())
 

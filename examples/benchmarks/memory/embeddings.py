@@ -1,6 +1,7 @@
 """What does each rank hold if a table of embeddings has one row per node, and what is its peak?
 
 python examples/benchmarks/memory/embeddings.py --gib 2
+python examples/benchmarks/memory/embeddings.py --gib 2 --shards 2
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import psutil
@@ -29,7 +29,6 @@ from lightning_gnnpipe import GNNPipeStrategy
 WIDTH, HIDDEN, NUM_CLASSES = 512, 8, 8
 EDGES_A_NODE = 4
 GIB = 2**30
-LAYOUTS: dict[str, dict[str, Any]] = {"two stages": {}, "two shards": {"graph_parallel": 2}}
 
 
 class Net(nn.Module):
@@ -53,9 +52,6 @@ class Module(L.LightningModule):
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(data.edge_index), data.y)
-
-    def validation_step(self, data: Data, batch_idx: int) -> None:
-        self.net(data.edge_index)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -86,36 +82,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--gib", type=float, default=2.0, help="of the table")
     parser.add_argument("--chunks", type=int, default=16)
+    parser.add_argument("--shards", type=int, default=1, help="2 instead of two stages")
     options = parser.parse_args()
     num_nodes = int(options.gib * GIB) // (4 * WIDTH)
     edges = make_edges(num_nodes, EDGES_A_NODE * num_nodes)
     data = Data(edge_index=edges, y=torch.arange(num_nodes) % NUM_CLASSES, num_nodes=num_nodes)
     rows = []
-    for layout in LAYOUTS:
-        with tempfile.TemporaryDirectory() as folder:
-            module = Module(Net(num_nodes), Path(folder))
-            strategy = GNNPipeStrategy(
-                num_chunks=options.chunks,
-                partition="contiguous",
-                start_method="fork",
-                **LAYOUTS[layout],
-            )
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=2,
-                strategy=strategy,
-                max_epochs=4,
-                callbacks=[Resets()],
-                logger=False,
-                enable_checkpointing=False,
-            )
-            loader = DataLoader([data], batch_size=None)  # type: ignore[arg-type]
-            trainer.fit(module, loader, loader)
-            for rank in range(2):
-                found = json.loads((Path(folder) / f"{rank}.json").read_text())
-                numbers = [found[name] / GIB for name in ("resident", "peak")]
-                rows.append([layout, str(rank), *(f"{number:.2f}" for number in numbers)])
-    print_table(["layout", "rank", "resident between steps, GiB", "peak of a step, GiB"], rows)
+    with tempfile.TemporaryDirectory() as folder:
+        module = Module(Net(num_nodes), Path(folder))
+        strategy = GNNPipeStrategy(
+            num_chunks=options.chunks,
+            graph_parallel=options.shards,
+            partition="contiguous",
+            start_method="fork",
+        )
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=4,
+            callbacks=[Resets()],
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, DataLoader([data], batch_size=None))  # type: ignore[arg-type]
+        for rank in range(2):
+            found = json.loads((Path(folder) / f"{rank}.json").read_text())
+            numbers = [found[name] / GIB for name in ("resident", "peak")]
+            rows.append([str(rank), *(f"{number:.2f}" for number in numbers)])
+    print_table(["rank", "resident between steps, GiB", "peak of a step, GiB"], rows)
 
 
 if __name__ == "__main__":
