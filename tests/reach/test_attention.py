@@ -168,6 +168,19 @@ def test_other_functions_of_all_rows_are_refused(function: Any) -> None:
         fit(lambda: Between(function, is_inline=True), num_chunks=3)
 
 
+def test_a_gate_that_starts_at_0_hides_nothing() -> None:
+    """ReZero: at the beginning the output is that of a network without the function."""
+
+    def make(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+        net = Between(function, is_inline=False)
+        nn.init.zeros_(net.function.weight)
+        return net
+
+    with pytest.raises(UnsupportedError, match="the same values on chunks"):
+        fit(lambda: make(lambda x, k: x.sum(0) / (x.size(0) - 1)), num_chunks=3)
+    assert_alike(lambda: make(lambda x, k: x.sum(0) / x.size(0)))
+
+
 def test_sums_in_a_checkpoint_are_refused_in_words() -> None:
     def attention(x: Tensor, k: Tensor) -> Tensor:
         return checkpoint(lambda x, k: x @ (k.t() @ x), x, k, use_reentrant=False)
