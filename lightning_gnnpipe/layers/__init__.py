@@ -12,7 +12,7 @@ from lightning_gnnpipe.layers.intercept import (
 )
 from lightning_gnnpipe.layers.native import NativeContext
 from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_statistics
-from lightning_gnnpipe.layers.sums import Learner, NodeSums, Summing, check_sums
+from lightning_gnnpipe.layers.sums import Learner, NodeSums, Summing, check_sums, count_sums
 from lightning_gnnpipe.layers.support import (
     check_graph_batches,
     check_norms,
@@ -31,6 +31,7 @@ __all__ = [
     "check_pools",
     "check_sums",
     "check_support",
+    "count_sums",
     "find_convs",
     "find_layers",
     "guard_losses",

@@ -68,6 +68,11 @@ class NodeSum:
 NodeSums = Mapping[Key, NodeSum]
 
 
+def count_sums(sums: NodeSums) -> Counter[str]:
+    """Return how many of `sums` reduce rows, by the name of the function."""
+    return Counter(name for (name, _), one in sums.items() if one.form is not None)
+
+
 class _Operands:
     """The operands of a call, in one list."""
 
@@ -213,6 +218,7 @@ class Summing(_Counting):
     def __init__(self, sums: NodeSums, context: Any) -> None:
         super().__init__()
         self._sums, self._context = sums, cast(MessageContext, context)
+        self._numbers = count_sums(sums)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         context = self._context
@@ -235,5 +241,7 @@ class Summing(_Counting):
             return torch.stack([to_sum(part, n) for part, n in zip(parts, counts, strict=True)])
 
         own = to_sum(result.double(), context.chunk.num_nodes)
-        total = sum_over_chunks(f"{key[0]}()", own, sums_of, context)
+        # Where evaluation has more sums than training, it must not replace those of training.
+        name = f"{key[0]}() of {self._numbers[key[0]]}"
+        total = sum_over_chunks(name, own, sums_of, context)
         return result if total is None else from_sum(total, num_nodes).to(result.dtype)

@@ -323,7 +323,7 @@ class PipelinedModel:
         self.intercepted = self.intercepted.within(called, has_sums=layers.has_sums)
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = (first, layers.outside.values(), layers.num_rows)
-        reads = reads_key(self.module, call, self.intercepted.norms.values())
+        reads = reads_key(self.module, call, self.intercepted.norms.values(), layers)
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         whole = frozenset(names_read_whole(layers, self.module))
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen, whole)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.layers import count_sums
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
 
 # See `trace_key`, `Reads.values` and `Layers.num_rows`.
@@ -82,11 +83,14 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     return flags, weights, leaves, signature, is_autocast
 
 
-def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
-    """Return `Mode.reads`: norm modes, frozen weights, and leaves with gradients."""
+def reads_key(
+    module: nn.Module, call: Call, norms: Iterable[nn.Module], layers: Layers
+) -> Hashable:
+    """Return `Mode.reads`: norm modes, frozen weights, leaves with gradients, and sums."""
     flags = tuple(norm.training for norm in norms)
     frozen = tuple(p.requires_grad for p in module.parameters())
-    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
+    sums = tuple(tuple(sorted(count_sums(one.sums).items())) for one in layers.segments)
+    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves), sums
 
 
 def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:

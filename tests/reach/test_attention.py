@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import chunk_order
-from tests.helpers.alike import D, Fits, N, assert_alike, fit, graph
+from tests.helpers.alike import D, Fits, N, assert_alike, fit, graph, on_features
 from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.cases import slow
 from tests.helpers.engines import one_process_engine
@@ -168,6 +168,19 @@ def test_other_functions_of_all_rows_are_refused(function: Any) -> None:
         fit(lambda: Between(function, is_inline=True), num_chunks=3)
 
 
+def test_a_gate_that_starts_at_0_hides_nothing() -> None:
+    """ReZero: at the beginning the output is that of a network without the function."""
+
+    def make(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+        net = Between(function, is_inline=False)
+        nn.init.zeros_(net.function.weight)
+        return net
+
+    with pytest.raises(UnsupportedError, match="the same values on chunks"):
+        fit(lambda: make(lambda x, k: x.sum(0) / (x.size(0) - 1)), num_chunks=3)
+    assert_alike(lambda: make(lambda x, k: x.sum(0) / x.size(0)))
+
+
 def test_sums_in_a_checkpoint_are_refused_in_words() -> None:
     def attention(x: Tensor, k: Tensor) -> Tensor:
         return checkpoint(lambda x, k: x @ (k.t() @ x), x, k, use_reentrant=False)
@@ -183,6 +196,61 @@ def test_a_norm_of_zeros_has_no_gradient() -> None:
         return (h / (h.norm(dim=0) + 1))[:, :6]
 
     assert_alike(lambda: Between(dead, is_inline=True))
+
+
+class Still(Fits):
+    """Trains with a rate of 0, so that pipelined steps return what exact ones do."""
+
+    def __init__(self, net: nn.Module, call: Any) -> None:
+        super().__init__(net, call)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        outputs = self.call(self.net, data)
+        self.seen.append(outputs.detach().clone())
+        return outputs.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class KeepsStatistics(Wrapped):
+    """Sums over all nodes that its results do not need, in one of its modes."""
+
+    def __init__(self, *, in_training: bool) -> None:
+        super().__init__(lambda x, k: x * (x * k).sum(0) / 9)
+        self.in_training = in_training
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        if self.training == self.in_training:
+            self.statistics = k.square().sum(0).detach()
+        return super().forward(x, k)
+
+
+def _first_in_training(net: nn.Module, data: Data) -> Tensor:
+    """Switch the module between the layers to evaluation after the first training step."""
+    if net.training:
+        net.function.train(net.function.training and not hasattr(net.function, "statistics"))
+    return net(data.x, data.edge_index)
+
+
+@pytest.mark.parametrize("staleness", ["drift", "constant"])
+@pytest.mark.parametrize(
+    ("in_training", "call"),
+    [(False, on_features), (True, on_features), (True, _first_in_training)],
+)
+def test_a_sum_of_one_mode_alone_is_not_taken_for_another(
+    in_training: bool, call: Any, staleness: str
+) -> None:
+    net = Between(SUMS["sums"], is_inline=True)
+    net.function = KeepsStatistics(in_training=in_training)
+    module, loader = Still(net.double(), call), DataLoader([graph()], batch_size=None)
+    piped = {"num_chunks": 3, "staleness": staleness}
+    quiet_trainer(1, piped, max_epochs=4, num_sanity_val_steps=0).fit(module, loader, loader)
+    with torch.no_grad():
+        expected = net.eval()(graph().x, graph().edge_index)
+    for found in module.seen:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_gps_trains_with_performer_attention_alone() -> None:
