@@ -4,8 +4,8 @@
 
 A function is a sum over nodes if its results on parts of the rows add up to that on all rows, maybe
 as a mean, or as a root of squares. `Learner` tries this on a small graph, so that user code and
-PyG's attention need no table. It also finds operands that are the number of all nodes; elsewhere
-a size is the chunk's own.
+PyG's attention need no table. It also finds operands that are computed from the number of all
+nodes. Everywhere else `x.size(0)` is the number of rows in the chunk.
 
 `Summing` runs these functions on a chunk. As in norms over all nodes, the sums of chunks that have
 run in this step are added up, with their gradient. The last known sums of other chunks are added,
@@ -32,7 +32,8 @@ from lightning_gnnpipe.user_code import is_checkpointed
 
 Key = tuple[str, int]  # name of a function, and its number among calls of this name in a segment
 
-# From the result on some rows to a sum over rows, and back; the gradient of a root is 0 at 0.
+# Pairs: turn a result into something that adds up, and turn the total back. The last pair has
+# gradient 0 at 0.
 _FORMS: tuple[tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]], ...] = (
     (lambda result, _: result, lambda total, _: total),
     (lambda mean, n: mean * n if n else torch.zeros_like(mean), lambda total, n: total / n),
@@ -49,8 +50,10 @@ class NodeSum:
 
     Attributes:
         dims: For each operand, the dimension of nodes, if it has one.
-        form: Number in `_FORMS`, or why it is refused; None if it treats each row by itself.
-        counts: Operands that are functions of the number of all nodes, and numbers in `_COUNTS`.
+        form: An index into `_FORMS`; or a text, why it is refused; or None: each row is treated by
+            itself, and only `counts` matter.
+        counts: Pairs (position of an operand, index into `_COUNTS` of the function that it is of
+            the number of all nodes).
     """
 
     dims: tuple[int | None, ...]
@@ -58,7 +61,10 @@ class NodeSum:
     counts: frozenset[tuple[int, int]] = frozenset()
 
     def merge(self, other: NodeSum | None, *, is_clear: bool) -> NodeSum | None:
-        """Return what holds on two graphs; `is_clear`: their sizes differ."""
+        """Return what two trials agree on.
+
+        `is_clear`: the graphs differ in size, so that no constant is taken for the number of nodes.
+        """
         if other is None or (self.dims, self.form) != (other.dims, other.form):
             return None
         counts = self.counts & other.counts if is_clear else frozenset()
@@ -161,6 +167,8 @@ class Learner(_Counting):
             whole, first = operands.call(), operands.call_on(dims, 0, half)
             if not is_reduced:
                 return row_wise if _is_close(first, whole.narrow(places[0], 0, half)) else None
+            if not whole.numel() and any(map(_is_mask, values, dims)):
+                return NodeSum(dims, "with a mask that selects no row in a trial")
             second = operands.call_on(dims, half, n - half)
             if not first.shape == second.shape == whole.shape:  # rows of a mask
                 return None
@@ -187,10 +195,14 @@ def _counts_in(num_nodes: int, values: Sequence[Any]) -> frozenset[tuple[int, in
 
 
 def _as_test(value: Any, dim: int | None) -> Any:
-    """Return an operand in double precision, with other rows: positive, some much larger."""
+    """Return an operand in double precision; random positive rows, of very different sizes."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.double() if dim is None else torch.randn_like(value.double()).exp()
+
+
+def _is_mask(value: Any, dim: int | None) -> bool:
+    return dim is not None and value.dtype is torch.bool
 
 
 def _is_close(ours: Any, theirs: Tensor) -> bool:
@@ -204,8 +216,8 @@ def check_sums(sums: NodeSums) -> None:
     for (name, _), one in sums.items():
         if isinstance(one.form, str):
             raise UnsupportedError(
-                expected="forward to let all nodes see each other by sums over them (linear "
-                "attention), outside of torch.utils.checkpoint",
+                expected="forward to combine rows of all nodes only by sums, as linear attention "
+                "does, and not inside torch.utils.checkpoint",
                 found=f"'{name}', {one.form}",
                 remedy="Softmax attention needs all rows at once: use linear attention, or train "
                 "with num_chunks=1. For a checkpoint use GNNPipeStrategy(recompute=True).",
@@ -241,7 +253,7 @@ class Summing(_Counting):
             return torch.stack([to_sum(part, n) for part, n in zip(parts, counts, strict=True)])
 
         own = to_sum(result.double(), context.chunk.num_nodes)
-        # Where evaluation has more sums than training, it must not replace those of training.
+        # Where evaluation has more sums than training, it must not replace sums of training.
         name = f"{key[0]}() of {self._numbers[key[0]]}"
         total = sum_over_chunks(name, own, sums_of, context)
         return result if total is None else from_sum(total, num_nodes).to(result.dtype)

@@ -1,11 +1,11 @@
-"""What forward reads by the sources of edges, outside of `propagate`, in the user's own code.
+"""Rows that the user's code looks up at the sources of edges, outside of `propagate`.
 
     row, col = edge_index
     scatter(x[row], col, 0, x.size(0))    messages by hand: x is widened first
     weight = (x[row] * x[col]).sum(-1)    weights of edges: likewise
     degree(row, x.size(0))                comes from the whole graph
 
-Targets lie in the chunk, some sources do not.
+All targets are rows of the chunk; some sources are rows of other chunks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from lightning_gnnpipe.passing.context import MessageContext
 
 _SUMS = ("scatter_", "index_add", "index_reduce")
-_FOLLOWED = ("__getitem__", "unbind", "cat", "view", "expand", "expand_as", "unsqueeze")
-_HELPERS = "torch_geometric.utils."
+_FOLLOWED = ("__getitem__", "cat", "clone", "view", "expand", "expand_as", "unsqueeze")
+_BY_DIM = ("index_select", "gather")
+_HELPERS = ("torch_geometric.utils.", "torch.overrides", "torch.nn.functional")
 _LIBRARIES = ("torch.", "torch_geometric.nn.conv.", "lightning_gnnpipe.")
 
 
@@ -38,9 +39,9 @@ class Lookups(BaseTorchFunctionMode):
     Args:
         num_nodes: Number of rows before they are widened.
         widen: Appends the halo's rows.
-        sum_up: Sums values of edges at their sources, of which it is given the numbers, the rows
-            to add to, and whether to count edges; None lets torch do it.
-        pairs: Tensors that look like edges and are none.
+        sum_up: Called as `sum_up(sources, rows, counts)` for a sum at sources; `counts`: it is
+            `degree`. Returns the sum, or None to let torch compute it.
+        pairs: Tensors of shape `[2, n]` that are no edges, such as pairs to score.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class Lookups(BaseTorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         rows, index = _lookup(name, args, kwargs)
-        if id(index) in self._sources and rows.size(0) == self._num_nodes:
+        is_sum = name.startswith(_SUMS)
+        reads = id(index) in self._sources or (not is_sum and self._is_edges(index))
+        if reads and rows.size(0) == self._num_nodes:
             caller = _caller()
-            is_sum, is_users = name.startswith(_SUMS), _is_users(caller)
+            is_users = _is_users(caller)
             if is_users and not is_sum:
-                args = (self._widen(rows), *args[1:])
+                args = tuple(self._widen(rows) if one is rows else one for one in args)
             elif is_users and caller is not None:
                 summed = self._sum_up(index, rows, caller.f_code is degree.__code__)
                 if summed is not None:
@@ -75,21 +78,24 @@ class Lookups(BaseTorchFunctionMode):
 
     def _follow(self, name: str, args: Any, result: Any) -> None:
         """Keep `result` in mind if it holds sources: row 0 of edges, or some of them."""
-        if not args or name not in _FOLLOWED:
+        if not args:
             return
-        given, key = args[0], args[1] if len(args) > 1 else 0
-        found = None
-        if name == "cat":
-            found = result if any(id(one) in self._sources for one in given) else None
-        elif _is_edges(given) and not any(given is pair for pair in self._pairs):
-            first = key[0] if isinstance(key, tuple) else key
-            is_first = type(first) is int and first == 0
-            if name in ("__getitem__", "unbind"):
-                found = result[0] if name == "unbind" else result if is_first else None
-        elif id(given) in self._sources:
-            found = result
+        given, found = args[0], None
+        if self._is_edges(given):
+            parts = result if isinstance(result, list | tuple) else [result]
+            found = next((one for one in parts if _is_first_row(one, given)), None)
+            if name == "__getitem__" and isinstance(args[1], tuple) and args[1][0] == 0:
+                found = result  # some of them
+        elif name in _FOLLOWED:
+            several = given if name == "cat" else [given]
+            found = result if any(id(one) in self._sources for one in several) else None
         if found is not None:
             self._sources[id(found)] = found
+
+    def _is_edges(self, value: Any) -> bool:
+        is_index = isinstance(value, Tensor) and value.dtype == torch.int64
+        is_alike = is_index and value.dim() == 2 and value.size(0) == 2
+        return is_alike and not any(value is pair for pair in self._pairs)
 
 
 def lookups_of(context: MessageContext) -> Lookups:
@@ -112,7 +118,7 @@ def lookups_of(context: MessageContext) -> Lookups:
             raise UnsupportedError(
                 expected="messages to be summed at the targets of edges, edge_index[1]",
                 found="a sum at the sources, edge_index[0]",
-                remedy="Pass the edges to forward as edge_index.flip(0) and swap the two rows "
+                remedy="Pass edge_index.flip(0) to forward and write 'col, row = edge_index' "
                 "there, or train with num_chunks=1. Pass degrees as a node-level tensor.",
             )
 
@@ -127,23 +133,26 @@ def lookups_of(context: MessageContext) -> Lookups:
 
 
 def _lookup(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the rows and the index of a lookup, or sum, in dimension 0; Nones for all else."""
+    """Return the rows and the index of a lookup, or sum, of rows; Nones for all else."""
     if name == "__getitem__":
         rows, index = args
         index = index[0] if isinstance(index, tuple) and index else index
         return rows, index
     if name.startswith(_SUMS) and len(args) > 2:
         return args[0], args[2]
-    if name == "index_select" and args:
+    if name in _BY_DIM and len(args) > 1:
         named = dict(zip(("dim", "index"), args[1:], strict=False)) | kwargs
-        if named.get("dim") == 0:
+        if named.get("dim") in (0, -args[0].dim()):
             return args[0], named.get("index")
+    if name == "embedding" and len(args) > 1:  # torch's has the rows first
+        return (args[0], args[1]) if args[0].is_floating_point() else (args[1], args[0])
     return None, None
 
 
-def _is_edges(value: Any) -> bool:
-    is_index = isinstance(value, Tensor) and value.dtype == torch.int64
-    return is_index and value.dim() == 2 and value.size(0) == 2
+def _is_first_row(value: Any, edges: Tensor) -> bool:
+    """Whether `value` is row 0 of `edges`, of any shape."""
+    is_alike = isinstance(value, Tensor) and value.numel() == edges.size(1) > 0
+    return is_alike and value.data_ptr() == edges.data_ptr()
 
 
 def _caller() -> FrameType | None:
@@ -155,7 +164,7 @@ def _caller() -> FrameType | None:
 
 
 def _is_users(caller: FrameType | None) -> bool:
-    """Whether the user's code, a traced forward or a model of PyG calls, maybe by PyG's helpers."""
+    """Whether the call is the user's, a traced forward's or a PyG model's, maybe by a helper."""
     while caller is not None and (
         caller.f_code is gcn_norm.__code__ or _module_of(caller).startswith(_HELPERS)
     ):

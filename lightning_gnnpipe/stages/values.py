@@ -149,8 +149,7 @@ def draw_sample(
 def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -> Sample:
     """Return evenly spaced edges, their nodes and a few more; whole groups for MeshCNNConv."""
     widths = {size for p in module.parameters() for size in p.shape}
-    without = [i for i, kind in enumerate(inputs.kinds) if kind is Kind.WHOLE]
-    widths |= {size for i in without for size in call.leaves[i].shape}
+    widths |= {size for leaf in _without_rows(call.leaves, inputs) for size in leaf.shape}
     group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
     sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
     drawn = [_spaced(edges, num_edges // len(sets), group) for edges in sets]
@@ -175,11 +174,12 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
     leaves = []
     for kind, number, leaf in zip(inputs.kinds, inputs.edge_sets, call.leaves, strict=True):
         rows = {Kind.NODE: nodes, Kind.EDGE: drawn[number]}.get(kind)
-        part = leaf if rows is None else leaf[rows]
-        part = local[number] if kind is Kind.EDGE_INDEX else part
+        part = local[number] if kind is Kind.EDGE_INDEX else leaf if rows is None else leaf[rows]
         if kind is Kind.WHOLE and _is_index(leaf):
             part = leaf % nodes.numel()
         part = part.clone() if part.is_inference() else part
+        if rows is not None and part.dtype is torch.bool and not part.any():
+            part[::2] = True  # a mask selects some rows
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     return Sample(
         tuple(leaves),

@@ -148,7 +148,7 @@ def test_softmax_attention_is_refused_in_words(is_inline: bool) -> None:
 
     with pytest.raises(UnsupportedError) as caught:
         fit(lambda: Between(attention, is_inline=is_inline), num_chunks=3)
-    words = r"by sums over them .linear .* .got '.*', which returns a value for each pair of nodes"
+    words = r"only by sums, as .* .got '.*', which returns a value for each pair of nodes"
     assert re.search(words, str(caught.value))
     assert "Softmax attention needs all rows at once" in str(caught.value)
     fit(lambda: Between(attention, is_inline=is_inline), num_chunks=1)
@@ -168,6 +168,11 @@ def test_other_functions_of_all_rows_are_refused(function: Any) -> None:
         fit(lambda: Between(function, is_inline=True), num_chunks=3)
 
 
+def test_a_mask_that_selects_no_row_in_a_trial_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="mask that selects no row in a trial"):
+        fit(lambda: Between(lambda x, k: x[x[:, 0] > 1e9].sum(0), is_inline=True), num_chunks=3)
+
+
 def test_a_gate_that_starts_at_0_hides_nothing() -> None:
     """ReZero: at the beginning the output is that of a network without the function."""
 
@@ -185,7 +190,7 @@ def test_sums_in_a_checkpoint_are_refused_in_words() -> None:
     def attention(x: Tensor, k: Tensor) -> Tensor:
         return checkpoint(lambda x, k: x @ (k.t() @ x), x, k, use_reentrant=False)
 
-    with pytest.raises(UnsupportedError, match=r"outside of .*checkpoint .got .*, in a checkpoint"):
+    with pytest.raises(UnsupportedError, match=r"not inside .*checkpoint .got .*, in a checkpoint"):
         fit(lambda: Between(attention, is_inline=False), num_chunks=3)
     assert_alike(lambda: Between(attention, is_inline=True))
 

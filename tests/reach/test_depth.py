@@ -293,6 +293,23 @@ class AddsByHand(SumsByHand):
         return self.lin(torch.cat([x, out], dim=-1))
 
 
+class ReadsByHand(SumsByHand):
+    """The same rows in several ways."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        col = edge_index[1]
+        last, first = edge_index[-2], edge_index.select(0, 0).clone()
+        several = [
+            x[edge_index][0],
+            torch.gather(x, 0, edge_index.chunk(2)[0].view(-1, 1).expand(-1, x.size(1))),
+            F.embedding(last, x),
+            x.index_select(-2, first),
+        ]
+        messages = sum(one / (i + 1) for i, one in enumerate(several))
+        out = torch.zeros_like(x).index_add_(0, col, messages)
+        return self.lin(torch.cat([x, out], dim=-1))
+
+
 class ByHand(Convs):
     """No layer is a MessagePassing."""
 
@@ -420,6 +437,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "lengths": (CountsRows, 4),
     "sums by hand": (lambda: ByHand(SumsByHand), 4),
     "adds by hand": (lambda: ByHand(AddsByHand), 4),
+    "reads by hand": (lambda: ByHand(ReadsByHand), 4),
     "attends by hand": (AttendsByHand, 1),
     "weights of edges": (WeighsEdges, 4),
     "updates of edges": (UpdatesEdges, 4),
@@ -633,7 +651,7 @@ HABITS = {
     "messages by hand, summed at the targets: `scatter(x[row], col, ...)`, `index_add`": (
         "as plainly; each sum is a layer",
         test_depth_trains_as_plainly,
-        *("sums by hand", "adds by hand", "attends by hand"),
+        *("sums by hand", "adds by hand", "reads by hand", "attends by hand"),
     ),
     "messages by hand, summed at the sources (`row`)": (
         "refused: swap the rows of `edge_index`",

@@ -327,6 +327,11 @@ def on_labels(net: Any, data: Data) -> Any:
     return net(data.x, numbers % 4, numbers % 3 == 0, data.edge_index)
 
 
+def on_few_labels(net: Any, data: Data) -> Any:
+    numbers = torch.arange(N)
+    return net(data.x, numbers % 4, numbers == N // 2, data.edge_index)
+
+
 def on_ids(net: Any, data: Data) -> Any:
     return net(torch.arange(N) * 7 % N, data.edge_index)
 
@@ -350,6 +355,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
     "edges beside edges": (OneMoreEdgeSet, on_features),
     "rows beside features": (Rows, on_features),
     "some rows written": (WritesLabels, on_labels),
+    "one row written": (WritesLabels, on_few_labels),
     "a sparse matrix of the module": (OwnMatrix, on_nothing),
     "LightGCN": (LightGCN, on_edges),
     "no features": (WithoutFeatures, on_types),
@@ -743,7 +749,7 @@ HABITS = {
     "known labels written to some rows: `h[mask] = ...`": (
         "as plainly",
         test_what_a_module_holds_trains_as_plainly,
-        "some rows written",
+        *("some rows written", "one row written"),
     ),
     "rows of an argument written to: `x[:, 0] = 1`": (
         "refused: write to `x.clone()`",
