@@ -230,7 +230,7 @@ class Preview:
         else:
             yield (
                 f"Exact: validation, test and predict, and {num_exact} of {num_steps} training "
-                "steps here. The first on an input always is."
+                "steps here. The first step on an input always is."
             )
             yield f"Stale: {100 * steps.stale_frac:.0f} % of the rows read from other chunks."
 
@@ -327,7 +327,9 @@ def _forecast(plan: PipelinePlan | Exception | None) -> Iterator[str]:
         f"{plan.one_device_s:.3f}, {len(plan.stages) * plan.num_shards} devices {plan.step_s:.3f}."
     )
     if plan.plain_s is not None:
-        yield f"Expected gain: {plan.plain_s / plan.step_s:.1f} times as fast as a plain Trainer."
+        gain = plan.plain_s / plan.step_s
+        text = f"{gain:.1f} times as fast" if gain >= 1 else f"none, {1 / gain:.1f} times as slow"
+        yield f"Expected gain: {text} as a plain Trainer."
     yield from plan.advice
 
 

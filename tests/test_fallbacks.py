@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
 HERE = "test_fallbacks.py::"
 VALIDATION = HERE + "test_without_rows_of_validation_it_is_told_why"
 TOLD = dict.fromkeys(CASES, HERE + "test_a_fallback_is_told_once") | {  # and the test that meets it
-    "'…' computes statistics over all nodes": VALIDATION,
+    "'…' normalises over all nodes": VALIDATION,
     "'…' is called beside": "reach/test_methods.py::test_a_second_method_is_told_of_once",
     "BatchNorm ('…')": "batches/test_batches.py::test_batch_norm_is_told_of_once",
     "No validation has run": VALIDATION,
@@ -213,7 +213,7 @@ class OtherGraph(FullGraphDataModule):
     [
         ("No validation has run just before", {"limit_val_batches": 0}, None),
         ("No validation has run just before", {"check_val_every_n_epoch": 2}, None),
-        ("'norms.0' computes statistics over all nodes", {}, "BatchNorm"),
+        ("'norms.0' normalises over all nodes", {}, "BatchNorm"),
         ("Validation may run with averages", {"callbacks": [EMAWeightAveraging(decay=0.5)]}, None),
         ("Validation is given other inputs", {"data": OtherGraph(make_data().data)}, None),
     ],

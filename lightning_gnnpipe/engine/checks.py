@@ -158,8 +158,8 @@ class EngineChecks:
         remedy = "Validate after every epoch, with the inputs of training."
         if norms:
             why = (
-                f"'{next(iter(norms))}' computes statistics over all nodes, and validation "
-                "computes them otherwise than training"
+                f"'{next(iter(norms))}' normalises over all nodes, by other statistics in "
+                "training than in validation"
             )
             remedy = "This is how networks with such norms train by default."
         elif self._options.messages.is_async:

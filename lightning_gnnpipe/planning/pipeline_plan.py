@@ -134,7 +134,9 @@ class PipelinePlan:
             advice.append("The pipeline is hardly faster than one device.")
         advice += self._advise_layout()
         if num_layers < _FEW_LAYERS:
-            advice.append(f"With only {num_layers} layers, graph parallelism also sends few bytes.")
+            advice.append(
+                f"With only {num_layers} layers shards send few bytes, too: try graph_parallel."
+            )
         if chunk_s < _SHORT_CHUNK_S:
             advice.append(
                 f"A chunk takes only {chunk_s * 1e3:.1f} ms on a stage: use fewer chunks, or one "
