@@ -45,7 +45,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "graph batches": (PROMISES + "test_p1_batches.py", "test_stages and (jumping or transformer)"),
     "codecs": ("tests/codecs/test_codec.py", "gpu or fp32"),
 }
-SMALL = ("P1, two ranks", "rows on the host", "checkpoints between devices")
+SMALL = ("P1, two ranks", "rows on the host")
 PARTS: dict[int, list[str]] = {
     2: ["--what", "times", "--precisions", "32-true"],
     3: ["--what", "times", "host", "--precisions", "bf16-mixed"],

@@ -26,6 +26,23 @@ GRACE_S = 3.0
 """How long a child may take to end after the test that started it."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `some_cases(n)` leave n cases, evenly spaced; more are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        mark = several[0].get_closest_marker("some_cases")
+        assert mark is not None
+        most = min(mark.args[0], len(several))
+        chosen = {turn * len(several) // most for turn in range(most)}
+        for turn, item in enumerate(several):
+            if turn not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def double() -> Iterator[None]:
     """Make float64 the default dtype, and the weights the same in each test."""

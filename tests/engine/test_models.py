@@ -83,6 +83,7 @@ def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
         net.zero_grad(set_to_none=True)
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("jk", [None, "cat", "max", "lstm"])
 @pytest.mark.parametrize("norm", [None, "BatchNorm", "LayerNorm", "GraphNorm"])
 @pytest.mark.parametrize("act_first", [False, True])

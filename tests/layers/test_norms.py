@@ -205,6 +205,7 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
     return out
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:

@@ -60,6 +60,7 @@ def plain_copy(net: nn.Module) -> nn.Module:
     return plain
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize(
     ("case", "recompute"), some(product(ALONE, [False, True]), every=5), ids=name_of
 )

@@ -153,6 +153,7 @@ FAST = {
 }
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize(
     ("num_stages", "variant"),
     [one if one in FAST else slow(*one) for one in product([1, 2, 3], VARIANTS)],

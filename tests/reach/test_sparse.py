@@ -252,6 +252,7 @@ def takes_matrix(layout: str) -> Takes:
     return lambda data: (data.x, data[f"adj_{layout}"])
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
 def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     make, _, values = NETS[name]
@@ -259,6 +260,7 @@ def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
 
 
+@pytest.mark.some_cases(8)
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""
