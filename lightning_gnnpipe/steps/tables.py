@@ -169,11 +169,15 @@ class Tables:
         return {**state, "state": state["state"] | joined}
 
     def _join_state(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        def join(key: str, value: Any) -> Any:
-            is_cut = isinstance(value, Tensor) and [*value.shape[:1]] == self.sizes[:1]
-            return self.join([one[key] for one in shards]) if is_cut else value
+        def join(several: Sequence[Any]) -> Any:
+            sizes = [
+                one.size(0) if isinstance(one, Tensor) and one.dim() else -1 for one in several
+            ]
+            if sizes == self.sizes:
+                return self.join(several)
+            return several[sizes.index(max(sizes))]  # user code may have made it whole on a rank
 
-        return {key: join(key, value) for key, value in shards[0].items()}
+        return {key: join([one[key] for one in shards]) for key in shards[0]}
 
     def cut_state(self, state: dict[str, Any]) -> None:
         """Keep the rows of this shard of an optimizer state."""

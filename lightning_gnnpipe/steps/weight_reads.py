@@ -255,8 +255,9 @@ class WeightReads:
             for weights in self._weights() if _ASKS in places else ():
                 tensors = weights.assemble(self._users())
                 grads = weights.assemble_gradients(self._users())
-                if asks == _ASKS:
+                if asks == _ASKS or self._tables.names:  # tables are cut on all ranks, or on none
                     weights.take(tensors, grads)
+                    self._is_full = True
             if _ASKS_STATES in places:
                 self.forget_foreign_states()
             for states in self._states if _ASKS_STATES in places else ():

@@ -201,10 +201,9 @@ class StageWeights:
     def _differs(self, name: str, users: Users) -> bool:
         """Whether ranks may have different data of a tensor; equal on all ranks."""
         everywhere = users[name] == set(range(self._transport.mesh.num_stages))
-        is_cut = name in self._tables and name in self._shapes
         tensor = self._tensors().get(name)
         is_plain = isinstance(tensor, nn.Parameter) and tensor.dim() > 0
-        return is_cut or not everywhere or not is_plain
+        return name in self._tables or not everywhere or not is_plain
 
     def take(
         self, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor | None] | None = None

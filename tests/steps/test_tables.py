@@ -129,6 +129,34 @@ class Validates(Trains):
         super().validation_step(OTHER if self.current_epoch > 0 else data, batch_idx)
 
 
+class TwoViews(Trains):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        other = graph(x=data.x * 0.5)
+        both = [self.call(self.net, one) for one in (data, other)]
+        return (both[0] - both[1]).square().mean() + (both[0] - 1).square().mean()
+
+
+class Clips(Trains):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class RankZero(Trains):
+    """Rank 0 alone reads the table, between forward and backward and in a hook, and its state."""
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = super().training_step(data, batch_idx)
+        if self.global_rank == 0 and self.current_epoch % 2:
+            self.seen.append(self.net.emb.weight.detach().square().sum())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.seen.append(self.net.emb.weight.detach().square().sum())
+            state = self.optimizers().state[self.net.emb.weight]  # type: ignore
+            self.seen.append(state["exp_avg"].clone())
+
+
 class Thaws(Trains):
     def on_train_epoch_start(self) -> None:
         self.net.emb.weight.requires_grad_(self.current_epoch != 1)
@@ -196,7 +224,9 @@ def test_each_shard_holds_its_rows(tmp_path: Path, num_shards: int, num_stages: 
     assert (N, D) in [one.shape for one in moments]
 
 
-@pytest.mark.parametrize("kind", [Momentum, Decays, Loads, Thaws, OwnOptimizer])
+@pytest.mark.parametrize(
+    "kind", [Momentum, Decays, Loads, TwoViews, Clips, RankZero, Thaws, OwnOptimizer]
+)
 def test_rows_train_as_plainly(kind: type[Trains]) -> None:
     assert_same(train(kind()), train(kind(), 0))
 
