@@ -69,7 +69,7 @@ class OptimizerStates:
             parameter = parameters[i]
             mine = states.pop(parameter, None)
             if i not in own or joined["state"][i] is not own[i]:
-                mine = found if on_cpu else _on_device(found, parameter)
+                mine = found if on_cpu and i not in own else _on_device(found, parameter)
             states[parameter] = mine
         self._is_full = True
 

@@ -248,16 +248,20 @@ class WeightReads:
         return self._transport if self.is_uneven() else self._transport.everyone
 
     def _share(self, places: Sequence[str], asks: str = "") -> None:
-        """Send tensors to ranks that ask in `places`; keep received ones if this rank `asks`."""
+        """Send tensors to ranks that ask in `places`; keep received ones if this rank `asks`.
+
+        With tables all ranks keep what one of them asks for.
+        """
         own = self._transport.members.ranks
         places = places if self.is_uneven() else [places[rank] for rank in own]
         with self.inside(), torch.inference_mode(False), torch.no_grad():
             for weights in self._weights() if _ASKS in places else ():
                 tensors = weights.assemble(self._users())
                 grads = weights.assemble_gradients(self._users())
-                if asks == _ASKS or self._tables.names:  # tables are cut on all ranks, or on none
+                if asks == _ASKS or self._tables.candidates:
                     weights.take(tensors, grads)
-                    self._is_full = True
+            # Sums of gradients of tables need the same rows on all ranks.
+            self._is_full |= _ASKS in places and bool(self._tables.candidates)
             if _ASKS_STATES in places:
                 self.forget_foreign_states()
             for states in self._states if _ASKS_STATES in places else ():

@@ -102,6 +102,10 @@ class StageWeights:
         named = self.module.named_parameters()
         return {name: p for name, p in named if here not in users.get(name, {here})}
 
+    @property
+    def _stage(self) -> int:
+        return self._transport.mesh.stage
+
     def shape_of(self, name: str, parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Return the full shape and the dtype of tensor `name`."""
         return self._shapes.get(name, parameter.shape), parameter.dtype
@@ -117,7 +121,7 @@ class StageWeights:
         for name, parameter in self.divided().items():
             if name not in self._shapes:
                 grad, self._shapes[name] = parameter.grad, parameter.shape
-                parameter.data = self._tables.piece(parameter.data)
+                _resize(parameter, self._tables.piece(parameter.data))
                 parameter.grad = None if grad is None else self._tables.piece(grad)
         self._tables.is_cut = True
         self._assigned = dict(self.module.named_parameters())
@@ -193,10 +197,12 @@ class StageWeights:
         return shared
 
     def fill(self, users: Users) -> None:
-        """Give this rank all parameters, and the owners' buffers; collective."""
-        self.take(
-            self.assemble({name: users[name] for name in users if self._differs(name, users)})
-        )
+        """Give this rank all parameters, the owners' buffers, and gradients of tables; collective."""
+        tables = {name: users[name] for name in users if name in self._tables}
+        grads = self.assemble_gradients(tables) if tables else {}
+        grads = {name: grad for name, grad in grads.items() if min(users[name]) == self._stage}
+        differs = {name: users[name] for name in users if self._differs(name, users)}
+        self.take(self.assemble(differs), grads)
 
     def _differs(self, name: str, users: Users) -> bool:
         """Whether ranks may have different data of a tensor; equal on all ranks."""
@@ -211,7 +217,7 @@ class StageWeights:
         """Write assembled tensors, and gradients of other stages' parameters."""
         parameters = dict(self.module.named_parameters())
         for name in self._shapes:
-            parameters[name].data = tensors[name].to(parameters[name].device)
+            _resize(parameters[name], tensors[name].to(parameters[name].device))
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
@@ -269,6 +275,17 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
             f"no '{missing}'",
             "Callbacks that replace them, such as ModelPruning, need one stage.",
         )
+
+
+def _resize(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give `parameter` data of another shape.
+
+    A graph that user code keeps may hold its gradient accumulator, which expects the old shape. A
+    change of the dtype makes torch drop it.
+    """
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def _renew(tensor: Tensor, value: Tensor) -> None:

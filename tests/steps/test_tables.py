@@ -292,3 +292,62 @@ def test_in_chunks_rows_train_as_in_a_whole_table(monkeypatch: pytest.MonkeyPatc
     found = train(Trains(), num_chunks=3)
     monkeypatch.setattr(tables, "LEAST_ROWS", N + 1)
     assert_same(found, train(Trains(), num_chunks=3))
+
+
+class Asks(Trains):
+    """Reads on rank 0 alone."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            self.seen.append(self.net.emb.weight.detach().clone())
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            assert self.net.emb.weight.grad is not None
+            self.seen.append(self.net.emb.weight.grad.clone())
+
+    def on_train_end(self) -> None:
+        self.on_before_zero_grad()
+
+
+class Keeps(Trains):
+    """Keeps a graph that reads the table."""
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = super().training_step(data, batch_idx)
+        if self.current_epoch == 1:
+            self.kept = self.net.emb.weight.abs().sum()
+            return loss + 0.01 * self.kept
+        return loss
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_gradients_stay_while_tables_are_put_together(num_batches: int) -> None:
+    """The second graph has other shards, when the gradient of the first is there."""
+
+    def fit(num_shards: int) -> Trains:
+        module = Trains()
+        torch.manual_seed(1)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        piped = {"num_chunks": 1, "graph_parallel": num_shards, "pipelined_module": "net"}
+        trainer = quiet_trainer(
+            max(num_shards, 1),
+            piped if num_shards else None,
+            max_epochs=3,
+            accumulate_grad_batches=num_batches,
+        )
+        trainer.fit(module, DataLoader([graph(), OTHER], batch_size=None))
+        return module
+
+    assert_same(fit(2), fit(0))
+
+
+def test_one_rank_reads() -> None:
+    """It counts each row once in norms, and no rank waits at the end of training."""
+    options = {"gradient_clip_val": 0.05}
+    assert_same(train(Asks(), **options), train(Asks(), 0, **options))
+
+
+def test_a_kept_graph_holds_no_old_shape() -> None:
+    assert_same(train(Keeps()), train(Keeps(), 0))
