@@ -44,8 +44,8 @@ class Tables:
     """The divided tables of a module by name, and the nodes of each shard.
 
     Attributes:
-        is_cut: Whether this rank has only the rows of its shard now.
-        candidates: Names of the parameters that may be divided later.
+        is_cut: Whether ranks have only the rows of their shard now; says nothing without tables.
+        candidates: Names of the parameters that are divided, or still may be.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, fallbacks: Fallbacks) -> None:
@@ -80,8 +80,8 @@ class Tables:
     ) -> frozenset[str]:
         """Return the weights to divide: one stage alone reads them, by the rows of a chunk only.
 
-        `users`: stages of each weight. None if an optimizer may look at more than one number at
-        once.
+        `users`: stages of each weight. No table is divided if an optimizer may mix the numbers of
+        a tensor, as a norm does.
         """
         is_by_number = bool(optimizers) and all(type(one) in _BY_NUMBER for one in optimizers)
         if not is_by_number or inputs.num_nodes < LEAST_ROWS:
@@ -97,7 +97,7 @@ class Tables:
         self._plan, self._nodes = plan, _nodes_of(plan)
 
     def end(self, gather_states: Callable[[], None]) -> None:
-        """Divide no table any more; `gather_states` puts optimizer states together."""
+        """Make all tables whole for the rest of the run; `gather_states` joins optimizer states."""
         gather_states()
         self.clear()
         self.candidates = set()
@@ -112,7 +112,7 @@ class Tables:
         self.names, self.is_cut, self._plan, self._nodes = frozenset(), False, None, ()
 
     def serve(self, plan: ChunkPlan, mode: Mode) -> bool:
-        """Whether a pass reads of all tables only the rows of this shard, in the same order."""
+        """Whether a pass reads tables by rows only, with nodes divided as in training."""
         if not self.names.isdisjoint(mode.read_whole):
             return False
         if plan is not self._plan:
@@ -128,7 +128,7 @@ class Tables:
         return table[span] if self.is_cut else table[self.nodes[span]]
 
     def as_now(self, name: str, grad: Tensor) -> Tensor:
-        """Return the gradient of the rows of this shard in the table's present shape."""
+        """Return the gradient of this shard's rows; among zeros while the table is whole."""
         if name not in self.names or self.is_cut:
             return grad
         whole = grad.new_zeros(self._find(name).shape)

@@ -102,10 +102,6 @@ class StageWeights:
         named = self.module.named_parameters()
         return {name: p for name, p in named if here not in users.get(name, {here})}
 
-    @property
-    def _stage(self) -> int:
-        return self._transport.mesh.stage
-
     def shape_of(self, name: str, parameter: Tensor) -> tuple[torch.Size, torch.dtype]:
         """Return the full shape and the dtype of tensor `name`."""
         return self._shapes.get(name, parameter.shape), parameter.dtype
@@ -197,10 +193,11 @@ class StageWeights:
         return shared
 
     def fill(self, users: Users) -> None:
-        """Give this rank all parameters, the owners' buffers, and gradients of tables; collective."""
+        """Give this rank all parameters, the owners' buffers, gradients of tables; collective."""
         tables = {name: users[name] for name in users if name in self._tables}
+        stage = self._transport.mesh.stage
         grads = self.assemble_gradients(tables) if tables else {}
-        grads = {name: grad for name, grad in grads.items() if min(users[name]) == self._stage}
+        grads = {name: grad for name, grad in grads.items() if min(users[name]) == stage}
         differs = {name: users[name] for name in users if self._differs(name, users)}
         self.take(self.assemble(differs), grads)
 
