@@ -62,6 +62,17 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def resize(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give `parameter` data of another shape.
+
+    A graph that user code keeps may hold the parameter's gradient accumulator, which expects the
+    old shape. torch drops it if the dtype changes, not if the shape does.
+    """
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+
+
 def registry_of(module: nn.Module, name: str) -> dict[str, Any] | None:
     """Return the dict of `module` with parameter, buffer or submodule `name`; None if none."""
     registries = (module._modules, module._parameters, module._buffers)

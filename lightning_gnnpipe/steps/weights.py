@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gnnpipe._compat_torch import resize
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps.tables import Tables
@@ -117,7 +118,7 @@ class StageWeights:
         for name, parameter in self.divided().items():
             if name not in self._shapes:
                 grad, self._shapes[name] = parameter.grad, parameter.shape
-                _resize(parameter, self._tables.piece(parameter.data))
+                resize(parameter, self._tables.piece(parameter.data))
                 parameter.grad = None if grad is None else self._tables.piece(grad)
         self._tables.is_cut = True
         self._assigned = dict(self.module.named_parameters())
@@ -214,7 +215,11 @@ class StageWeights:
         """Write assembled tensors, and gradients of other stages' parameters."""
         parameters = dict(self.module.named_parameters())
         for name in self._shapes:
-            _resize(parameters[name], tensors[name].to(parameters[name].device))
+            parameter, data = parameters[name], tensors[name].to(parameters[name].device)
+            if name in self._tables:
+                resize(parameter, data)
+            else:
+                parameter.data = data
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in tensors:
@@ -272,17 +277,6 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
             f"no '{missing}'",
             "Callbacks that replace them, such as ModelPruning, need one stage.",
         )
-
-
-def _resize(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give `parameter` data of another shape.
-
-    A graph that user code keeps may hold its gradient accumulator, which expects the old shape. A
-    change of the dtype makes torch drop it.
-    """
-    other = torch.float32 if data.dtype != torch.float32 else torch.float64
-    parameter.data = data.new_empty(0, dtype=other)
-    parameter.data = data
 
 
 def _renew(tensor: Tensor, value: Tensor) -> None:
