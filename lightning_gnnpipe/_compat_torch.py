@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import sys
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 
 _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _LAST_TAG = 2**31 - 1  # no message uses it
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
@@ -253,6 +255,18 @@ def change_overflows(
 
     scaler.__dict__["_unscale_grads_"] = find
     return lambda: scaler.__dict__.pop("_unscale_grads_", None)
+
+
+def has_begun_cuda() -> bool:
+    """Whether this process has started CUDA's driver, which its forks cannot use then.
+
+    `torch.cuda.is_initialized` does not know of a driver that a count of devices has started.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+if os.environ.get("GNNPIPE_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+
 import psutil
 import pytest
 import torch

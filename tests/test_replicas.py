@@ -52,7 +52,7 @@ class NormedModule(GraphModule):
     """A second norm behind the pipelined module, and a loader of its own."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             super().__init__(net=Normed())
         self.norm = nn.BatchNorm1d(NUM_TARGETS).double()

@@ -62,11 +62,15 @@ class Measure(L.Callback):
     To a file, since the process that reports is not the first rank where ranks are forked.
     """
 
-    def __init__(self, path: Path, num_warm: int) -> None:
-        self.path, self.num_warm = path, num_warm
+    def __init__(self, path: Path, num_warm: int, turn: str | None = None) -> None:
+        self.path, self.num_warm, self.turn = path, num_warm, turn
         self.step_s: list[float] = []
         self.epoch_starts: list[float] = []
         self.stats: Any = None
+
+    def on_train_start(self, *_: Any) -> None:
+        if self.turn is not None:
+            wait_for_turn(Path(self.turn))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self.epoch_starts.append(time.perf_counter())
@@ -107,7 +111,7 @@ def main() -> None:
     if options.mode == "csr":
         use_csr(module, data)
     with tempfile.TemporaryDirectory() as folder:
-        measure = Measure(Path(folder) / "measured.json", options.warm)
+        measure = Measure(Path(folder) / "measured.json", options.warm, options.turn)
         trainer = make_trainer(options, measure, options.warm + options.steps)
         gc.collect()
         base_mib = psutil.Process().memory_info().rss / MIB
@@ -230,6 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--precision", default="32-true", help="of the Trainer")
     add("--graph", help="a file that holds the graph, instead of the synthetic one")
     add("--partition", default="metis")
+    add("--turn", help="write this file before the first step, and wait until it is gone")
     return parser
 
 
@@ -330,6 +335,13 @@ def make_source(options: argparse.Namespace, data: Data) -> Any:
         return FullGraphDataModule(data)
     whole: Any = [data]  # a data module expects 'edge_index'
     return DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
+
+
+def wait_for_turn(turn: Path) -> None:
+    """Say that the set-up is done, and wait until the steps may begin."""
+    turn.touch()
+    while turn.exists():
+        time.sleep(0.01)
 
 
 def reset_peak() -> None:

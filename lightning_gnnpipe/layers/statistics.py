@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -170,7 +169,8 @@ def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     scale, shift = _FORMULAS[type(norm)](norm, mean, var)
     if scale is not None:
         zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-        return F.batch_norm(rows, zeros, ones, scale, shift, False, 0.0, 0.0)  # one kernel
+        # One kernel. F.batch_norm of some versions refuses an epsilon of 0.
+        return torch.batch_norm(rows, scale, shift, zeros, ones, False, 0.0, 0.0, False)
     rows = rows + shift
     if isinstance(norm, gnn.PairNorm):
         return norm.scale * rows / (norm.eps + rows.norm(2, -1, keepdim=True))

@@ -1,26 +1,25 @@
 """The graph as a sparse matrix, and products of some of its rows with a dense table.
 
-`kernels.json` names the kernel of a product by device and dtype: a stopwatch would make rounding
-irreproducible. `examples/benchmarks/gpu/kernels.py` measures and writes it. With `embedding_bag`
-one thread adds the entries of a row in order, on CPU and GPU, in every dtype. On CPU it is 5 to 8
-times faster than torch's sparse matrices, `csr` (`examples/benchmarks/aggregation`).
+On a GPU a kernel in Triton computes them, see `row_sums.py`. On CPU `embedding_bag` does: one
+thread adds the entries of a row in order, 5 to 8 times faster than torch's sparse matrices
+(`examples/benchmarks/aggregation`). With both, bits repeat from run to run.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Callable, Mapping
+import functools
+import logging
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk
+
+log = logging.getLogger(__name__)
 
 _Key = tuple[Any, ...]
 
@@ -33,6 +32,7 @@ class SparseRows:
     indices: Tensor  # `[num_entries]` columns
     values: Tensor | None  # `[num_entries]`; None for ones
     first: int = 0  # the first entry's place in the order of the whole matrix
+    cuts: dict[int, Any] = field(default_factory=dict)  # what a kernel has derived from `offsets`
 
 
 class Pattern:
@@ -204,40 +204,34 @@ def _mask(rows: SparseRows, mask: Tensor) -> SparseRows:
     return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
 
-def _embedding_bag(rows: SparseRows, table: Tensor) -> Tensor:
-    result: Tensor = torch.embedding_bag(
-        table, rows.indices, rows.offsets, False, 0, False, rows.values, True
-    )[0]
+def multiply(rows: SparseRows, table: Tensor) -> Tensor:
+    """Return `rows @ table`, `[num_rows, channels]`, without autocast."""
+    device, table = table.device.type, table.contiguous()
+    sum_on_gpu = _gpu_kernel() if table.is_cuda else None
+    if sum_on_gpu is not None:
+        return sum_on_gpu(rows, table)
+    is_cast = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_cast else nullcontext():
+        result: Tensor = torch.embedding_bag(
+            table, rows.indices, rows.offsets, False, 0, False, rows.values, True
+        )[0]
     return result
 
 
-def _csr(rows: SparseRows, table: Tensor) -> Tensor:
-    values = table.new_ones(rows.indices.numel()) if rows.values is None else rows.values
-    size = rows.offsets.numel() - 1, table.size(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse")  # "in beta state"
-        matrix = torch.sparse_csr_tensor(
-            rows.offsets, rows.indices, values, size, check_invariants=False
+@functools.cache
+def _gpu_kernel() -> Callable[[SparseRows, Tensor], Tensor] | None:
+    """Return the kernel of GPUs, or None, with a warning, where it does not run."""
+    try:
+        from lightning_gnnpipe.passing.row_sums import sum_rows  # needs Triton and a C compiler
+
+        numbers = torch.arange(2, device="cuda", dtype=torch.int32)
+        sum_rows(SparseRows(numbers, numbers[:1], None), torch.ones(1, 1, device="cuda"))
+    except Exception as error:
+        log.warning(
+            "Triton's kernel does not run (%s: %s). Sums of rows take up to 10 times as long where "
+            "nodes have many edges. Install triton and a C compiler.",
+            type(error).__name__,
+            str(error).split("\n")[0],
         )
-    return matrix @ table
-
-
-KERNELS: Mapping[str, Callable[[SparseRows, Tensor], Tensor]] = MappingProxyType(
-    {"embedding_bag": _embedding_bag, "csr": _csr}
-)
-KERNEL_TABLE = Path(__file__).with_name("kernels.json")
-_CHOSEN: Mapping[str, Mapping[str, str]] = json.loads(KERNEL_TABLE.read_text())
-
-
-def kernel_of(device: str, dtype: torch.dtype) -> str:
-    """Return the name of the kernel for a type of device and a dtype."""
-    return _CHOSEN.get(device, {}).get(str(dtype).removeprefix("torch."), "embedding_bag")
-
-
-def multiply(rows: SparseRows, table: Tensor, kernel: str | None = None) -> Tensor:
-    """Return `rows @ table`, `[num_rows, channels]`, without autocast; None: by `kernel_of`."""
-    device = table.device.type
-    run = KERNELS[kernel or kernel_of(device, table.dtype)]
-    is_cast = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if is_cast else nullcontext():
-        return run(rows, table.contiguous())
+        return None
+    return sum_rows

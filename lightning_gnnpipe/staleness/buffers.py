@@ -170,7 +170,8 @@ class MeanDrift:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._moved: Tensor | None = None  # summed change, then the number of rows
+        self._moved: Tensor | None = None  # summed change
+        self._num_rows: Tensor | int = 0  # that it sums
         self._seen: dict[int, Tensor] = {}  # drift when the chunk ran, by chunk
 
     def replace(self, rows: Tensor) -> None:
@@ -190,11 +191,12 @@ class MeanDrift:
         then = self._sums[chunk].to(now.device)  # the first sums may be on the host
         self._sums[chunk] = now
         change = (now - then).flatten()
-        change = torch.cat([change, change.new_full((1,), rows.size(0))])
         if sum_over_shards is not None:
-            change = sum_over_shards(change)
+            both = sum_over_shards(torch.cat([change, change.new_full((1,), rows.size(0))]))
+            change = both[:-1]
         self._moved = change if self._moved is None else self._moved + change
-        self._seen[chunk] = (self._moved[:-1] / (self._moved[-1] + FLOOR)).view_as(now)
+        self._num_rows = self._num_rows + (rows.size(0) if sum_over_shards is None else both[-1])
+        self._seen[chunk] = (self._moved / (self._num_rows + FLOOR)).view_as(now)
 
     def seen_by(self, chunk: int) -> Tensor:
         """Return the drift up to and including this chunk, `[*]`."""

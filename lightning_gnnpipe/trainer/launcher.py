@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from lightning_gnnpipe.errors import PeerError
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.user_code import shorten
 
@@ -26,7 +28,7 @@ _STOPPED = "stopped by SIGTERM"
 
 
 class WorkerLauncher(_compat.MultiProcessingLauncher):
-    """Lightning's launcher with five additions.
+    """Lightning's launcher with six additions.
 
     - Workers get the state of `random` of this process, which Python seeds anew after a fork.
     - Outputs of `predict` and attributes of callbacks come back from worker 0.
@@ -34,6 +36,8 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
     - A worker that stops on SIGTERM runs the callbacks' hooks and reports; Lightning would wait
       forever for its result.
     - This process passes SIGTERM on to its workers.
+    - If the system kills a worker, that is the cause, also if another one reports first: a process
+      with a GPU closes its connections long before it has ended.
     """
 
     is_fork: bool
@@ -49,10 +53,24 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             before = signal.signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
         try:
             found = super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessRaisedException as error:
+            self._raise_of_killed(error)
+            raise
         finally:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
         return found if trainer is None else self.unpack(trainer, found)
+
+    def _raise_of_killed(self, error: ProcessRaisedException) -> None:
+        """Raise that a worker was killed, if `error` only says that another one was missing."""
+        if f"{PeerError.__name__}:" not in str(error):
+            return
+        for rank, one in enumerate(self.procs):
+            code = one.exitcode or 0
+            if code < 0 and -code != signal.SIGTERM:  # which torch sends to the ones that are left
+                name = signal.Signals(-code).name
+                text = f"process {rank} terminated with signal {name}"
+                raise ProcessExitedException(text, rank, one.pid or 0, code, name) from error
 
     def run_worker(self, index: int, trainer: Any, results: Any, work: Callable[[], Any]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_gnnpipe._compat_torch import set_group_timeout
+from lightning_gnnpipe._compat_torch import has_begun_cuda, set_group_timeout
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
     Collectives,
@@ -119,6 +119,8 @@ class Processes:
                     to="start_method='fork'",
                 )
             method = "fork"
+        if method == "fork":
+            self._refuse_cuda_in_forks()
         if method != "popen":
             launcher = WorkerLauncher(strategy, start_method=method)
             launcher.end_worker, launcher.is_fork = self._end_worker, method == "fork"
@@ -128,6 +130,17 @@ class Processes:
         return _compat.SubprocessScriptLauncher(
             strategy.cluster_environment, num_processes, num_nodes
         )
+
+    def _refuse_cuda_in_forks(self) -> None:
+        """Refuse forks that need a GPU, of a process that has begun to use the driver."""
+        devices = self._strategy.parallel_devices or ()
+        if any(device.type == "cuda" for device in devices) and has_begun_cuda():
+            raise ConfigError(
+                expected="processes that can use a GPU",
+                found="forks of a process that has begun to use CUDA, as it has with the import "
+                "of torch_geometric",
+                remedy="Run a script, with start_method='popen', or train with devices=1.",
+            )
 
     def set_ranks(self) -> None:
         """Give the cluster environment the rank of this process and the number of ranks."""

@@ -111,7 +111,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_the_numbers_are_the_same(case: str) -> None:
     name, options = CASES[case]
     kept, again = (train(name, recompute=recompute, **options) for recompute in (False, True))
-    torch.testing.assert_close(again, kept, rtol=1e-12, atol=1e-12)
+    close = 1e-12 if DEVICE.type == "cpu" else 1e-10  # a GPU adds messages in any order
+    torch.testing.assert_close(again, kept, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gnnpipe.passing.sparse import KERNEL_TABLE, KERNELS, kernel_of
 from tests.helpers.scripts import ROOT, modules_of
 
 FOLDER = ROOT / "examples" / "benchmarks" / "gpu"
@@ -44,8 +43,14 @@ def test_the_script_runs_checks_on_the_cpu(tmp_path: Path) -> None:
 
 def test_checks_name_tests_that_are_there() -> None:
     with modules_of(ROOT / "scripts", ["check_gpu"]) as modules:
-        for path, words in modules["check_gpu"].CHECKS.values():
-            assert (ROOT / path).is_file() and words
+        checks = modules["check_gpu"].CHECKS
+    work = f"import pytest\nfor path, words in {list(checks.values())}:\n"
+    work += "    words = ['--collect-only', '-q', '-m', '', path, '-k', words]\n"
+    work += "    print('ended with', int(pytest.main(words)))"
+    command = [sys.executable, "-W", "ignore", "-c", work]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    found = [line for line in done.stdout.splitlines() if line.startswith("ended with")]
+    assert found == ["ended with 0"] * len(checks), done.stdout + done.stderr
 
 
 def options_of(main: ModuleType, tmp_path: Path, *more: str) -> Any:
@@ -85,24 +90,41 @@ def test_tables_say_what_failed(
     assert (tmp_path / "times_step_s.png").stat().st_size > 0
 
 
-def test_codecs_and_kernels_are_measured_and_the_table_is_written(
-    gpu: dict[str, ModuleType], tmp_path: Path
-) -> None:
+def test_codecs_and_kernels_are_measured(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     bench = gpu["main"].Bench(options_of(gpu["main"], tmp_path))
     assert [row["setting"] for row in bench.codecs()] == ["copy", "bf16", "int8", "int1"]
     rows = bench.kernels()
-    assert {row["kernel"] for row in rows} == {*KERNELS, "index_add", "segment_reduce"}
-    path = tmp_path / "kernels.json"
-    path.write_text("{}")
-    gpu["kernels"].write_table("cpu", rows, path)
-    assert set(json.loads(path.read_text())["cpu"].values()) <= set(KERNELS)
-    made = [{"dtype": "float32", "kernel": "csr", "ms": 1.0, "repeats": False}]
-    made += [{"dtype": "float32", "kernel": "embedding_bag", "ms": 2.0, "repeats": True}]
-    gpu["kernels"].write_table("cuda", made, path)
-    assert json.loads(path.read_text())["cuda"] == {"float32": "embedding_bag"}
+    assert {row["rows"] for row in rows} == {"all", "one chunk of 32"}
+    assert all(row["repeats"] for row in rows if row["kernel"] == "the package's")
+    assert len(gpu["kernels"].as_table(rows)) == len(rows) == 4 * 2 * 5
 
 
-def test_the_table_names_kernels_of_the_package() -> None:
-    table = json.loads(KERNEL_TABLE.read_text())
-    assert {name for chosen in table.values() for name in chosen.values()} <= set(KERNELS)
-    assert kernel_of("cpu", torch.float32) == kernel_of("xpu", torch.float32) == "embedding_bag"
+def test_runs_on_a_gpu_are_set_up_together_and_train_one_by_one(
+    gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def train_once(turn: Path, mode: str, **_: Any) -> dict[str, Any]:
+        if mode == "fails":
+            raise RuntimeError("failed")
+        events.append("set up")
+        turn.touch()
+        while turn.exists():
+            time.sleep(0.001)
+        events.append(f"{mode} begins")
+        time.sleep(0.05)
+        events.append(f"{mode} ends")
+        return {"step_s": [1.0], "peak_mib": 1.0, "base_mib": 0.0}
+
+    main = gpu["main"]
+    monkeypatch.setattr(main, "train_once", train_once)
+    bench = main.Bench(options_of(main, tmp_path))
+    bench.device = torch.device("cuda")
+    modes = ["a", "fails", "b"]
+    rows = bench.train_each([{"setting": m} for m in modes], [{"mode": m} for m in modes])
+    assert events == ["set up", "set up", "a begins", "a ends", "b begins", "b ends"]
+    assert [(row["setting"], row.get("error")) for row in rows] == [
+        ("a", None),
+        ("fails", "failed"),
+        ("b", None),
+    ]

@@ -196,7 +196,7 @@ class GraphModule(L.LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.net = (NETS[name](dropout) if net is None else net).double()
         self.optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))

@@ -3,26 +3,35 @@
     GNNPIPE_DEVICE=cuda pytest -p tests.helpers.on_device tests/promises/test_p1_transparency.py
 
 Tests fork their ranks. CUDA does not survive a fork, so this process must not begin to use it: a
-fit on one rank gets a process of its own, and files are loaded to the CPU. Ranks share one GPU.
+fit on one rank and the oracle, whose backward would, get processes of their own, and files are
+loaded to the CPU. PyG's import, which reads how torch was built, and MPI, which Lightning looks
+for, would begin to use it, too. Ranks share one GPU.
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
+
+torch.__config__.show = lambda: ""
+import lightning as L
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 
+from tests.helpers import training
 from tests.helpers.device import DEVICE
 
+_oracle = training.train_with_oracle
 _init, _fit, _load = L.Trainer.__init__, L.Trainer.fit, torch.load
 
 
@@ -67,6 +76,20 @@ def _fitted(self: L.Trainer, model: L.LightningModule, *args: Any, **kwargs: Any
         self._logger_connector._callback_metrics.update(found["metrics"])
 
 
+def _trained(module: L.LightningModule, *args: Any, **kwargs: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trained.pt"
+
+        def work() -> None:
+            steps = _oracle(module, *args, **kwargs)  # type: ignore[arg-type]
+            torch.save((steps, module.state_dict()), path)
+
+        _in_a_process(work)
+        steps, state = torch.load(path, weights_only=False)
+        module.load_state_dict(state)
+        return list(steps)
+
+
 def _in_a_process(work: Callable[[], None]) -> None:
     pid = os.fork()
     if not pid:
@@ -85,4 +108,6 @@ def _in_a_process(work: Callable[[], None]) -> None:
 
 L.Trainer.__init__ = functools.wraps(_init)(_made)  # type: ignore[method-assign]
 L.Trainer.fit = functools.wraps(_fit)(_fitted)  # type: ignore[method-assign]
+training.train_with_oracle = _trained
+sys.modules["mpi4py"] = None  # type: ignore[assignment]
 torch.load = functools.partial(_load, map_location="cpu")

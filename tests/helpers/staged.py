@@ -58,7 +58,7 @@ class Staged(L.LightningModule):
     def __init__(self, losses: tuple[str, ...] = LOSSES, dropout: float = 0.0) -> None:
         super().__init__()
         self.losses = losses
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.before = nn.Linear(NUM_FEATURES, WIDTH).double()
             self.net = Deep(dropout).double()

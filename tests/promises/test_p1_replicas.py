@@ -64,7 +64,7 @@ class Surrounded(GraphModule):
     """Weights in front of the pipelined module and behind it, and every way to log."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             super().__init__(net=Tied())
             self.lift = nn.Linear(NUM_FEATURES, NUM_FEATURES).double()

@@ -165,7 +165,7 @@ def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> No
 
     def make() -> ReferenceModule:
         module = ReferenceModule("encoded", optimizer="momentum")
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             module.net.lin_in = nn.Linear(width, 6).double()
         return module

@@ -1,20 +1,17 @@
-"""Which kernel of sparse products is the fastest, and how near is it to the memory's limit?
+"""How near are kernels of sparse products to the memory's limit, and do their bits repeat?
 
-python examples/benchmarks/gpu/kernels.py --device cuda --write
+python examples/benchmarks/gpu/kernels.py --device cuda
 
-writes the table that the package reads: by dtype, the fastest kernel whose bits repeat. Kernels
-that the package does not have are measured for comparison.
+The package's kernel beside torch's, on all rows of a graph and on one chunk of 32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,14 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.chunks import synchronize
-from lightning_gnnpipe.passing.sparse import KERNEL_TABLE, KERNELS, SparseRows, multiply
+from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 
 sys.path.append(str(Path(__file__).parents[1]))
-from common import print_table
+from common import INSIDE_FRAC, NUM_BLOCKS, print_table
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-HEADER = ("dtype", "kernel", "ms", "GB/s", "share of a copy's", "bits repeat")
+HEADER = ("dtype", "rows", "kernel", "ms", "GB/s", "share of a copy's", "bits repeat")
+NUM_CHUNKS = 32
 Run = Callable[[], Tensor]
 
 
@@ -40,59 +38,94 @@ def main() -> None:
     add("--edges", type=int, default=16_000_000)
     add("--channels", type=int, default=128)
     add("--rounds", type=int, default=10)
-    add("--write", action="store_true", help="the table of the package")
     options = parser.parse_args()
     device = torch.device(options.device)
     rows = measure(device, options.nodes, options.edges, options.channels, options.rounds)
     print_table(HEADER, as_table(rows))
-    if options.write:
-        write_table(device.type, rows)
+
+
+def draw_edges(
+    num_nodes: int, num_edges: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Return `[2, num_edges]`: power-law degrees, consecutive blocks of nodes."""
+
+    def draw(count: int) -> Tensor:
+        return torch.rand(count, device=device, generator=generator, dtype=torch.float64)
+
+    degrees = (draw(num_nodes).clamp(min=1e-6) ** (-1 / 1.8)).cumsum(0)
+    source, target = (
+        torch.searchsorted(degrees, draw(num_edges) * degrees[-1]).clamp(max=num_nodes - 1)
+        for _ in range(2)
+    )
+    size = -(-num_nodes // NUM_BLOCKS)
+    near = (source // size * size + (draw(num_edges) * size).long()).clamp(max=num_nodes - 1)
+    return torch.stack([source, torch.where(draw(num_edges) < INSIDE_FRAC, near, target)])
 
 
 def measure(
     device: torch.device, num_nodes: int, num_edges: int, channels: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each dtype and kernel; what a kernel cannot do has an "error"."""
+    """Return a row for each dtype, part and kernel; what a kernel cannot do has an "error"."""
     generator = torch.Generator(device).manual_seed(0)
-    target, _ = torch.randint(num_nodes, (num_edges,), device=device, generator=generator).sort()
-    source = torch.randint(num_nodes, (num_edges,), device=device, generator=generator)
+    source, target = draw_edges(num_nodes, num_edges, device, generator)
+    target, order = target.sort()
+    source = source[order]
     starts = torch.searchsorted(target, torch.arange(num_nodes + 1, device=device))
+    parts = {"all": num_nodes, f"one chunk of {NUM_CHUNKS}": -(-num_nodes // NUM_CHUNKS)}
     found = []
     for name in DTYPES:
         dtype = getattr(torch, name)
         values = torch.rand(num_edges, device=device, generator=generator).to(dtype)
         table = torch.randn(num_nodes, channels, device=device, generator=generator).to(dtype)
-        rows = SparseRows(starts.int(), source.int(), values)
-        num_bytes = (num_edges + num_nodes) * channels * table.element_size() + rows_bytes(rows)
         copied_s, _ = clocked(table.clone, device, rounds)
         copy_rate = 2 * table.nbytes / copied_s
-        for kernel, run in kernels(rows, table, source, target).items():
-            row: dict[str, Any] = {"dtype": name, "kernel": kernel}
-            try:
-                seconds, repeats = clocked(run, device, rounds)
-                rate = num_bytes / seconds
-                row |= {"ms": seconds * 1e3, "gb_per_s": rate / 1e9, "repeats": repeats}
-                row["share_of_copy"] = rate / copy_rate
-            except RuntimeError as error:  # out of memory, or a dtype that it does not know
-                row["error"] = str(error).splitlines()[0][:120]
-            found.append(row)
+        for part, num_rows in parts.items():
+            last = int(starts[num_rows])
+            rows = SparseRows(
+                starts[: num_rows + 1].int(), source[:last].int().clone(), values[:last].clone()
+            )
+            num_bytes = (last + num_rows) * channels * table.element_size() + rows_bytes(rows)
+            for kernel, run in kernels(rows, table, target[:last]).items():
+                row: dict[str, Any] = {"dtype": name, "rows": part, "kernel": kernel}
+                try:
+                    seconds, repeats = clocked(run, device, rounds)
+                    rate = num_bytes / seconds
+                    row |= {"ms": seconds * 1e3, "gb_per_s": rate / 1e9, "repeats": repeats}
+                    row["share_of_copy"] = rate / copy_rate
+                except RuntimeError as error:  # out of memory, or a dtype that it does not know
+                    row["error"] = str(error).splitlines()[0][:120]
+                found.append(row)
     return found
 
 
-def kernels(rows: SparseRows, table: Tensor, source: Tensor, target: Tensor) -> dict[str, Run]:
-    """Return all kernels by name: the package's, and others'."""
+def kernels(rows: SparseRows, table: Tensor, target: Tensor) -> dict[str, Run]:
+    """Return all kernels by name: the package's, and torch's."""
     assert rows.values is not None
     values = rows.values.unsqueeze(1)
-    starts = rows.offsets.long()
+    starts, source = rows.offsets.long(), rows.indices.long()
+    size = starts.numel() - 1, table.size(0)
+    matrix = torch.sparse_csr_tensor(rows.offsets, rows.indices, rows.values, size)
+
+    def embedding_bag() -> Tensor:
+        result: Tensor = torch.embedding_bag(
+            table, rows.indices, rows.offsets, False, 0, False, rows.values, True
+        )[0]
+        return result
 
     def index_add() -> Tensor:
-        return torch.zeros_like(table).index_add_(0, target, table[source] * values)
+        sums = table.new_zeros(size[0], table.size(1))
+        return sums.index_add_(0, target, table[source] * values)
 
     def segment_reduce() -> Tensor:
         return torch.segment_reduce(table[source] * values, "sum", offsets=starts, axis=0)
 
-    ours: dict[str, Run] = {name: partial(multiply, rows, table, name) for name in KERNELS}
-    return {**ours, "index_add": index_add, "segment_reduce": segment_reduce}
+    return {
+        "the package's": lambda: multiply(rows, table),
+        "embedding_bag": embedding_bag,
+        "sparse_csr": lambda: matrix @ table,
+        "index_add": index_add,
+        "segment_reduce": segment_reduce,
+    }
 
 
 def rows_bytes(rows: SparseRows) -> int:
@@ -117,30 +150,19 @@ def clocked(run: Run, device: torch.device, rounds: int) -> tuple[float, bool]:
 def as_table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of `HEADER`."""
     return [
-        [one["dtype"], one["kernel"], one["error"], "", "", ""]
+        [one["dtype"], one["rows"], one["kernel"], one["error"], "", "", ""]
         if "error" in one
         else [
             one["dtype"],
+            one["rows"],
             one["kernel"],
-            f"{one['ms']:.2f}",
+            f"{one['ms']:.3f}",
             f"{one['gb_per_s']:.0f}",
             f"{one['share_of_copy']:.2f}",
             "yes" if one["repeats"] else "no",
         ]
         for one in rows
     ]
-
-
-def write_table(device: str, rows: list[dict[str, Any]], path: Path = KERNEL_TABLE) -> None:
-    """Write, for each dtype, the fastest of the package's kernels whose bits repeat."""
-    chosen = json.loads(path.read_text())
-    for dtype in DTYPES:
-        fit = [one for one in rows if one["dtype"] == dtype and one["kernel"] in KERNELS]
-        fit = [one for one in fit if one.get("repeats")]
-        if fit:
-            best = min(fit, key=lambda one: one["ms"])["kernel"]
-            chosen.setdefault(device, {})[dtype] = best
-    path.write_text(json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
