@@ -2,6 +2,7 @@
 # Check the package on one GPU, then measure it there; at most 10 minutes. Nothing is downloaded.
 # With --wheels DIR the package and what it needs are installed from DIR into .venv-gpu; otherwise
 # PYTHON (default: python3) has them, and this folder is read. Everything else goes to check_gpu.py:
+# Paths are relative to the repository.
 #   --device cpu   small sizes, on any machine     --part N   one part, for runs in several commands
 #   --out DIR      JSON, tables and pictures       --minutes M
 set -euo pipefail

@@ -8,6 +8,7 @@ summed in float32.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,13 @@ from lightning_gnnpipe.passing.sparse import SparseRows
 # On an H200 the fastest of 36 choices over all rows of a graph and a chunk of a 32nd.
 LONGEST = 128
 MOST_CHANNELS = 128  # of one program
-TILE = 2048  # bytes that a program loads at once
+MOST_ENTRIES = 64  # that a program loads at once
+TILE = 2048  # bytes of them
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How the entries of the rows are cut; `Pieces.of` reads one number from the GPU."""
+    """How the entries of the rows are cut; `Pieces.of` waits for the GPU up to three times."""
 
     starts: Tensor  # `[num_pieces + 1]` start of each piece in the entries
     slots: Tensor | None  # `[num_pieces]` row that each writes; behind the last row: its part
@@ -67,7 +69,8 @@ def sum_rows(rows: SparseRows, table: Tensor) -> Tensor:
         _launch(out, None, table, rows.indices, rows.values, pieces.starts, None)
         return out
     assert pieces.long_starts is not None
-    parts = table.new_empty(pieces.num_parts, channels)
+    wide = torch.promote_types(table.dtype, torch.float32)  # halves may overflow or round
+    parts = table.new_empty(pieces.num_parts, channels, dtype=wide)
     _launch(out, parts, table, rows.indices, rows.values, pieces.starts, pieces.slots)
     _launch(out, None, parts, None, None, pieces.long_starts, pieces.long_rows)
     return out
@@ -84,21 +87,23 @@ def _launch(
 ) -> None:
     channels = table.size(1)
     width = min(MOST_CHANNELS, triton.next_power_of_2(channels))
-    _sum_pieces[starts.numel() - 1, triton.cdiv(channels, width)](
-        out,
-        parts,
-        table,
-        indices,
-        values,
-        starts,
-        slots,
-        out.size(0),
-        channels,
-        wide=table.dtype == torch.float64,
-        height=min(64, max(1, TILE // (width * table.element_size()))),
-        width=width,
-        num_warps=1,
-    )
+    on_gpu = table.device.type == "cuda"  # else by Triton's interpreter
+    with torch.cuda.device(table.device) if on_gpu else nullcontext():
+        _sum_pieces[starts.numel() - 1, triton.cdiv(channels, width)](
+            out,
+            parts,
+            table,
+            indices,
+            values,
+            starts,
+            slots,
+            out.size(0),
+            channels,
+            wide=table.dtype == torch.float64,
+            height=min(MOST_ENTRIES, max(1, TILE // (width * table.element_size()))),
+            width=width,
+            num_warps=1,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import signal
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.user_code import shorten
 
 _STOPPED = "stopped by SIGTERM"
+_CLOSED = re.compile(r"(closed|reset) by peer", re.IGNORECASE)
 
 
 class WorkerLauncher(_compat.MultiProcessingLauncher):
@@ -62,13 +64,18 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
         return found if trainer is None else self.unpack(trainer, found)
 
     def _raise_of_killed(self, error: ProcessRaisedException) -> None:
-        """Raise that a worker was killed, if `error` only says that another one was missing."""
-        if f"{PeerError.__name__}:" not in str(error):
+        """Raise that a worker was killed, if `error` only says that its connection was closed.
+
+        Where a worker did not answer, torch kills it later, and the signal is not the cause.
+        """
+        text = str(error)
+        if f"{PeerError.__name__}:" not in text or not _CLOSED.search(text):
             return
+        names = {one.value: one.name for one in signal.Signals}
         for rank, one in enumerate(self.procs):
             code = one.exitcode or 0
             if code < 0 and -code != signal.SIGTERM:  # which torch sends to the ones that are left
-                name = signal.Signals(-code).name
+                name = names.get(-code, str(-code))
                 text = f"process {rank} terminated with signal {name}"
                 raise ProcessExitedException(text, rank, one.pid or 0, code, name) from error
 

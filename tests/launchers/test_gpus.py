@@ -17,6 +17,8 @@ from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.trainer import _compat, processes
 from lightning_gnnpipe.trainer.launcher import WorkerLauncher
 
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:36571"
+
 
 @pytest.mark.parametrize(
     ("device", "has_begun", "is_refused"),
@@ -44,9 +46,11 @@ def test_a_cpu_has_not_begun_cuda() -> None:
 @pytest.mark.parametrize(
     ("text", "codes", "cause"),
     [
-        ("errors.PeerError: rank 0 could not", [1, -signal.SIGKILL], "process 1 .* SIGKILL"),
-        ("errors.PeerError: rank 0 could not", [1, -signal.SIGTERM], "PeerError"),
-        ("ValueError: wrong", [1, -signal.SIGKILL], "ValueError"),
+        (f"{CLOSED} errors.PeerError: rank 0", [1, -signal.SIGKILL], "process 1 .* SIGKILL"),
+        (f"{CLOSED} errors.PeerError: rank 0", [1, -40], "process 1 .* signal 40"),
+        (f"{CLOSED} errors.PeerError: rank 0", [1, -signal.SIGTERM], "PeerError"),
+        ("did not answer. errors.PeerError: rank 0", [1, -signal.SIGKILL], "PeerError"),
+        (f"{CLOSED} ValueError: wrong", [1, -signal.SIGKILL], "ValueError"),
     ],
 )
 def test_a_killed_rank_is_the_cause_though_another_one_reports_first(

@@ -13,9 +13,11 @@ import torch
 from lightning_gnnpipe.passing import sparse
 from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 
+pytest.importorskip("triton")
 NAME = "lightning_gnnpipe.passing.row_sums"
 COUNTS = torch.tensor([3, 0, 40, 1, 8, 9, 0, 17, 0])  # entries by row
 NUM_COLUMNS = 11
+CPU = torch.device("cpu")
 CLOSE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -61,13 +63,33 @@ def test_nothing_to_sum(row_sums: ModuleType, num_rows: int, channels: int) -> N
     assert torch.equal(found, torch.zeros(num_rows, channels))
 
 
+def test_pieces_of_halves_are_summed_in_float32(row_sums: ModuleType) -> None:
+    table = torch.tensor([[30_000.0], [-30_000.0]], dtype=torch.float16)
+    indices = torch.tensor([0] * 8 + [1] * 8, dtype=torch.int32)  # the first piece overflows a half
+    found = row_sums.sum_rows(SparseRows(torch.tensor([0, 16]), indices, None), table)
+    assert found.item() == 0.0
+
+
+def test_other_errors_of_a_gpu_are_raised(
+    row_sums: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(row_sums, "sum_rows", full)
+    sparse._gpu_kernel.cache_clear()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            sparse._gpu_kernel(CPU)
+
+
 def test_without_a_gpus_kernel_a_warning_says_once_what_it_costs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sparse._gpu_kernel.cache_clear()
     monkeypatch.setitem(sys.modules, NAME, None)
     with caplog.at_level(logging.WARNING):
-        assert sparse._gpu_kernel() is sparse._gpu_kernel() is None
+        assert sparse._gpu_kernel(CPU) is sparse._gpu_kernel(CPU) is None
     assert len(caplog.messages) == 1 and "Install triton" in caplog.text
     sparse._gpu_kernel.cache_clear()
 
@@ -90,6 +112,6 @@ def test_on_a_gpu_products_go_through_the_kernel(
     class OnGpu(torch.Tensor):
         is_cuda = property(lambda self: True)  # type: ignore[assignment]
 
-    monkeypatch.setattr(sparse, "_gpu_kernel", lambda: kernel)
+    monkeypatch.setattr(sparse, "_gpu_kernel", lambda device: kernel)
     found = multiply(rows, table.as_subclass(OnGpu))
     assert calls and torch.equal(found.as_subclass(torch.Tensor), expected)
