@@ -165,6 +165,7 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         assert parameter.annotation is not parameter.empty, f"{kind.__name__}: {name} has no type"
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -258,7 +258,7 @@ AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
 ]
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(("make", "num_stages", "num_shards"), AS_PLAIN)
 def test_what_shares_or_changes_weights_trains_as_plainly(
     make: Make, num_stages: int, num_shards: int

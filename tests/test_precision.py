@@ -112,6 +112,7 @@ TOLERANCES = {
 }
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(("precision", "num_stages"), covering(TOLERANCES, [1, 2, 3]))
 def test_precisions_equal_plain_lightning(precision: str, num_stages: int, tmp_path: Path) -> None:
     (expected, plain_metrics), (found, metrics) = (

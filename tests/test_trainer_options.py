@@ -70,7 +70,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(("name", "num_stages"), covering(OPTIONS, [2, 1, 3]))
 def test_options_of_the_trainer(name: str, num_stages: int, tmp_path: Path) -> None:
     def run(num_stages: int) -> tuple[L.LightningModule, L.Trainer]:

@@ -163,6 +163,7 @@ OWN: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", OWN)
 def test_the_users_own_error_is_raised_as_it_is(name: str) -> None:
     make, changes = OWN[name]

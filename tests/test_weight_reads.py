@@ -216,6 +216,7 @@ def assert_seen(found: list[Any], expected: list[Any]) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, check_dtype=False)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", READS)
 def test_what_a_hook_reads_is_whole(name: str, tmp_path: Path) -> None:
     assert_as_plain(Scaled(READS[name]), tmp_path)

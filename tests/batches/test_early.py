@@ -68,6 +68,7 @@ def fit(module: L.LightningModule, *data: Any, devices: int = 1, **options: Any)
     return trainer
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -137,7 +137,7 @@ def train(
 SLOW = ("means", "messages, recomputed", "rows on the host", "bfloat16 rows")
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in CASES])
 def test_chunks_on_a_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are the CPU's; no tensor is on the wrong device; no wait belongs to a chunk."""

@@ -321,6 +321,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_plainly(name: str) -> None:
     make, arguments = MODELS[name]

@@ -416,6 +416,7 @@ def test_norms_take_their_arguments_by_name() -> None:
         assert_same(steps.run(number), steps.expected())
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", [n for n in MAKE if n != "pair individual"])
 def test_half_precision_by_autocast(name: str) -> None:
     """Chunks give the dtype that the whole graph gives, and nearly the same numbers."""

@@ -148,7 +148,7 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
     return {name: batch[name] for name in names}
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("num_neg", [44, 61])
 @pytest.mark.parametrize(
     ("partition", "recompute"), [(CHUNKS, False), (CHUNKS, True), (ONE_CHUNK, False)]

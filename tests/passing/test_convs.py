@@ -180,7 +180,7 @@ def assert_step(
     assert_same(gradients(net), grads)
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("case", some([*CASES, *OWN], every=2), ids=name_of)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""

@@ -179,6 +179,7 @@ NEW_EACH_STEP: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("kind", NEW_EACH_STEP)
 def test_an_input_that_is_new_in_each_step_runs_exactly(
     kind: str, caplog: pytest.LogCaptureFixture

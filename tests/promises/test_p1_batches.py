@@ -78,6 +78,7 @@ def test_stages_equal_plain_lightning(
     assert_shared_out(piped, plain)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(("sizes", "name"), covering(ODD_SIZES.values(), NETS))
 def test_odd_batches_equal_plain_lightning(
     sizes: tuple[int, ...], name: str, tmp_path: Path

@@ -88,6 +88,7 @@ def assert_encoder_on(ranks: list[int], fitted: FitResult, name: str = "") -> No
     assert [rank for rank, names in held if any(word in one for one in names)] == ranks
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("name", "num_stages", "repeat"),
     [

@@ -184,7 +184,7 @@ RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback],
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

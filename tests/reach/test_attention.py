@@ -32,7 +32,7 @@ from tests.promises.test_p2_stale_gradient import AGAIN, SHARDS, assert_equals_o
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("name", "num_chunks", "options"),
     [
@@ -126,7 +126,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("is_inline", [True, False])
 @pytest.mark.parametrize("name", SUMS)
 def test_functions_that_add_up_rows_train_in_chunks(name: str, is_inline: bool) -> None:

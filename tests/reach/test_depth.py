@@ -476,7 +476,7 @@ def test_depth_is_cut_at_each_call(name: str) -> None:
     assert num_layers(make()) == number
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", NETS)
 def test_depth_trains_as_plainly(name: str) -> None:
     assert_alike(NETS[name][0])

@@ -107,6 +107,7 @@ def oracle_losses(kind: str, *, is_exact: bool) -> tuple[list[float], list[Tenso
     return losses, [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("kind", "num_chunks", "layout"),
     [

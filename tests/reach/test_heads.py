@@ -191,7 +191,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Forward, int]] = {
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", NETS)
 def test_heads_train_as_plainly(name: str) -> None:
     make, call, _ = NETS[name]

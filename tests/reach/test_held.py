@@ -373,7 +373,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", [*NETS, *MORE])
 def test_what_a_module_holds_trains_as_plainly(name: str) -> None:
@@ -384,7 +384,7 @@ def difference(one: Fits, other: Fits) -> float:
     return float((weights(one) - weights(other)).abs().max())
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", NETS)
 def test_in_chunks_it_counts_as_arguments(name: str) -> None:
@@ -398,7 +398,7 @@ def test_in_chunks_it_counts_as_arguments(name: str) -> None:
 PLACES: dict[str, dict[str, Any]] = {"two stages": {}, "two shards": {"graph_parallel": 2}}
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(

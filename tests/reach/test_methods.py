@@ -351,13 +351,14 @@ def assert_same_weights(found: Module, plain: Module) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=name)
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_in_exact_mode_it_is_equal_to_plain(name: str) -> None:
     found, _ = fit(CASES[name], 1)
     assert_same(found, fit(CASES[name], 0)[0])
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
     module, trainer = fit(CASES[name], 3, balance="uniform")

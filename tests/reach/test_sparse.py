@@ -260,7 +260,7 @@ def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""

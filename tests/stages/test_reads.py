@@ -276,7 +276,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         del Net.scale
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
     how, change = CASES[name]
@@ -393,6 +393,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_forward_leaves_behind_is_refused(name: str) -> None:
     how, text = REFUSED[name]

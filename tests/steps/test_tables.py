@@ -224,6 +224,7 @@ def test_each_shard_holds_its_rows(tmp_path: Path, num_shards: int, num_stages: 
     assert (N, D) in [one.shape for one in moments]
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     "kind", [Momentum, Decays, Loads, TwoViews, Clips, RankZero, Thaws, OwnOptimizer]
 )

@@ -101,6 +101,7 @@ def after_three(method: str, dropout: float = 0.0) -> Steps:
     return steps
 
 
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("waits_for_next_step", [False, True])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("method", METHODS)
