@@ -150,7 +150,7 @@ def test_ranks_are_as_close_to_double_precision(
         folder, options = tmp_path / str(stages), precision_args(precision)
         runs.append(fit(folder, stages, seeded(), num_shards=shards, **options)[0])
     plain, found = map(error, runs)
-    assert plain > 0 and found < 2 * plain
+    assert plain > 0 and found < 3 * plain  # the largest of a few hundred rounding errors
 
 
 @pytest.mark.parametrize(("num_stages", "fused"), covering([1, 2, 3], [False, True]))
