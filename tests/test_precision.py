@@ -133,7 +133,7 @@ def test_precisions_equal_plain_lightning(precision: str, num_stages: int, tmp_p
         ("16-mixed", 1, 2),
         slow("bf16-true", 1, 2),
         slow("bf16-mixed", 1, 1),
-        slow("16-mixed", 2, 1),
+        slow("bf16-mixed", 2, 1),
     ],
 )
 def test_ranks_are_as_close_to_double_precision(
@@ -150,7 +150,7 @@ def test_ranks_are_as_close_to_double_precision(
         folder, options = tmp_path / str(stages), precision_args(precision)
         runs.append(fit(folder, stages, seeded(), num_shards=shards, **options)[0])
     plain, found = map(error, runs)
-    assert plain > 0 and found < 3 * plain  # the largest of a few hundred rounding errors
+    assert plain > 0 and found < 2 * plain
 
 
 @pytest.mark.parametrize(("num_stages", "fused"), covering([1, 2, 3], [False, True]))
