@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.passing.sparse import SparseRows
 
-# On an H200 the fastest of 36 choices over all rows of a graph and a chunk of a 32nd.
+# On an H200 the fastest of 36 choices (bf16: by 1 % the second), all rows and 32 chunks added up.
 LONGEST = 128
 MOST_CHANNELS = 128  # of one program
 MOST_ENTRIES = 64  # that a program loads at once
