@@ -24,6 +24,7 @@ HEADER = (
     "exact and plain Trainer, 20 epochs",
     "epochs: exact, pipeline",
     "CPU s a run: exact, pipeline",
+    "device",
 )
 
 
@@ -71,6 +72,7 @@ def describe(setting: Setting, rows: Sequence[Row]) -> list[str]:
         ", ".join(differences),
         ", ".join(median(runs[method], "epochs") for method in ("exact", "pipeline")),
         ", ".join(median(runs[method], "cpu_s") for method in ("exact", "pipeline")),
+        ", ".join(sorted({row["device"] for row in rows})),
     ]
 
 

@@ -29,6 +29,7 @@ def main() -> None:
     add = parser.add_argument
     add("--settings", default="*", help="names or patterns, joined by commas")
     add("--methods", default="compare,exact,pipeline", help="names, joined by commas")
+    add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     options = parser.parse_args()
     carry_out(options, partial(find_missing, options), partial(write_table, read_settings()))
 
@@ -37,7 +38,14 @@ def find_missing(options: argparse.Namespace, rows: Rows) -> list[Run]:
     """Return the runs of the settings that are not among `rows`."""
     done = {(row["setting"], row["method"], int(row["seed"])) for row in rows}
     return [
-        make_run(options, SCRIPT, setting=setting.name, method=method, seed=seed)
+        make_run(
+            options,
+            SCRIPT,
+            setting=setting.name,
+            method=method,
+            seed=seed,
+            accelerator=options.accelerator,
+        )
         for setting in read_settings(options.settings)
         for method in options.methods.split(",")
         for seed in range(1 if method == "compare" else setting.seeds)

@@ -1,4 +1,4 @@
-"""One setting, trained once by one method: a process of one thread.
+"""One setting, trained once by one method: a process of one thread, on the CPU or one GPU.
 
     python run_setting.py --setting cora-gcnii --method pipeline --seed 0 --root DIR
 
@@ -36,7 +36,7 @@ from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 METHODS = ("exact", "pipeline", "compare")  # one chunk; K chunks; one chunk with a plain Trainer
 COLUMNS = (
     *("setting", "method", "seed", "test", "val", "last_test"),
-    *("best_epoch", "epochs", "difference", "cpu_s"),
+    *("best_epoch", "epochs", "difference", "cpu_s", "device"),
 )
 NUM_EXACT = 5  # epochs without staleness at first
 NUM_COMPARED = 20  # epochs
@@ -76,6 +76,7 @@ def train(
     *callbacks: L.Callback,
     num_stages: int = 1,
     validates: bool = True,
+    accelerator: str = "cpu",
 ) -> None:
     """Train once.
 
@@ -87,8 +88,11 @@ def train(
         callbacks: Of the Trainer.
         num_stages: Devices of the pipeline.
         validates: Whether each epoch is validated.
+        accelerator: Of the Trainer.
     """
     datamodule = make_data(setting, seed, root)
+    if accelerator == "gpu":
+        datamodule.data = datamodule.data.to("cuda")  # once, not in each step
     L.seed_everything(seed, verbose=False)
     module = Published(setting, datamodule.num_features, datamodule.num_classes)
     own: list[L.Callback] = []
@@ -101,7 +105,7 @@ def train(
         strategy = GNNPipeStrategy(num_chunks=setting.chunks, partition="metis")
         own.append(StalenessWarmup(NUM_EXACT))
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=num_stages,
         strategy=strategy,
         callbacks=[*callbacks, *own],
@@ -128,7 +132,7 @@ def summarize(curves: Curves, select: str) -> dict[str, Any]:
     }
 
 
-def compare(setting: Setting, seed: int, root: str | None) -> float:
+def compare(setting: Setting, seed: int, root: str | None, accelerator: str = "cpu") -> float:
     """Return the largest relative difference of an epoch's loss between exact and plain training.
 
     Without dropout, of which both draw other numbers, and in float64.
@@ -137,8 +141,8 @@ def compare(setting: Setting, seed: int, root: str | None) -> float:
     setting = replace(setting, dropout=0.0, net=net, epochs=NUM_COMPARED)
     torch.set_default_dtype(torch.float64)
     plain, exact = Curves(), Curves()
-    train(setting, "plain", seed, root, plain)
-    train(setting, "exact", seed, root, exact)
+    train(setting, "plain", seed, root, plain, accelerator=accelerator)
+    train(setting, "exact", seed, root, exact, accelerator=accelerator)
     pairs = zip(plain.train_losses, exact.train_losses, strict=True)
     return max(abs(one / other - 1) for one, other in pairs)
 
@@ -150,6 +154,7 @@ def main() -> None:
     add("--setting", required=True)
     add("--method", choices=METHODS, default="pipeline")
     add("--seed", type=int, default=0)
+    add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     add("--epochs", type=int, help="instead of the setting's")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,12 +165,15 @@ def main() -> None:
     start = time.process_time()  # of one thread: other work on the machine does not count
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
     row |= {"setting": setting.name, "method": options.method, "seed": options.seed}
+    row["device"] = options.accelerator
     try:
         if options.method == "compare":
-            row["difference"] = f"{compare(setting, options.seed, options.root):.1e}"
+            difference = compare(setting, options.seed, options.root, options.accelerator)
+            row["difference"] = f"{difference:.1e}"
         else:
             curves = Curves()
-            train(setting, options.method, options.seed, options.root, curves)
+            arguments = setting, options.method, options.seed, options.root, curves
+            train(*arguments, accelerator=options.accelerator)
             row |= summarize(curves, setting.select)
     except FileNotFoundError as error:
         print(f"{setting.graph}: {error}", file=sys.stderr)
