@@ -17,8 +17,8 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.errors import CLASSES
 from lightning_gnnpipe.preview import check
-from lightning_gnnpipe.removed import CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.trainer import refuse_import
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions
-from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.removed import advice_on
+from lightning_gnnpipe.errors import ConfigError, advice_on
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from lightning_gnnpipe.types import (

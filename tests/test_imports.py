@@ -28,7 +28,7 @@ MAX_FILES_OF_A_STEP = 50
 
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
-    *("errors", "types", "removed", "_compat_torch", "_compat_pyg"),
+    *("errors", "types", "_compat_torch", "_compat_pyg"),
     *("user_code", "datamodule", "models"),
     *("schedule", "graph", "staleness", "codecs", "passing", "calls", "comm"),
     *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),

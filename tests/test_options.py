@@ -12,10 +12,9 @@ import torch_geometric.nn as gnn
 
 import lightning_gnnpipe
 from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import CLASSES, VALUES, ConfigError, advice_on
 from lightning_gnnpipe.models import NodeClassifier
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.removed import CLASSES, VALUES, advice_on
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from lightning_gnnpipe.types import CodecName, OrderName, StalenessName
 from tests.helpers.observed import (

@@ -156,7 +156,7 @@ def test_costs_are_shown_where_they_were_measured() -> None:
 
 
 def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gnnpipe.report.stages.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_gnnpipe.report.find_spec", lambda name: None)
     assert format_stages(ROWS).splitlines() == [
         "Pipeline: 3 layers in 2 stages",
         "stage  layers                        parameters  cost [ms]",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gnnpipe.callbacks.monitor import PipelineMonitor, StalenessMonitor
-from lightning_gnnpipe.callbacks.progress import ChunkProgress
+from lightning_gnnpipe.callbacks.monitor import ChunkProgress, PipelineMonitor, StalenessMonitor
 from lightning_gnnpipe.callbacks.staleness import (
     BoundedStaleness,
     EmbeddingRefresh,

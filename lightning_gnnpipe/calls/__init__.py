@@ -11,8 +11,7 @@ from lightning_gnnpipe.calls.call import (
     flatten_call,
 )
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind
-from lightning_gnnpipe.calls.graph_sample import draw_graphs
-from lightning_gnnpipe.calls.graphs import KnownKinds, classify, find_graphs
+from lightning_gnnpipe.calls.graphs import KnownKinds, classify, draw_graphs, find_graphs
 from lightning_gnnpipe.calls.kinds import Inputs, count_nodes, find_edge_sets, is_of_pairs
 
 __all__ = [

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs.low_bit import LowBitCodec
 from lightning_gnnpipe.codecs.payload import Codec
-from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.removed import advice_on
+from lightning_gnnpipe.errors import ConfigError, advice_on
 from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_codecs
 
 

@@ -11,13 +11,15 @@ from lightning_gnnpipe.comm.collectives import (
 )
 from lightning_gnnpipe.comm.groups import (
     GPU_BACKEND,
+    Members,
+    Mesh,
+    World,
     abandon_groups,
     choose_wire,
     end_groups_at_exit,
     first_rank_tells,
     restart_store,
 )
-from lightning_gnnpipe.comm.mesh import Members, Mesh, World
 from lightning_gnnpipe.comm.transport import Exchange, Label, Transport, sum_along_pipe
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gnnpipe.comm.mesh import Members, World
+from lightning_gnnpipe.comm.groups import Members, World
 from lightning_gnnpipe.comm.watch import Watch, differ
 from lightning_gnnpipe.errors import GNNPipeError, PeerError
 from lightning_gnnpipe.types import TrafficKind

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import Codec, Parcel
 from lightning_gnnpipe.comm.collectives import Collectives, Meter, bring
-from lightning_gnnpipe.comm.mesh import Members, World, make_mesh
+from lightning_gnnpipe.comm.groups import Members, World, make_mesh
 from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # no encoding

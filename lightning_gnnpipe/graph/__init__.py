@@ -13,6 +13,9 @@ from lightning_gnnpipe.graph.fingerprint import (
 )
 from lightning_gnnpipe.graph.partition import (
     SplitSizes,
+    check_edges,
+    check_graph,
+    check_num_chunks,
     edge_cut_frac,
     edges_within,
     measure_split,
@@ -29,11 +32,6 @@ from lightning_gnnpipe.graph.plan import (
     plan_from_assignment,
     plan_micro_batches,
     shard_plan,
-)
-from lightning_gnnpipe.graph.validate import (
-    check_edges,
-    check_graph,
-    check_num_chunks,
 )
 
 __all__ = [

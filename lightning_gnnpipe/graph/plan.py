@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph.chunk import Chunk, cut_edges
-from lightning_gnnpipe.graph.partition import partition_nodes
+from lightning_gnnpipe.graph.partition import check_assignment, check_graph, partition_nodes
 from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
-from lightning_gnnpipe.graph.validate import check_assignment, check_graph
 from lightning_gnnpipe.types import OrderName, Partition
 
 

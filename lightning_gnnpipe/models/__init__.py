@@ -1,9 +1,8 @@
 """Reference stacks in plain PyG, and the LightningModules that train them."""
 
 from lightning_gnnpipe.models.classifiers import GraphClassifier, NodeClassifier
-from lightning_gnnpipe.models.deep import GCNII, ResGCNPlus
+from lightning_gnnpipe.models.deep import GCNII, GNN, ResGCNPlus
 from lightning_gnnpipe.models.gin import GIN
-from lightning_gnnpipe.models.gnn import GNN
 
 __all__ = [
     "GCNII",

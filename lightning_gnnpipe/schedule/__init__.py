@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from lightning_gnnpipe.schedule.action import Action, Op
-from lightning_gnnpipe.schedule.build import Loss, Schedule, StaleRead, fill_drain, stale_reads
+from lightning_gnnpipe.schedule.build import (
+    Loss,
+    Schedule,
+    StaleRead,
+    fill_drain,
+    interleaved,
+    one_f_one_b,
+    stale_reads,
+    stream,
+)
 from lightning_gnnpipe.schedule.check import check
 from lightning_gnnpipe.schedule.format import format_chart, format_grid
 from lightning_gnnpipe.schedule.lower import Arrived, add_transfers, arrived_sends
-from lightning_gnnpipe.schedule.one_f_one_b import interleaved, one_f_one_b, stream
 from lightning_gnnpipe.schedule.simulate import (
     Timeline,
     graph_parallel_bytes,

@@ -12,8 +12,14 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.report import chrome_trace, draw_timeline, timeline_title
-from lightning_gnnpipe.report.gantt import BACKWARD, FORWARD, IDLE
+from lightning_gnnpipe.report import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    chrome_trace,
+    draw_timeline,
+    timeline_title,
+)
 from tests.helpers.steps import make_stats
 
 
@@ -66,7 +72,7 @@ def test_a_trace_without_compute_is_refused_and_matplotlib_asked_for(
 ) -> None:
     with pytest.raises(ConfigError, match="forward or backward actions"):
         draw_timeline([], "")
-    monkeypatch.setattr("lightning_gnnpipe.report.gantt.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_gnnpipe.report.find_spec", lambda name: None)
     text = r"Expected the package 'matplotlib'.*pip install matplotlib"
     with pytest.raises(ImportError, match=text):
         draw_timeline(make_stats("F0 B0").events, "")

@@ -1,4 +1,4 @@
-"""A measured training step as a picture, and as a trace for Perfetto and about:tracing.
+"""Reports: a training step as a picture and as a trace for Perfetto, the table of stages.
 
 The picture has one row per rank, time to the right:
 
@@ -12,13 +12,18 @@ The trace is in Chrome's "Trace Event Format": thread 0 shows the phases, thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
+from torch import nn
+
+from lightning_gnnpipe.chunks import LayerNames, PipelineStats, TraceEvent, phases
 from lightning_gnnpipe.errors import ConfigError, explain
 from lightning_gnnpipe.schedule import Action, Op
+from lightning_gnnpipe.stages import Stage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -225,3 +230,100 @@ def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
 def _complete(name: str, category: str, thread: int, start: float, end: float) -> dict[str, Any]:
     one = {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": category}
     return one | {"ts": start, "dur": end - start}
+
+
+_HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
+_LEFT = 1  # the left-aligned column
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage; or, with `index=None`, the parameters outside of the pipelined module.
+
+    Attributes:
+        num_parameters: Parameter values; a parameter of several stages counts on the first.
+        cost_s: Seconds of its layers, scaled to a training step; None if not measured.
+        repeated: Names of earlier layers that the stage computes again.
+    """
+
+    index: int | None
+    layers: tuple[str, ...]
+    num_parameters: int
+    cost_s: float | None
+    repeated: tuple[str, ...] = ()
+
+
+def describe_stages(
+    root: nn.Module,
+    pipelined: nn.Module,
+    stages: Sequence[Stage],
+    users: Mapping[str, set[int]],
+    costs: Sequence[float],
+) -> tuple[StageRow, ...]:
+    """Return a row for each stage, and one for the rest of `root` if it has parameters.
+
+    `users`: by name, the stages that use a parameter or buffer of `pipelined`. `costs`: seconds by
+    stage; empty if not measured.
+    """
+    sizes = {name: p.numel() for name, p in pipelined.named_parameters()}
+    owners = {name: min(users[name]) for name in sizes if users.get(name)}
+    names = LayerNames(pipelined)
+    rows = []
+    for stage in stages:
+        layers = tuple(names.of(segment) for segment in stage.segments)
+        own = sum(size for name, size in sizes.items() if owners.get(name) == stage.index)
+        cost_s = costs[stage.index] if costs else None
+        again = tuple(name for part in stage.repeated for name in names.of_repeated(part))
+        rows.append(StageRow(stage.index, layers, own, cost_s, again))
+    rest = sum(p.numel() for p in root.parameters()) - sum(row.num_parameters for row in rows)
+    return (*rows, StageRow(None, (), rest, None)) if rest else tuple(rows)
+
+
+def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
+    """Return `rows` as a table of `num_columns` characters, drawn by rich if installed."""
+    table = [_HEADINGS, *map(_cells, rows)]
+    if all(row.cost_s is None for row in rows):
+        table = [line[:-1] for line in table]
+    num_stages = sum(row.index is not None for row in rows)
+    num_layers = sum(len(row.layers) for row in rows)
+    title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
+    return _draw_rich(title, table, num_columns) if find_spec("rich") else _draw(title, table)
+
+
+def _cells(row: StageRow) -> tuple[str, ...]:
+    if row.index is None:
+        return "all", "outside the pipelined module", f"{row.num_parameters:,}", ""
+    first, last = row.layers[0], row.layers[-1]
+    layers = first if len(row.layers) == 1 else f"{first} .. {last} ({len(row.layers)})"
+    return (
+        str(row.index),
+        ", ".join([*(f"{name} (repeated)" for name in row.repeated), layers]),
+        f"{row.num_parameters:,}",
+        "" if row.cost_s is None else f"{row.cost_s * 1e3:,.1f}",
+    )
+
+
+def _draw_rich(title: str, table: Sequence[Sequence[str]], num_columns: int) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left")
+    for column, heading in enumerate(table[0]):
+        drawn.add_column(heading, justify="left" if column == _LEFT else "right")
+    for line in table[1:]:
+        drawn.add_row(*line)
+    text = StringIO()
+    Console(file=text, width=num_columns, markup=False).print(drawn)
+    return text.getvalue().rstrip()
+
+
+def _draw(title: str, table: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column == _LEFT else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    ]
+    return "\n".join([title, *lines])
