@@ -10,14 +10,14 @@ import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_gnnpipe import ChunkProgress
-from lightning_gnnpipe.callbacks import progress
+from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.steps import Controls
 from tests.helpers.observed import make_data, make_module, make_trainer
 
 
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(monitor, "_INTERVAL_S", 0.0)
 
 
 def fit(num_stages: int, *callbacks: L.Callback, **options: Any) -> None:
@@ -56,9 +56,9 @@ def test_rich_shows_loss_and_chunks(num_stages: int, capfd: pytest.CaptureFixtur
 
 
 def test_updates_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_S", 1e6)
+    monkeypatch.setattr(monitor, "_INTERVAL_S", 1e6)
     shown = []
-    monkeypatch.setattr(progress, "_describe", lambda bar, text: shown.append(text))
+    monkeypatch.setattr(monitor, "_describe", lambda bar, text: shown.append(text))
     fit(1, TQDMProgressBar(), ChunkProgress(), enable_progress_bar=True)
     assert all(re.fullmatch(r"Epoch \d", text) for text in shown) and shown
 
