@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # the text, the module, and what is not a
 }
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
     text, make, *unusual = CASES[name]

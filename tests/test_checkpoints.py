@@ -124,6 +124,7 @@ def test_histories_of_checkpoints_that_are_gone_are_gone(tmp_path: Path) -> None
     assert not list(tmp_path.glob(".*.part"))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -> None:
     """From the CPU to the device of `scripts/check_gpu.sh`, and back; else both are the CPU."""
@@ -241,6 +242,7 @@ def test_a_save_that_is_cut_off_leaves_the_last_one(tmp_path: Path, monkeypatch:
     assert torch.load(path, weights_only=True) == {"n": 1}
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("first", "second"), [(1, 2), (2, 1), *(slow(*one) for one in ((1, 1), (2, 2), (2, 3), (3, 2)))]
 )
@@ -256,6 +258,7 @@ def test_a_sharded_checkpoint_goes_on_like_a_stock_one(first: int, second: int) 
     assert torch.equal(a, b)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("file", "how"),
     covering(

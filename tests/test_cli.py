@@ -91,6 +91,7 @@ def test_one_file_serves_every_command(gnnpipe: Commands) -> None:
     assert len(list(gnnpipe.folder.rglob("config.yaml"))) == 1
 
 
+@pytest.mark.slow
 def test_digits_are_trained_and_planned_from_one_file(gnnpipe: Commands) -> None:
     config, saved = ("--config", "digits.yaml"), gnnpipe.folder / "outputs/digits/config.yaml"
     printed = gnnpipe.shows("plan", *config, "--link_gbit=1")
@@ -165,7 +166,7 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         assert parameter.annotation is not parameter.empty, f"{kind.__name__}: {name} has no type"
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

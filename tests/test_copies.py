@@ -109,6 +109,7 @@ class Copies(Module):
         assert len(torch.autograd.grad(loss, list(made.parameters()), allow_unused=True)) == 10
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_has_a_life_of_its_own(how: str) -> None:
     ours = assert_as_plain(lambda: Copies(how), 1)
@@ -258,7 +259,7 @@ AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
 ]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("make", "num_stages", "num_shards"), AS_PLAIN)
 def test_what_shares_or_changes_weights_trains_as_plainly(
     make: Make, num_stages: int, num_shards: int
@@ -266,6 +267,7 @@ def test_what_shares_or_changes_weights_trains_as_plainly(
     assert_as_plain(make, num_stages, num_shards)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("make", "num_stages", "text"),
     [

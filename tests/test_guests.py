@@ -124,6 +124,7 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("kind", "has_norms", "has_encoder", "num_stages"),
     [
@@ -161,6 +162,7 @@ def test_averaged_weights_equal_plain_lightning(
     assert_close(saved["optimizer_states"][0]["state"], plain_saved["optimizer_states"][0]["state"])
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [("ema", 2, 3), ("swa", 0, 2), slow("ema", 0, 2), slow("swa", 2, 3)],

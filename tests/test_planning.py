@@ -58,6 +58,7 @@ def plan_of(module: Any = None, data: Any = None, **options: Any) -> PipelinePla
     return strategy.plan(module or make_module(), data or make_data(), **asked)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("num_stages", "num_shards", "repeat", "edges"),
     [
@@ -178,6 +179,7 @@ def test_stages_take_longer_that_compute_the_encoder_again() -> None:
     )
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("options", "tables"),  # of which one is rows, and one their gradients
     [

@@ -112,7 +112,7 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("precision", "num_stages"), covering(TOLERANCES, [1, 2, 3]))
 def test_precisions_equal_plain_lightning(precision: str, num_stages: int, tmp_path: Path) -> None:
     (expected, plain_metrics), (found, metrics) = (
@@ -125,6 +125,7 @@ def test_precisions_equal_plain_lightning(precision: str, num_stages: int, tmp_p
         assert float(metrics[name]) == pytest.approx(float(plain_metrics[name]), rel=of_losses)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("precision", "num_stages", "num_shards"),
     [
@@ -153,6 +154,7 @@ def test_ranks_are_as_close_to_double_precision(
     assert plain > 0 and found < 2 * plain
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("num_stages", "fused"), covering([1, 2, 3], [False, True]))
 def test_an_overflow_on_one_stage_skips_the_step(
     num_stages: int, fused: bool, tmp_path: Path
@@ -192,6 +194,7 @@ class Scales(MixedPrecision):
         return nullcontext()
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("staleness", "num_stages"), covering(get_args(StalenessName), [1, 2]))
 def test_a_loss_scale_leaves_no_trace(num_stages: int, staleness: Any, tmp_path: Path) -> None:
     """It grows after every second step; in double precision that leaves no trace."""

@@ -121,6 +121,7 @@ def keeps_buffers(folder: Path) -> L.Callback:
     return LambdaCallback(on_validation_batch_start=save)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("accumulated", "num_workers"), [(1, 0), (2, 0), slow(1, 1)])
 def test_one_stage_is_lightnings_ddp(accumulated: int, num_workers: int, tmp_path: Path) -> None:
     """The order of batches, losses, gradients, weights, running statistics and what is logged."""
@@ -185,6 +186,7 @@ def make_trainer(num_ranks: int, **options: Any) -> L.Trainer:
     )
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_batches", [(3, 3), (2, 3), (3, 2)])
 def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) -> None:
     error = pytest.raises(Exception, match="Expected the same number of batches on all ranks")

@@ -60,6 +60,7 @@ FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("num_stages", "name"), covering([1, 2, 3], FITS))
 def test_fit_equals_plain_lightning(num_stages: int, name: str) -> None:
     """Weights outside of the net, tied ones, metrics, schedulers, clipping, manual steps."""
@@ -71,6 +72,7 @@ def saver(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, save_last=True, monitor="val_loss")
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("first", "second"), [(2, 1), slow(1, 2), slow(2, 3), (2, 0), (0, 2)])
 def test_p6_a_checkpoint_goes_on_under_any_stages(first: int, second: int, tmp_path: Path) -> None:
     def stepping(scale: float = 1.0) -> Realistic:
@@ -119,11 +121,13 @@ class Drops(Realistic):
         return super().training_step(data, batch_idx)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("make", "num_stages"), [(Drops, 2), (Anneals, 2), slow(Anneals, 1)])
 def test_what_differs_from_step_to_step(make: Make, num_stages: int) -> None:
     assert_as_plain(num_stages, make, epochs=4)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["current_epoch", "trainer", "log"])
 def test_a_forward_that_reads_the_progress_is_refused(name: str) -> None:
     class Reads(L.LightningModule):
@@ -199,6 +203,7 @@ def first(items: list[Any]) -> Any:
     return items[0]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_ordinary_loaders_work(num_stages: int) -> None:
     data = [realistic_graph()]

@@ -70,7 +70,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("name", "num_stages"), covering(OPTIONS, [2, 1, 3]))
 def test_options_of_the_trainer(name: str, num_stages: int, tmp_path: Path) -> None:
     def run(num_stages: int) -> tuple[L.LightningModule, L.Trainer]:
@@ -147,6 +147,7 @@ def test_a_compiled_module_is_refused(num_stages: int) -> None:
         fit(num_stages, lambda: torch.compile(make_module()))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_stages", [1, 2, slow(3)])
 def test_logged_rates_and_losses(num_stages: int, tmp_path: Path) -> None:
     def rows(num_stages: int) -> list[dict[str, Any]]:

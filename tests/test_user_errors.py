@@ -163,7 +163,7 @@ OWN: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", OWN)
 def test_the_users_own_error_is_raised_as_it_is(name: str) -> None:
     make, changes = OWN[name]
@@ -194,6 +194,7 @@ BETTER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", BETTER)
 def test_a_malformed_graph_reads_better_than_plainly(name: str) -> None:
     changes, text = BETTER[name]
@@ -202,6 +203,7 @@ def test_a_malformed_graph_reads_better_than_plainly(name: str) -> None:
     check_is_readable(error)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -307,6 +309,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> None:
     make, text, *mended = REFUSED[name]
@@ -318,6 +321,7 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
         fit(module, graph(), **{"num_chunks": 4, **dict(*mended[1:])})
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -216,7 +216,7 @@ def assert_seen(found: list[Any], expected: list[Any]) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, check_dtype=False)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", READS)
 def test_what_a_hook_reads_is_whole(name: str, tmp_path: Path) -> None:
     assert_as_plain(Scaled(READS[name]), tmp_path)
@@ -294,6 +294,7 @@ class PenalizedBefore(Scaled):
 NORM = {"on_after_backward": [lambda m: grad_norm(m, norm_type=2)]}
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -388,6 +389,7 @@ class Notes(L.Callback):
 ALONE = r"all ranks to make the same calls \(got rank 0 wants to evaluate.*on_train_epoch_end"
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("hook", "use", "message"),
     [

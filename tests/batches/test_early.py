@@ -95,6 +95,7 @@ def test_losses_that_join_graphs_are_refused(kind: str, message: str) -> None:
     assert "log" not in vars(module) and "all_gather" not in vars(module)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", ["root", "contrast", "norm over graphs", "hardest"])
 def test_they_are_right_under_fill_drain_and_in_one_micro_batch(kind: str) -> None:
     fit(Joined((kind,)), schedule="fill_drain")

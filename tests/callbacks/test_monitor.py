@@ -159,6 +159,7 @@ def test_large_counts_of_bytes_are_exact(tmp_path: Path, monkeypatch: pytest.Mon
     assert float(line["pipe/peak_memory_mib/stage_0"]) == 2**20 / monitor._MIB
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_wandb_has_figures_and_picture_offline(
     num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,7 @@ def receive(transport: Transport) -> None:
     transport.wait_receive(Label("forward", 4))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("wait", "text"),
     [

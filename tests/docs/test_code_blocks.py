@@ -48,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("page", [one for one in pages_with("python") if one not in SCRIPTS])
 def test_python_runs(page: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     blocks, names, printed = read_blocks(page), {"__name__": "__main__"}, ""

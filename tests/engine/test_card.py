@@ -137,7 +137,7 @@ def train(
 SLOW = ("means", "messages, recomputed", "rows on the host", "bfloat16 rows")
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in CASES])
 def test_chunks_on_a_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are the CPU's; no tensor is on the wrong device; no wait belongs to a chunk."""
@@ -241,6 +241,7 @@ def test_waits_and_mixtures_are_seen() -> None:
             x + torch.ones(4)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("name", "recompute"), covering(test_recompute.NETS, [False, True]))
 def test_rows_on_the_host_are_read_when_they_have_arrived(name: str, recompute: bool) -> None:
     late = test_recompute.train(name, recompute=recompute, history_device=torch.device("cpu:0"))

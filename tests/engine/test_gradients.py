@@ -109,7 +109,7 @@ def run(net: nn.Module, call: Callable[..., Any], batch: Batch, loss: Any) -> li
     return [total.detach(), *(t.grad for t in (*net.parameters(), *batch.values()))]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_plain_autograd(name: str) -> None:
     """With no gradient where plainly there is none: optimizers skip such weights."""

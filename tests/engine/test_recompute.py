@@ -107,6 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_the_same(case: str) -> None:
     name, options = CASES[case]
@@ -115,6 +116,7 @@ def test_the_numbers_are_the_same(case: str) -> None:
     torch.testing.assert_close(again, kept, rtol=close, atol=close)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["mixed", "gcnii"])
 def test_histories_on_another_device(name: str, recompute: bool) -> None:
@@ -150,7 +152,7 @@ def test_histories_on_another_device_under_autocast() -> None:
     torch.testing.assert_close(there, here, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [gnn.GCNConv, gnn.GATConv, gnn.SAGEConv])
 def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: bool) -> None:
@@ -166,6 +168,7 @@ def test_histories_in_half_precision(make: Callable[..., nn.Module], recompute: 
         assert 0 < error < 0.02
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_fewer_tensors_are_kept_between_forward_and_backward(is_exact: bool) -> None:
     """Of N-row tensors a layer keeps its input, or its sums, and no more."""

@@ -85,6 +85,7 @@ def test_a_run_is_judged_where_validation_is_best(published: Modules) -> None:
     assert (by_metric["test"], by_metric["last_test"]) == (70.0, 80.0)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["cora-gcnii", "minesweeper-gcn"])
 def test_exact_training_equals_a_plain_trainer(published: Modules, name: str) -> None:
     [setting] = published["settings"].read_settings(name)

@@ -25,6 +25,7 @@ def gpu() -> Iterator[dict[str, ModuleType]]:
         yield modules
 
 
+@pytest.mark.slow
 def test_the_script_runs_checks_on_the_cpu(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "check_gpu.sh"), "--device", "cpu", "--part", "1"]
     command += ["--checks", "checkpoints between devices", "--out", str(tmp_path)]
@@ -41,6 +42,7 @@ def test_the_script_runs_checks_on_the_cpu(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "machine.json").read_text())["card"] is None
 
 
+@pytest.mark.slow
 def test_checks_name_tests_that_are_there() -> None:
     with modules_of(ROOT / "scripts", ["check_gpu"]) as modules:
         checks = modules["check_gpu"].CHECKS

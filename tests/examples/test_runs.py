@@ -109,6 +109,7 @@ def test_stages_and_micro_batches_train_as_one_process_does(tmp_path, monkeypatc
         assert cells(text, label) == cells(alone, label)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("model", ["gcnii", "resgcnplus-batch"])
 @pytest.mark.parametrize("num_chunks", [None, 4])
 def test_a_run_of_the_accuracy_example_learns_and_repeats_itself(num_chunks, model):

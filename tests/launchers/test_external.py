@@ -138,6 +138,7 @@ def run_slurm(script: Path, folder: Path, how: str) -> list[str]:
             task.kill()
 
 
+@pytest.mark.slow  # torchrun stands for launchers that start ranks, in the test above
 def test_slurm_starts_the_ranks_and_queues_the_job_again(script: Path, tmp_path: Path) -> None:
     """SIGUSR1 in a step: both ranks save between steps; `scontrol requeue` is called once."""
     folder = tmp_path / "job"

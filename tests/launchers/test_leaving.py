@@ -68,8 +68,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked u
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "num_ranks"), [("pipe", 2), slow("hybrid", 4), slow("async", 2), slow("spawn", 2)]
+    ("how", "num_ranks"), [("pipe", 2), ("hybrid", 4), ("async", 2), ("spawn", 2)]
 )
 def test_threads_of_gloo_end_before_the_interpreter(
     tmp_path: Path, how: str, num_ranks: int

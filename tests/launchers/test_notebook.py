@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.scripts import ROOT, start_script
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
@@ -89,6 +91,7 @@ def test_the_example_runs_cell_by_cell(tmp_path: Path) -> None:
     assert "can only be forked" not in text
 
 
+@pytest.mark.slow
 def test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once(tmp_path: Path) -> None:
     text = run(tmp_path, INTERACTIVE + CALLBACKS, "spawn")
     assert "all has come back" in text

@@ -207,7 +207,7 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
     return out
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
@@ -416,7 +416,7 @@ def test_norms_take_their_arguments_by_name() -> None:
         assert_same(steps.run(number), steps.expected())
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", [n for n in MAKE if n != "pair individual"])
 def test_half_precision_by_autocast(name: str) -> None:
     """Chunks give the dtype that the whole graph gives, and nearly the same numbers."""
@@ -445,6 +445,7 @@ def test_a_batch_vector_of_another_name_is_refused() -> None:
         steps.engine.forward((*steps.graph, torch.arange(N) // (N // 2 + 1)), {})
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "make",
     [

@@ -148,7 +148,7 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
     return {name: batch[name] for name in names}
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_neg", [44, 61])
 @pytest.mark.parametrize(
     ("partition", "recompute"), [(CHUNKS, False), (CHUNKS, True), (ONE_CHUNK, False)]
@@ -183,6 +183,7 @@ def test_p1_several_edge_sets_train_as_in_pyg(
         assert_same(engine.forward((), given), net(**given))
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", DICTS)
 def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
@@ -261,6 +262,7 @@ def test_p1_several_edge_sets_on_two_stages(tmp_path: Path) -> None:
     assert_same(*found)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("kind", DICTS)
 def test_p3_two_stages_train_as_one(tmp_path: Path, kind: Any) -> None:
     batch, found = make_batch(), []
@@ -271,6 +273,7 @@ def test_p3_two_stages_train_as_one(tmp_path: Path, kind: Any) -> None:
     assert_same(*found)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("make", [Weighted, *(lambda k=kind: Dicts(k) for kind in DICTS)])
 def test_a_forecast_of_several_edge_sets(make: Any) -> None:
     data = FullGraphDataModule(Data(**make_batch()))
@@ -324,6 +327,7 @@ POS, NEG = "pos_edge_index", "neg_edge_index"
 BOTH = {POS: POS, NEG: NEG}
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("make", "given", "text"),
     [

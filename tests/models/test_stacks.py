@@ -66,6 +66,7 @@ def test_a_node_is_changed_only_by_nodes_within_num_layers_hops(stack, graph):
     assert (change[[0, 1, 5]] == 0).all()
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("stack", STACKS)
 def test_the_pipeline_runs_it_and_dropout_acts_in_training_only(stack, graph):
     net = build(stack, dropout=0.5)

@@ -180,7 +180,7 @@ def assert_step(
     assert_same(gradients(net), grads)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("case", some([*CASES, *OWN], every=2), ids=name_of)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
@@ -220,6 +220,7 @@ def test_p4_other_convs_are_refused_by_name(name: str) -> None:
         check_support(nn.ModuleDict({"conv": make()}), num_chunks=2)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("partition", "is_flipped"),
     [(PARTITION, False), *((torch.zeros(N, dtype=torch.int64), flag) for flag in (False, True))],
@@ -274,6 +275,7 @@ def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
         engine.forward((batch["x"], batch["edge_index"]), {})
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("case", BY_SELF_CHECK, ids=lambda case: case.name)
 def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) -> None:
     batch = make_batch(case=case)
@@ -284,6 +286,7 @@ def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) 
         engine.forward((), batch)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("case", ON_OTHER_EDGES, ids=lambda case: case.name)
 def test_p4_edges_may_be_changed_on_the_whole_graph(case: ConvCase) -> None:
     """An exact step equals PyG; a step behind it, on the same weights, has its values."""

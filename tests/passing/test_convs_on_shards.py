@@ -31,7 +31,7 @@ from tests.passing.test_convs import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
 
-NUM_SHARDS, NUM_TURNS = 2, 5
+NUM_SHARDS, NUM_TURNS = 2, 8
 REFUSED = {"HANConv"}  # takes a mean over all nodes
 UPSTREAM = [  # not linear, and read values of edges that start in the chunk
     ConvCase(

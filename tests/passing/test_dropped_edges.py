@@ -60,7 +60,7 @@ def plain_copy(net: nn.Module) -> nn.Module:
     return plain
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("case", "recompute"), some(product(ALONE, [False, True]), every=5), ids=name_of
 )
@@ -83,6 +83,7 @@ def test_p4_conv_equals_pyg_on_the_cut_graph(case: ConvCase, recompute: bool) ->
     assert not list(engine.graphs.trained.store)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("case", [one for one in CASES if one.conv in SEEN_LATE], ids=name_of)
 def test_p4_a_mean_over_all_nodes_is_a_step_old(case: ConvCase) -> None:
     batch = make_batch(case=case)
@@ -95,6 +96,7 @@ def test_p4_a_mean_over_all_nodes_is_a_step_old(case: ConvCase) -> None:
         assert_step(engine, batch, net, expected)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_p4_no_rule_for_stale_rows_matters(method: str) -> None:
     batch = make_batch()
@@ -120,6 +122,7 @@ def test_p4_features_of_dropped_edges_have_no_gradient() -> None:
     assert not batch["edge_attr"].grad[source != target].any()
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("norm", [gnn.BatchNorm(D), gnn.GraphNorm(D), gnn.PairNorm()])
 def test_p4_norms_are_over_all_nodes(norm: nn.Module) -> None:
     """Not those of a chunk: exact in the first step, of the step before in those that follow."""

@@ -55,12 +55,13 @@ def assert_equals_cut_graph(found: FitResult, name: str, case: GraphCase, tmp_pa
     assert_steps_equal(found.steps, plain.steps)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_the_cut_graph(case: GraphCase, name: str, tmp_path: Path) -> None:
     assert_equals_cut_graph(fit_dropped(name, case, tmp_path), name, case, tmp_path)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "options"),
     [

@@ -106,6 +106,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", WRITES)
 def test_features_that_are_written_to_are_another_input(kind: str) -> None:
     steps, x = Steps(), features(0)
@@ -132,6 +133,7 @@ SAME_AGAIN: dict[str, tuple[Callable[[int], tuple[Any, ...]], list[bool]]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", SAME_AGAIN)
 def test_inputs_that_come_again_are_pipelined(kind: str) -> None:
     steps, (arguments, exact) = Steps(), SAME_AGAIN[kind]
@@ -204,6 +206,7 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_what_trained_weights_compute_of_the_same_data_is_the_same_input(kind: str) -> None:
     steps, x = Steps(), features(0)
@@ -218,6 +221,7 @@ def test_what_trained_weights_compute_of_the_same_data_is_the_same_input(kind: s
     assert not steps.engine.last_step.record.is_exact
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["weight", "scale", "factor", "slope"])
 def test_all_that_a_forward_reads_is_part_of_the_input(name: str) -> None:
     steps, x = Steps(), features(0)

@@ -51,11 +51,13 @@ def batches_of(sizes: tuple[int, ...]) -> list[Any]:
     return [draw_batch(sizes, seed) for seed in range(NUM_STEPS)]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("num_chunks", "name"), covering([1, 2, 5, 10], NETS))
 def test_one_stage_equals_plain_lightning(name: str, num_chunks: int, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, batches_of(SIZES), 1, num_chunks, tmp_path))
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_chunks"),
     [
@@ -78,7 +80,7 @@ def test_stages_equal_plain_lightning(
     assert_shared_out(piped, plain)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("sizes", "name"), covering(ODD_SIZES.values(), NETS))
 def test_odd_batches_equal_plain_lightning(
     sizes: tuple[int, ...], name: str, tmp_path: Path
@@ -95,6 +97,7 @@ def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, batches, 2, 3, tmp_path))
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("num_stages", "shared", "piped"),
     [
@@ -114,6 +117,7 @@ def test_options_leave_it_equal(
     assert_transparent(found, plain)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_shuffled_loaders_are_the_same_on_all_ranks(num_workers: int, tmp_path: Path) -> None:
     """The order is that of a plain Trainer, and validation between steps changes nothing."""

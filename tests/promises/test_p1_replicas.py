@@ -173,6 +173,7 @@ def data_grad_bytes(num_stages: int) -> int:
     return 2 * (REPLICAS - 1) * pipelined + 2 * (REPLICAS * num_stages - 1) * others
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_path: Path) -> None:
     """Gradients accumulate and are clipped; metrics, bytes, checkpoints; another run goes on.

@@ -49,6 +49,7 @@ def test_all_schedules_equal_plain_lightning(num_stages: int, tmp_path: Path) ->
         assert_same(fit(schedule, num_stages, tmp_path, max_epochs=NUM_EPOCHS), plain)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "shared", "strategy"),
     [
@@ -71,6 +72,7 @@ def test_options_leave_it_equal(
     assert_same(fit(schedule, num_stages, tmp_path, **options), plain)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_p3_dropout_is_that_of_fill_drain(schedule: str, tmp_path: Path) -> None:
     runs = [
@@ -284,6 +286,7 @@ class LiveRecorder(L.Callback):
         torch.save(self.peaks, self.folder / f"live{trainer.global_rank}.pt")
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("schedule", "num_stages"),
     [("1f1b", 1), slow("1f1b", 2), ("1f1b", 3), ("interleaved", 2), slow("interleaved", 3)],
@@ -308,6 +311,7 @@ def test_what_is_kept_is_what_the_simulator_says(
         assert peaks[0][2] == peaks[1][2]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("schedule", "num_cuts"), [("1f1b", 1), ("interleaved", 3)])
 def test_p5_bytes_are_rows_that_cross_and_outputs(
     schedule: str, num_cuts: int, tmp_path: Path

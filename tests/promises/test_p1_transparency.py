@@ -63,18 +63,19 @@ def fit_both(
     return found, plain
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("name", "setting"), covering(NETS, SETTINGS))
 def test_one_stage_equals_plain_lightning(name: str, setting: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, setting, tmp_path))
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, "momentum", tmp_path, case))
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "setting", "num_stages", "num_shards"),
     [
@@ -147,7 +148,7 @@ def test_complex_values_and_outputs(num_stages: int, tmp_path: Path) -> None:
     assert_transparent(piped, run_plain(ComplexModule(), data, **shared))
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_shards", "strategy"),
     [

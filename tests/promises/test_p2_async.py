@@ -126,6 +126,7 @@ def fit(
     return weights, torch.load(tmp_path / "bytes.pt")[-1]
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("every", [0, 3])
 def test_p2_asynchronous_shards_equal_the_oracle(every: int, tmp_path: Path) -> None:
     callbacks = [BoundedStaleness(sync_every_n_epochs=every)] if every else []
@@ -170,6 +171,7 @@ def test_activations_computed_again_are_the_same_in_asynchronous_chunks(
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "options",
     [

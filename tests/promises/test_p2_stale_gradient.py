@@ -123,13 +123,13 @@ SHARDS: dict[str, Any] = {"num_shards": 2, "validate": True}
 REPEATED: dict[str, Any] = {"scale": 2.0, "validate": True, "repeat_encoder": True}
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("num_chunks", "options"), some(OPTIONS, every=11))
 def test_one_stage_equals_oracle(num_chunks: int, options: dict[str, Any], tmp_path: Path) -> None:
     assert_equals_oracle(communities(num_chunks), tmp_path, **options)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("options", [{"scale": "drift"}, {"num_shards": 2, "scale": 2.0}], ids=str)
 @pytest.mark.parametrize(
     ("case", "name"), covering(all_cases(), ["gcn", "sage", "edge"]), ids=name_of
@@ -140,7 +140,7 @@ def test_small_graphs_equal_oracle(
     assert_equals_oracle(case, tmp_path, name=name, **options)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_chunks", "options"),
     [
@@ -199,6 +199,7 @@ def test_stages_and_shards_equal_oracle(
     assert_equals_oracle(case, tmp_path, name=name, num_stages=num_stages, **options)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", some(NETS, every=4))
 def test_every_option_changes_the_result(name: str) -> None:
     """Otherwise, an option that does nothing would pass the tests above."""

@@ -48,6 +48,7 @@ def fit(
     )
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("name", "stages", "num_exact_epochs"),
     [
@@ -132,6 +133,7 @@ def fit_norms(
     return {key: value.detach().clone() for key, value in module.state_dict().items()}
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("num_chunks", "validates", "where"),
     [

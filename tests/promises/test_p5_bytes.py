@@ -78,6 +78,7 @@ def measure(
     return steps
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "repeat"),
     [
@@ -119,6 +120,7 @@ def test_p5_bytes_equal_the_formula(
     )
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("codec", "forward", "backward"),
     [
@@ -167,6 +169,7 @@ def test_p5_only_those_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> N
     assert step["tied_grad"] == 2 * (4 - 1) * (4 * D + D) * FLOAT
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Path) -> None:
     num_layers = 3

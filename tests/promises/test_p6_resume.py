@@ -153,7 +153,7 @@ FAST = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("num_stages", "variant"),
     [one if one in FAST else slow(*one) for one in product([1, 2, 3], VARIANTS)],
@@ -176,6 +176,7 @@ def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
     assert_same(second["state_dict"], whole["state_dict"], "state_dict")
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("variant", "first", "second"),
     [
@@ -200,7 +201,7 @@ def test_p6_another_number_of_stages_goes_on_alike(
         torch.testing.assert_close(found[key], whole[key], rtol=0, atol=1e-10)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("first", "second", "was_exact", "text"),
     [

@@ -260,7 +260,7 @@ def run(
     return script
 
 
-@pytest.mark.some_cases(12)
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize(("where", "how", "rank", "start_method", "options"), CASES)
 def test_p7_all_ranks_end_with_the_cause(
     where: str, how: str, rank: int, start_method: str, options: dict[str, Any], tmp_path: Path
@@ -277,7 +277,7 @@ DIFFER = "Expected all ranks to make the same calls"
 MEMORY = "out of memory on purpose"
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("how", "rank", "start_method", "cause"),
     [
@@ -311,7 +311,7 @@ def test_p7_a_rank_that_waits_obeys_signals(
     run(tmp_path, "epoch_start", "stall", 1, start_method, number, timeout=600)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("where", "how", "rank", "start_method", "options"),
     [

@@ -88,7 +88,7 @@ def assert_encoder_on(ranks: list[int], fitted: FitResult, name: str = "") -> No
     assert [rank for rank, names in held if any(word in one for one in names)] == ranks
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "repeat"),
     [
@@ -110,6 +110,7 @@ def test_p1_stages_equal_plain_lightning(
     assert_encoder_on(list(range(num_stages)) if is_repeated else [0], found, name)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "name", [one if one in ("encoded", "two", "pyg") else slow(one) for one in ENCODED_NETS]
 )

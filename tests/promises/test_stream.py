@@ -187,6 +187,7 @@ def compare(
     return counts(folder, num_stages)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_chunks"),
     [("gine", 2, 3), ("weighted", 3, 1), ("jumping", 3, 5), ("gine", 3, 2)],

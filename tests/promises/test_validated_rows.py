@@ -88,6 +88,7 @@ def scaled(data: Data) -> Data:
     return data
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), slow(1, 2)])
 def test_rows_of_validation_are_those_of_a_pass_before_every_step(
     num_stages: int, num_shards: int
@@ -184,7 +185,7 @@ RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback],
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -256,6 +257,7 @@ IN_ONE = [{}, {"staleness": "constant"}, {"staleness": "gnnpipe"}]
 IN_TWO = [{"num_stages": 2}, {"graph_parallel": 2}, {"graph_parallel": 2, "async_halo": True}]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("options", "is_manual", "limit_val_batches"),
     # Lightning lets one process alone return no loss.

@@ -32,7 +32,7 @@ from tests.promises.test_p2_stale_gradient import AGAIN, SHARDS, assert_equals_o
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_chunks", "options"),
     [
@@ -57,6 +57,7 @@ def test_sums_over_all_nodes_equal_the_oracle(
     assert_equals_oracle(communities(num_chunks), tmp_path, name=name, **options)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ATTENTION_NETS)
 def test_the_oracle_by_rows_is_plain_pyg_and_exact_steps_equal_it(name: str) -> None:
     """Three steps, of which the second is pipelined, by SGD: outputs and gradients."""
@@ -126,7 +127,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("is_inline", [True, False])
 @pytest.mark.parametrize("name", SUMS)
 def test_functions_that_add_up_rows_train_in_chunks(name: str, is_inline: bool) -> None:

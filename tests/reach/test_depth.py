@@ -476,7 +476,7 @@ def test_depth_is_cut_at_each_call(name: str) -> None:
     assert num_layers(make()) == number
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", NETS)
 def test_depth_trains_as_plainly(name: str) -> None:
     assert_alike(NETS[name][0])
@@ -486,6 +486,7 @@ def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["adds by hand", "weights of edges", "updates of edges", "gates"])
 def test_rows_of_sources_cross_stages_and_shards(name: str) -> None:
     assert_alike(NETS[name][0], num_stages=2)

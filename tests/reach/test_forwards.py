@@ -107,7 +107,7 @@ def oracle_losses(kind: str, *, is_exact: bool) -> tuple[list[float], list[Tenso
     return losses, [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("kind", "num_chunks", "layout"),
     [
@@ -240,6 +240,7 @@ class Pair(Infomax):
         return [torch.optim.SGD(one.parameters(), lr=0.01) for one in (self.net, self.judge)]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", [Infomax, Adversarial, Pair])
 def test_habits_equal_a_plain_trainer_and_train_in_chunks(
     kind: type[Infomax], caplog: pytest.LogCaptureFixture

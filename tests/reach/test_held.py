@@ -373,7 +373,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
 }
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", [*NETS, *MORE])
 def test_what_a_module_holds_trains_as_plainly(name: str) -> None:
@@ -384,7 +384,7 @@ def difference(one: Fits, other: Fits) -> float:
     return float((weights(one) - weights(other)).abs().max())
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", NETS)
 def test_in_chunks_it_counts_as_arguments(name: str) -> None:
@@ -398,7 +398,7 @@ def test_in_chunks_it_counts_as_arguments(name: str) -> None:
 PLACES: dict[str, dict[str, Any]] = {"two stages": {}, "two shards": {"graph_parallel": 2}}
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
@@ -533,6 +533,7 @@ class Moves(Fits):
             torch.testing.assert_close(found, own, rtol=0, atol=1e-10)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("make", [ComparesFeatures, NormalizesByHand, Rows])
 def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
@@ -650,6 +651,7 @@ class Thaws(Fits):
         self.net.emb.weight.requires_grad_(self.current_epoch > 0)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("kind", "make", "call"), [(Replaces, OwnGraph, on_nothing), (Follows, Table, on_edges)]

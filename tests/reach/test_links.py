@@ -163,6 +163,7 @@ def fit(kind: type[Links], net: Callable[[], nn.Module], chunks: int, stages: in
     return module
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("kind", "net"), KINDS)
 def test_links_train_as_plainly(kind: type[Links], net: Callable[[], nn.Module]) -> None:
     plain, exact = fit(kind, net, 0), fit(kind, net, 1)
@@ -170,6 +171,7 @@ def test_links_train_as_plainly(kind: type[Links], net: Callable[[], nn.Module])
     torch.testing.assert_close(exact.seen, plain.seen, rtol=0, atol=1e-9)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("kind", "net"), KINDS)
 def test_links_train_in_chunks(kind: type[Links], net: Callable[[], nn.Module]) -> None:
     """Pairs that are new in each epoch leave the rows of neighbours as they are."""
@@ -183,6 +185,7 @@ def test_links_train_in_chunks(kind: type[Links], net: Callable[[], nn.Module]) 
     torch.testing.assert_close(chunked.seen, plain.seen, rtol=0, atol=0.1)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("kind", "net"), [KINDS[1], KINDS[4]])
 def test_links_train_in_two_stages(kind: type[Links], net: Callable[[], nn.Module]) -> None:
     one, two = fit(kind, net, 3), fit(kind, net, 3, stages=2)

@@ -351,14 +351,14 @@ def assert_same_weights(found: Module, plain: Module) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=name)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_exact_mode_it_is_equal_to_plain(name: str) -> None:
     found, _ = fit(CASES[name], 1)
     assert_same(found, fit(CASES[name], 0)[0])
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
     module, trainer = fit(CASES[name], 3, balance="uniform")
@@ -421,6 +421,7 @@ def test_a_second_method_is_told_of_once(caplog: pytest.LogCaptureFixture) -> No
     assert not any("is called beside" in one for one in caplog.messages)  # it calls encode
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [

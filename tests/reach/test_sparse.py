@@ -252,7 +252,7 @@ def takes_matrix(layout: str) -> Takes:
     return lambda data: (data.x, data[f"adj_{layout}"])
 
 
-@pytest.mark.some_cases(8)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
 def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     make, _, values = NETS[name]
@@ -260,7 +260,7 @@ def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""
@@ -282,6 +282,7 @@ def takes_edges(name: str) -> Takes:
     return lambda data: (data.x, data.edge_index, data.edge_weight)
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["gat", "gcnii by hand"])
 def test_two_stages_equal_one(name: str) -> None:
     make, _, values = NETS[name]
@@ -520,6 +521,7 @@ class StandIn(matrix.SparseTensor):  # type: ignore[misc]
         return self
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["graph", "sage weighted", "kipf by hand", "transformer"])
 def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "SparseTensor", StandIn)

@@ -276,7 +276,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         del Net.scale
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
     how, change = CASES[name]

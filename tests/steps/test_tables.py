@@ -224,7 +224,7 @@ def test_each_shard_holds_its_rows(tmp_path: Path, num_shards: int, num_stages: 
     assert (N, D) in [one.shape for one in moments]
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "kind", [Momentum, Decays, Loads, TwoViews, Clips, RankZero, Thaws, OwnOptimizer]
 )
@@ -236,6 +236,7 @@ def test_an_own_optimizer_has_whole_tables() -> None:
     assert train(OwnOptimizer()).of_rank()[0] == [N]
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -263,6 +264,7 @@ def test_user_code_sees_whole_tables(num_stages: int) -> None:
     assert len(found.of_rank()[2]) == 12
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("saves_shards", [False, True])
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, saves_shards: bool) -> None:
     saving = ModelCheckpoint(tmp_path, save_last=True)
@@ -322,6 +324,7 @@ class Keeps(Trains):
         return loss
 
 
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_gradients_stay_while_tables_are_put_together(num_batches: int) -> None:
     """The second graph has other shards, when the gradient of the first is there."""

@@ -101,7 +101,7 @@ def after_three(method: str, dropout: float = 0.0) -> Steps:
     return steps
 
 
-@pytest.mark.some_cases(4)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("waits_for_next_step", [False, True])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("method", METHODS)
@@ -137,6 +137,7 @@ def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch
     assert steps.is_exact
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_one_layer_that_are_not_finite_cost_one_step(method: str) -> None:
     """As those of the square root of 0."""
