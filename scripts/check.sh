@@ -12,8 +12,9 @@ cd "$(dirname "$0")/.."
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
+.venv/bin/mypy & types=$!
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
+wait "$types"
 chosen=()
 if [[ "${1:-}" == "--slow" ]]; then chosen=(-m "slow or not slow"); fi
 .venv/bin/pytest -n 3 --dist worksteal "${chosen[@]}"  # most tests wait for processes of their own
