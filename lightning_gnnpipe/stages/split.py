@@ -103,7 +103,10 @@ def check_num_stages(num_layers: int, num_ranks: int, num_virtual: int = 1) -> N
     else:
         stages = f"{num_ranks} stages"
         devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
-        remedy = f"Train on at most {devices}, or use a deeper model."
+        remedy = (
+            f"Train on at most {devices}, or use a deeper model. Layers on edges that forward "
+            "computes, as by dropout_edge, are one: compute these edges in training_step."
+        )
     raise ConfigError(
         expected="at least one layer for each stage",
         found=f"{stages} and {num_layers} layers that can be cut apart",

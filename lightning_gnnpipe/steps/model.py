@@ -204,9 +204,9 @@ class PipelinedModel:
                 expected="the forward to run the same number of layers in all steps, in "
                 "training and in evaluation",
                 found=f"{sorted(lengths)} layers",
-                remedy="Call the same message-passing layers in both modes and in all epochs, or "
-                "name one method with GNNPipeStrategy(pipelined_module='net.encode'): what else "
-                "is called runs whole on each device.",
+                remedy="Call the same layers in both modes and in all epochs; drop edges in "
+                "training_step, not in forward. Or name one method with GNNPipeStrategy("
+                "pipelined_module='net.encode'): what else is called runs whole on each device.",
             )
         return key
 

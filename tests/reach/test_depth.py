@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn.models.rev_gnn import GroupAddRev
-from torch_geometric.utils import add_self_loops, degree, get_laplacian, scatter, softmax
+from torch_geometric.utils import (
+    add_self_loops,
+    degree,
+    dropout_edge,
+    get_laplacian,
+    scatter,
+    softmax,
+)
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
@@ -605,6 +612,54 @@ def test_an_answer_about_rows_is_for_graphs_of_that_size() -> None:
         assert ("mul" in names) == (n == 40)
 
 
+def drops_edges(net: Any, data: Data) -> Any:
+    edges, _ = dropout_edge(data.edge_index, p=0.3, training=net.training)
+    return net(data.x, edges)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_edges_dropped_in_a_step_train_as_plainly(num_stages: int) -> None:
+    assert_alike(SkipsWhereWidthsFit, drops_edges, num_stages=num_stages)
+
+
+class SelectsEdges(Convs):
+    """Like `dropout_edge`, which is known when it runs; but each run selects the same."""
+
+    def __init__(self, conv: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(conv(W, W) for _ in range(3))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        is_kept = torch.bernoulli((edge_attr[:, 0] > 0.3).to(x.dtype)).bool()
+        edge_index, x = edge_index[:, is_kept], self.encode(x)
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return self.decode(x)
+
+
+@pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.GATConv])
+def test_edges_that_forward_selects_train_as_plainly(
+    conv: Callable[[int, int], nn.Module],
+) -> None:
+    assert_alike(lambda: SelectsEdges(conv), with_features_of_edges)
+
+
+class DropsEdges(SkipsWhereWidthsFit):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        if self.training:
+            edge_index = edge_index[:, torch.rand_like(edge_index[0], dtype=x.dtype) > 0.3]
+        return super().forward(x, edge_index)
+
+
+def test_edges_dropped_in_one_mode_alone_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match="drop edges in training_step, not in forward"):
+        fit(DropsEdges, num_chunks=3)
+
+
+def with_features_of_edges(net: Any, data: Data) -> Any:
+    return net(data.x, data.edge_index, data.edge_attr)
+
+
 HABITS = {
     "skips where widths or shapes fit, loops over sizes, `view(n, ...)`, `len(x)`": (
         "as plainly; decided again for graphs of other sizes",
@@ -680,5 +735,13 @@ HABITS = {
     "a decision on values: `if x.mean() > 0`, `int(x.max())`": (
         "refused: list the layers in `pipeline_layers`",
         test_questions_about_values_are_refused,
+    ),
+    "edges that `forward` drops or selects (`dropout_edge`)": (
+        "as plainly; the layers on them stay together, on one stage",
+        test_edges_that_forward_selects_train_as_plainly,
+    ),
+    "edges dropped in `training_step`": (
+        "as plainly; each step has a new graph, and is exact",
+        test_edges_dropped_in_a_step_train_as_plainly,
     ),
 }
