@@ -72,9 +72,9 @@ class OfBatches(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def batches() -> Any:
+def batches(num_graphs: int = 2) -> Any:
     ring = torch.stack([torch.arange(5), (torch.arange(5) + 1) % 5])
-    graphs = [Data(x=torch.rand(5, NUM_FEATURES), edge_index=ring) for _ in range(2)]
+    graphs = [Data(x=torch.rand(5, NUM_FEATURES), edge_index=ring) for _ in range(num_graphs)]
     return torch.utils.data.DataLoader([Batch.from_data_list(graphs)], batch_size=None)
 
 
@@ -99,6 +99,11 @@ def fit_graphs(joins: bool = False, **options: Any) -> None:
     fit(OfBatches(joins), batches(), **options)
 
 
+class TakesVector(OfBatches):
+    def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(data.x, data.edge_index, batch=data.batch).mean()
+
+
 CONSTANT = {"staleness": "constant"}
 # The first words of each; what meets it, what else it says, and what has none of it.
 CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
@@ -106,6 +111,11 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
         fit_graphs,
         "A batch has 2 graphs with nodes: from num_chunks=3 to one micro-batch",
         [lambda: fit_graphs(num_chunks=2), lambda: fit_graphs(num_chunks="auto")],
+    ),
+    "A batch of graphs holds one graph": (
+        lambda: fit(TakesVector(), batches(1)),
+        ": from num_chunks=3 to one micro-batch, which overlaps with nothing.",
+        [lambda: fit(TakesVector(), batches(), num_chunks=2)],
     ),
     "Edges connect different graphs": (lambda: fit_graphs(True, strategy=CONSTANT), "", []),
     "No graph of a batch is cut": (

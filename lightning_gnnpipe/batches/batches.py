@@ -128,7 +128,15 @@ class BatchPasses:
         assert inputs.graphs is not None
         num_chunks = self._options.chunks.expected
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
-        if plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
+        if plan.num_chunks == 1 < num_chunks:
+            self._fallbacks.tell(
+                "A batch of graphs holds one graph",
+                origin=f"num_chunks={num_chunks}",
+                to="one micro-batch, which overlaps with nothing",
+                remedy="To cut one graph into chunks, serve it by DataLoader([data], "
+                "batch_size=None).",
+            )
+        elif plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
             self._fallbacks.tell(
                 f"A batch has {plan.num_chunks} graphs with nodes",
                 origin=f"num_chunks={num_chunks}",
