@@ -258,7 +258,7 @@ def test_a_sharded_checkpoint_goes_on_like_a_stock_one(first: int, second: int) 
     assert torch.equal(a, b)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("file", "how"),
     covering(
@@ -300,6 +300,7 @@ class Saves(L.Callback):
             trainer.save_checkpoint(self.path / f"of_{trainer.global_rank}" / "one.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, slow(2)])
 def test_a_run_that_saves_before_its_first_step_keeps_histories(
     saved: Path, num_stages: int
@@ -334,6 +335,7 @@ def test_a_run_saved_when_over_goes_on_exactly(
     assert "has no histories of this input" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, slow(2)])
 def test_p6_a_sharded_run_on_shards_goes_on(num_stages: int) -> None:
     options: dict[str, Any] = {"num_stages": num_stages, "num_shards": 2}

@@ -213,6 +213,7 @@ def test_errors_of_the_users_own_classes_are_not_hidden(gnnpipe: Commands) -> No
         gnnpipe("plan", "--config=own_net.yaml", *net)
 
 
+@pytest.mark.slow
 def test_a_failing_fit_of_two_processes_ends_with_its_error(gnnpipe: Commands) -> None:
     done = gnnpipe.run(
         "fit", "--config=own_net.yaml", "--trainer.strategy.balance=[7]", "--trainer.logger=false"

@@ -198,7 +198,7 @@ def test_no_fallback_is_told_elsewhere() -> None:
         assert is_refusal or not (" from " in text and " to " in text), f"{text} ({PACKAGE})"
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("words", CASES)
 def test_a_fallback_is_told_once(words: str, caplog: Logs) -> None:
     run, more, quiet = CASES[words]

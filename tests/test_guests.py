@@ -162,7 +162,7 @@ def test_averaged_weights_equal_plain_lightning(
     assert_close(saved["optimizer_states"][0]["state"], plain_saved["optimizer_states"][0]["state"])
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [("ema", 2, 3), ("swa", 0, 2), slow("ema", 0, 2), slow("swa", 2, 3)],
@@ -237,6 +237,7 @@ def test_the_module_may_be_the_pipelined_one(tmp_path: Path) -> None:
     assert_close(saved[1]["state_dict"], saved[0]["state_dict"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [slow(1), 2, slow(3)])
 def test_layers_that_are_unfrozen_train_as_plainly(num_stages: int, tmp_path: Path) -> None:
     modules, saved = [], []

@@ -228,6 +228,7 @@ def test_more_devices_than_layers_and_nodes_are_refused() -> None:
         plan_of(module, data, num_chunks=2, num_devices=3)
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_counts() -> None:
     module = make_module()
 
@@ -249,6 +250,7 @@ def test_a_limit_of_memory_counts() -> None:
     assert any("No layout fits" in line for line in none.advice)
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
     module, shards = make_module(), {"graph_parallel": 2}
 

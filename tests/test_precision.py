@@ -112,7 +112,7 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("precision", "num_stages"), covering(TOLERANCES, [1, 2, 3]))
 def test_precisions_equal_plain_lightning(precision: str, num_stages: int, tmp_path: Path) -> None:
     (expected, plain_metrics), (found, metrics) = (
@@ -172,6 +172,7 @@ def test_an_overflow_on_one_stage_skips_the_step(
     torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
     def run(name: str, num_stages: int, overflow_at: int | None, **options: Any) -> Any:
         folder, args = tmp_path / name, precision_args("16-mixed", growth_interval=3)
@@ -194,7 +195,7 @@ class Scales(MixedPrecision):
         return nullcontext()
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "num_stages"), covering(get_args(StalenessName), [1, 2]))
 def test_a_loss_scale_leaves_no_trace(num_stages: int, staleness: Any, tmp_path: Path) -> None:
     """It grows after every second step; in double precision that leaves no trace."""

@@ -186,7 +186,7 @@ def make_trainer(num_ranks: int, **options: Any) -> L.Trainer:
     )
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_batches", [(3, 3), (2, 3), (3, 2)])
 def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) -> None:
     error = pytest.raises(Exception, match="Expected the same number of batches on all ranks")
@@ -271,6 +271,7 @@ def test_batches_of_one_graph_are_no_single_graph() -> None:
     make_trainer(2).fit(observed.make_module(), DataLoader(graphs, batch_size=1))
 
 
+@pytest.mark.slow
 def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path) -> None:
     """Replicas that are given the same batches, in lists, which no sampler splits."""
     batches = [draw_batch(SIZES, seed) for seed in range(3)]

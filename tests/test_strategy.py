@@ -127,7 +127,7 @@ def test_what_differs_from_step_to_step(make: Make, num_stages: int) -> None:
     assert_as_plain(num_stages, make, epochs=4)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["current_epoch", "trainer", "log"])
 def test_a_forward_that_reads_the_progress_is_refused(name: str) -> None:
     class Reads(L.LightningModule):

@@ -90,6 +90,7 @@ trainer.fit(module, make_data())
 """
 
 
+@pytest.mark.slow
 def test_model_summary_is_right_where_processes_stay(tmp_path: Path) -> None:
     """Each process has emptied the other stage's parameters in the first fit."""
     script, folder = tmp_path / "fit_twice.py", tmp_path / "found"
@@ -115,7 +116,7 @@ def rows_of(text: str) -> tuple[list[str], int]:
     return [row[2].strip() for row in rows], sum(int(row[3].replace(",", "")) for row in rows)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("bars", [[], [TQDMProgressBar()]])
 def test_the_stages_are_shown_once_with_the_summary(

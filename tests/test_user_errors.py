@@ -163,7 +163,7 @@ OWN: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", OWN)
 def test_the_users_own_error_is_raised_as_it_is(name: str) -> None:
     make, changes = OWN[name]
@@ -203,7 +203,7 @@ def test_a_malformed_graph_reads_better_than_plainly(name: str) -> None:
     check_is_readable(error)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> None:
     make, text, *mended = REFUSED[name]
@@ -344,6 +344,7 @@ fit(Module(), graph({changes}), 4, devices=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -294,7 +294,7 @@ class PenalizedBefore(Scaled):
 NORM = {"on_after_backward": [lambda m: grad_norm(m, norm_type=2)]}
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -389,7 +389,7 @@ class Notes(L.Callback):
 ALONE = r"all ranks to make the same calls \(got rank 0 wants to evaluate.*on_train_epoch_end"
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("hook", "use", "message"),
     [

@@ -28,6 +28,7 @@ def failures(seeds: range, start_method: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_few_draws() -> None:
     """With stale rows, and some on two stages."""
     assert failures(range(72, 78), "fork") == []

@@ -22,6 +22,7 @@ from tests.helpers.scripts import start_script
 SCRIPTS = ("docs/quickstart.md",)
 """Pages that are run as a user runs them: a file, which Lightning runs again for stage 1."""
 
+LONG = ("docs/choosing.md", "docs/from-pyg.md")
 LANGUAGES = {"python", "bash", "yaml", "text", ""}
 NOT_RUN = (
     r"pip install ",
@@ -48,8 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("page", [one for one in pages_with("python") if one not in SCRIPTS])
+@pytest.mark.parametrize(
+    "page",
+    [slow(one) if one in LONG else one for one in pages_with("python") if one not in SCRIPTS],
+)
 def test_python_runs(page: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     blocks, names, printed = read_blocks(page), {"__name__": "__main__"}, ""
     for block in blocks:

@@ -241,7 +241,7 @@ def test_waits_and_mixtures_are_seen() -> None:
             x + torch.ones(4)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("name", "recompute"), covering(test_recompute.NETS, [False, True]))
 def test_rows_on_the_host_are_read_when_they_have_arrived(name: str, recompute: bool) -> None:
     late = test_recompute.train(name, recompute=recompute, history_device=torch.device("cpu:0"))

@@ -279,6 +279,7 @@ PLACES: dict[str, tuple[Callable[[Hooked, Any], Any], str]] = {
 }
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize("name", PLACES)
 def test_hooks_on_layers_and_weights_are_refused(name: str) -> None:
     register, message = PLACES[name]

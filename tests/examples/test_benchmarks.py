@@ -164,6 +164,7 @@ def test_a_share_is_the_projection_of_a_mean_for_a_group_of_layers(bias: Modules
     assert other.share_of(exact, "a") == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_a_factor_makes_up_for_a_part_of_what_is_dropped(bias: Modules) -> None:
     torch.manual_seed(0)
     edges = erdos_renyi_graph(60, 0.1)

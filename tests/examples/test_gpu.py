@@ -60,6 +60,7 @@ def options_of(main: ModuleType, tmp_path: Path, *more: str) -> Any:
     return main.parse(["--device", "cpu", "--out", str(tmp_path), *sizes, "--steps", "1", *more])
 
 
+@pytest.mark.slow
 def test_one_run_with_rows_on_the_host(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     bench = gpu["main"].Bench(options_of(gpu["main"], tmp_path))
     with bench.graph(300, 1500) as graph:

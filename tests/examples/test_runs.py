@@ -79,6 +79,7 @@ def test_options_of_the_quickstart(monkeypatch, capsys):
     assert "--epochs must be at least 8: the first 5 are exact" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_vig_learns_digits_by_the_example(tmp_path, monkeypatch, capsys):
     options = "--dataset=digits", "--blocks=2", "--hidden=16", "--epochs=6", "--lr=0.005"
     output = run("vig_cifar", monkeypatch, capsys, *options, f"--output={tmp_path}")
@@ -101,6 +102,7 @@ def test_gin_learns_molecules_by_the_example(tmp_path, monkeypatch, capsys):
     assert float(cells(output, "test accuracy")[0].rstrip("%")) > 90
 
 
+@pytest.mark.slow
 def test_stages_and_micro_batches_train_as_one_process_does(tmp_path, monkeypatch, capsys):
     options = ["--layers=3", "--hidden=8", "--epochs=1", "--lr=0.01", "--dropout=0"]
     alone = run("molecules", monkeypatch, capsys, *options, f"--output={tmp_path / 'alone'}")

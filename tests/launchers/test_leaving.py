@@ -91,6 +91,7 @@ def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
     assert "ends with gloo: True" in script.text
 
 
+@pytest.mark.slow
 @linux
 def test_a_signal_that_all_obey_is_an_orderly_end(tmp_path: Path) -> None:
     text = run(tmp_path, "stops").text

@@ -62,7 +62,7 @@ def load(graphs: list[Data], batch_size: int = 8, shuffle: bool = False) -> Data
     return DataLoader(graphs, batch_size, shuffle=shuffle)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("metric", ["of nodes", "acc", "auroc"])
 def test_trains_and_logs_in_a_plain_trainer(metric, nodes, graphs, tmp_path):
     if metric == "of nodes":

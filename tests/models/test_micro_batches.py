@@ -53,7 +53,7 @@ BATCHES = [draw_batch(SIZES, seed) for seed in range(3)]
 ODD = [draw_batch(sizes) for sizes in (SIZES, *ODD_SIZES.values())]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["gin", "vig", "pixelvig"])
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "batches"), [(1, 5, BATCHES), (3, 4, BATCHES), (1, 4, ODD)]

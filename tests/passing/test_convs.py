@@ -286,7 +286,7 @@ def test_p4_uses_that_are_not_exact_are_refused_before_training(case: ConvCase) 
         engine.forward((), batch)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("case", ON_OTHER_EDGES, ids=lambda case: case.name)
 def test_p4_edges_may_be_changed_on_the_whole_graph(case: ConvCase) -> None:
     """An exact step equals PyG; a step behind it, on the same weights, has its values."""

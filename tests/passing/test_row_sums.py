@@ -28,6 +28,7 @@ def row_sums(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.some_cases(12)
 @pytest.mark.parametrize("has_values", [True, False])
 @pytest.mark.parametrize("channels", [1, 5, 130])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

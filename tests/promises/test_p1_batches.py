@@ -89,6 +89,7 @@ def test_odd_batches_equal_plain_lightning(
     assert_transparent(*fit_both(name, batches, 1, 4, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("gine"), "jumping"])
 def test_odd_batches_on_stages(name: str, tmp_path: Path) -> None:
     """All odd batches in one run, between ordinary ones: shapes change from step to step."""

@@ -148,6 +148,7 @@ def test_a_whole_module_with_deferred_norms_is_that_of_fill_drain(tmp_path: Path
         assert_same(run(*arguments), expected)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_under_another_schedule_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     batches = [draw_batch((4, 7, 1, 9, 5, 6), seed) for seed in range(4)]
     options: dict[str, Any] = {"batches": batches, "num_chunks": 3}
@@ -170,6 +171,7 @@ class Logging(Staged):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
 def test_replicas_are_those_of_fill_drain(schedule: str, tmp_path: Path) -> None:
     """Two pipelines of two stages, of which each has other batches, some with fewer graphs."""
@@ -208,6 +210,7 @@ def test_a_penalty_on_weights_is_refused_where_the_loss_runs_on_one_rank(tmp_pat
         fit("1f1b", 2, tmp_path, module=Decaying())
 
 
+@pytest.mark.slow
 def test_half_precision_is_that_of_fill_drain(tmp_path: Path) -> None:
     """To the bit where there is one micro-batch; else sums are rounded in another order."""
     shared: dict[str, Any] = {"trainer_kwargs": {"precision": "bf16-mixed"}, "num_chunks": 4}

@@ -166,6 +166,7 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
         assert_same(second[name], whole[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shards", [1, slow(2)])
 def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
     """Norms give the dtypes of the run before, in the refresh before the fifth epoch too."""

@@ -185,7 +185,7 @@ RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback],
 }
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

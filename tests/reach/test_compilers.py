@@ -95,7 +95,7 @@ def exact() -> dict[str, Any]:
     return {"strategy": strategy, "callbacks": [StalenessWarmup(num_epochs=9)]}
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_what_is_compiled_trains_as_it_is_written_and_says_so(
     way: str, caplog: pytest.LogCaptureFixture

@@ -477,6 +477,7 @@ def num_layers(net: nn.Module) -> int:
     return len(cut_module(net.double(), call, classify(call)).segments)
 
 
+@pytest.mark.some_cases(9)
 @pytest.mark.parametrize("name", NETS)
 def test_depth_is_cut_at_each_call(name: str) -> None:
     make, number = NETS[name]
@@ -493,7 +494,7 @@ def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["adds by hand", "weights of edges", "updates of edges", "gates"])
 def test_rows_of_sources_cross_stages_and_shards(name: str) -> None:
     assert_alike(NETS[name][0], num_stages=2)

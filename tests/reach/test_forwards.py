@@ -240,7 +240,7 @@ class Pair(Infomax):
         return [torch.optim.SGD(one.parameters(), lr=0.01) for one in (self.net, self.judge)]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("kind", [Infomax, Adversarial, Pair])
 def test_habits_equal_a_plain_trainer_and_train_in_chunks(
     kind: type[Infomax], caplog: pytest.LogCaptureFixture

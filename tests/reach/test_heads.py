@@ -191,14 +191,14 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Forward, int]] = {
 }
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", NETS)
 def test_heads_train_as_plainly(name: str) -> None:
     make, call, _ = NETS[name]
     assert_alike(make, call)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["pairs", "Set2Set", "attention weights"])
 def test_heads_train_in_two_stages(name: str) -> None:
     make, call, _ = NETS[name]

@@ -533,7 +533,7 @@ class Moves(Fits):
             torch.testing.assert_close(found, own, rtol=0, atol=1e-10)
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("make", [ComparesFeatures, NormalizesByHand, Rows])
 def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
@@ -609,6 +609,7 @@ class WritesToTheSame(Holds):
         return self.inner(h, edge_index)
 
 
+@pytest.mark.some_cases(3)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("make", "call", "found"),

@@ -358,7 +358,7 @@ def test_in_exact_mode_it_is_equal_to_plain(name: str) -> None:
     assert_same(found, fit(CASES[name], 0)[0])
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
     module, trainer = fit(CASES[name], 3, balance="uniform")

@@ -436,6 +436,7 @@ def test_modes_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.model._modes) == 8
 
 
+@pytest.mark.slow
 def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     net, engine, inputs = make(lambda net, h: h * net._scale * net.mask)
     for number in range(12):

@@ -35,6 +35,7 @@ def layers_of(module: nn.Module, *, is_edge: bool = False) -> Layers:
     return cut_module(module, call, classify(call), find_layers(module).all)
 
 
+@pytest.mark.some_cases(12)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("name", ENCODED_NETS)

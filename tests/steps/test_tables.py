@@ -224,7 +224,7 @@ def test_each_shard_holds_its_rows(tmp_path: Path, num_shards: int, num_stages: 
     assert (N, D) in [one.shape for one in moments]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "kind", [Momentum, Decays, Loads, TwoViews, Clips, RankZero, Thaws, OwnOptimizer]
 )
@@ -236,7 +236,7 @@ def test_an_own_optimizer_has_whole_tables() -> None:
     assert train(OwnOptimizer()).of_rank()[0] == [N]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
