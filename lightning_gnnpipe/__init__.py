@@ -17,7 +17,7 @@ from lightning_gnnpipe.callbacks import (
     TimelineCallback,
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
-from lightning_gnnpipe.errors import CLASSES
+from lightning_gnnpipe.errors import REMOVED_CLASSES
 from lightning_gnnpipe.preview import check
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.trainer import refuse_import
@@ -40,8 +40,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in CLASSES:
-        raise ImportError(f"{__name__}.{name} was removed. {CLASSES[name]}", name=__name__)
+    if name in REMOVED_CLASSES:
+        raise ImportError(f"{__name__}.{name} was removed. {REMOVED_CLASSES[name]}", name=__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = [
+    "StageRow",
+    "check_matplotlib",
+    "chrome_trace",
+    "describe_stages",
+    "draw_timeline",
+    "format_stages",
+    "timeline_title",
+]
+
 FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
 NAMES = {Op.F: "forward", Op.B: "backward"}
 COLOURS = {"forward": FORWARD, "backward": BACKWARD, "idle (bubble)": IDLE}
@@ -40,6 +50,8 @@ _DIGIT_WIDTH = 0.64 / 72  # inches per digit, at font size 1
 _DIGIT_HEIGHT = 0.9 / 72
 _PADDING_INCHES = 0.03
 _BAR_HEIGHT = 0.84
+_HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
+_LEFT = 1  # the left-aligned column
 
 
 def check_matplotlib() -> None:
@@ -232,10 +244,6 @@ def _complete(name: str, category: str, thread: int, start: float, end: float) -
     return one | {"ts": start, "dur": end - start}
 
 
-_HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
-_LEFT = 1  # the left-aligned column
-
-
 @dataclass(frozen=True, slots=True)
 class StageRow:
     """One stage; or, with `index=None`, the parameters outside of the pipelined module.
@@ -281,16 +289,18 @@ def describe_stages(
 
 def format_stages(rows: Sequence[StageRow], num_columns: int = 100) -> str:
     """Return `rows` as a table of `num_columns` characters, drawn by rich if installed."""
-    table = [_HEADINGS, *map(_cells, rows)]
+    table = [_HEADINGS, *map(_table_cells, rows)]
     if all(row.cost_s is None for row in rows):
         table = [line[:-1] for line in table]
     num_stages = sum(row.index is not None for row in rows)
     num_layers = sum(len(row.layers) for row in rows)
     title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
-    return _draw_rich(title, table, num_columns) if find_spec("rich") else _draw(title, table)
+    if find_spec("rich"):
+        return _draw_rich_table(title, table, num_columns)
+    return _draw_table(title, table)
 
 
-def _cells(row: StageRow) -> tuple[str, ...]:
+def _table_cells(row: StageRow) -> tuple[str, ...]:
     if row.index is None:
         return "all", "outside the pipelined module", f"{row.num_parameters:,}", ""
     first, last = row.layers[0], row.layers[-1]
@@ -303,7 +313,7 @@ def _cells(row: StageRow) -> tuple[str, ...]:
     )
 
 
-def _draw_rich(title: str, table: Sequence[Sequence[str]], num_columns: int) -> str:
+def _draw_rich_table(title: str, table: Sequence[Sequence[str]], num_columns: int) -> str:
     from rich.console import Console
     from rich.table import Table
 
@@ -317,7 +327,7 @@ def _draw_rich(title: str, table: Sequence[Sequence[str]], num_columns: int) -> 
     return text.getvalue().rstrip()
 
 
-def _draw(title: str, table: Sequence[Sequence[str]]) -> str:
+def _draw_table(title: str, table: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = [
         "  ".join(

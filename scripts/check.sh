@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy & types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict  # with --quiet it would not see warnings
 wait "$types"
 chosen=()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 
 if os.environ.get("GNNPIPE_DEVICE") != "cuda":
@@ -31,16 +32,16 @@ GRACE_S = 3.0
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with the mark `some_cases(n)` leave n cases, evenly spaced; more are slow."""
+    """Of a test with the mark `some_cases(n)` leave n cases, always the same; the rest is slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("some_cases") and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in cases.values():
+    for name, several in cases.items():
         mark = several[0].get_closest_marker("some_cases")
         assert mark is not None
         most = min(mark.args[0], len(several))
-        chosen = {(2 * turn + 1) * len(several) // (2 * most) for turn in range(most)}
+        chosen = random.Random(name).sample(range(len(several)), most)
         for turn, item in enumerate(several):
             if turn not in chosen:
                 item.add_marker(pytest.mark.slow)

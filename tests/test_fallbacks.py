@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
     ),
     "A batch of graphs holds one graph": (
         lambda: fit(TakesVector(), batches(1)),
-        ": from num_chunks=3 to one micro-batch, which overlaps with nothing.",
+        ": from chunks of a graph to one micro-batch, which overlaps with nothing. If it is",
         [lambda: fit(TakesVector(), batches(), num_chunks=2)],
     ),
     "Edges connect different graphs": (lambda: fit_graphs(True, strategy=CONSTANT), "", []),
@@ -198,7 +198,7 @@ def test_no_fallback_is_told_elsewhere() -> None:
         assert is_refusal or not (" from " in text and " to " in text), f"{text} ({PACKAGE})"
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize("words", CASES)
 def test_a_fallback_is_told_once(words: str, caplog: Logs) -> None:
     run, more, quiet = CASES[words]

@@ -12,7 +12,7 @@ import torch_geometric.nn as gnn
 
 import lightning_gnnpipe
 from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.errors import CLASSES, VALUES, ConfigError, advice_on
+from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_VALUES, ConfigError, advice_on
 from lightning_gnnpipe.models import NodeClassifier
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
@@ -189,7 +189,7 @@ def test_processes_are_dealt_out_to_replicas_first() -> None:
         GNNPipeStrategy(data_parallel=2, num_stages=2).options.resolve_layout(6)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", REMOVED_CLASSES)
 def test_a_class_that_is_gone_says_what_takes_its_place(name: str) -> None:
     assert name not in lightning_gnnpipe.__all__
     with pytest.raises(ImportError, match=f"lightning_gnnpipe.{name} was removed. (Leave|Use) "):
@@ -205,10 +205,10 @@ def test_other_names_are_as_unknown_as_ever() -> None:
 def test_values_that_are_gone_are_not_taken() -> None:
     taken = {*get_args(CodecName), *get_args(OrderName), *get_args(StalenessName)}
     assert set(get_args(StalenessName)) == set(METHODS)
-    assert not taken & VALUES.keys()
+    assert not taken & REMOVED_VALUES.keys()
 
 
 def test_a_pair_has_the_advice_on_both() -> None:
-    assert advice_on(("fp16", "drive")) == f"{VALUES['fp16']} {VALUES['drive']}"
-    assert advice_on(("int4", "int2")) == VALUES["int4"]  # said once
+    assert advice_on(("fp16", "drive")) == f"{REMOVED_VALUES['fp16']} {REMOVED_VALUES['drive']}"
+    assert advice_on(("int4", "int2")) == REMOVED_VALUES["int4"]  # said once
     assert advice_on(("int1", "bf16")) is None and advice_on(None) is None

@@ -63,7 +63,7 @@ def assert_summaries(folder: Path, num_stages: int, expected: dict[str, Any]) ->
         assert json.loads(path.read_text()) == expected
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("make", [Drawn, make_module])
 def test_model_summary_is_right_on_all_ranks_in_every_fit(
@@ -116,7 +116,7 @@ def rows_of(text: str) -> tuple[list[str], int]:
     return [row[2].strip() for row in rows], sum(int(row[3].replace(",", "")) for row in rows)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("bars", [[], [TQDMProgressBar()]])
 def test_the_stages_are_shown_once_with_the_summary(

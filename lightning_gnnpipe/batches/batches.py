@@ -84,6 +84,7 @@ class BatchPasses:
         self.needs_loss = self._alternates and transport.mesh.is_last
         self.early_loss = EarlyLoss()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
+        self._has_met_several = False  # graphs in a batch
 
     def identify(self, inputs: Inputs) -> int:
         """Return a hash of the batch's sizes, for ranks to compare."""
@@ -128,13 +129,13 @@ class BatchPasses:
         assert inputs.graphs is not None
         num_chunks = self._options.chunks.expected
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
-        if plan.num_chunks == 1 < num_chunks:
+        self._has_met_several |= inputs.graphs.num_graphs > 1
+        if num_chunks > 1 and not self._has_met_several:
             self._fallbacks.tell(
                 "A batch of graphs holds one graph",
-                origin=f"num_chunks={num_chunks}",
+                origin="chunks of a graph",
                 to="one micro-batch, which overlaps with nothing",
-                remedy="To cut one graph into chunks, serve it by DataLoader([data], "
-                "batch_size=None).",
+                remedy="If it is your only graph, serve it by DataLoader([data], batch_size=None).",
             )
         elif plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
             self._fallbacks.tell(

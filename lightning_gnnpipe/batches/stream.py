@@ -37,6 +37,8 @@ from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.schedule import Op, add_transfers, stream
 from lightning_gnnpipe.steps import Mode, PipelinedModel, graph_of_node
 
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
 
 class BatchStream:
     """Runs calls without gradients, each on a mini-batch of graphs."""
@@ -172,9 +174,6 @@ class _Pass:
         ):
             self._step.run(self._actions[self._num_done : end])
         self._num_done = max(self._num_done, end)
-
-
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ KnownKinds = MutableMapping[str, tuple[Kind, int]]
 
 _OF_NODES = ("x", "pos", "z", "nodes")
 _OF_GRAPHS = ("y", "u")
+_MAX_GRAPHS = 24  # of a sample
+_MAX_DROPPED = 4  # edges of a graph
+Drawn = tuple[tuple[Tensor, ...], GraphBatch]
 
 
 def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
@@ -247,12 +250,6 @@ class _Finder:
             remedy="Pass the torch_geometric.data.Batch itself. Or use names: 'edge_...' for rows "
             "of edges, 'x' of nodes, 'u' of graphs.",
         )
-
-
-_MAX_GRAPHS = 24
-_MAX_DROPPED = 4
-
-Drawn = tuple[tuple[Tensor, ...], GraphBatch]
 
 
 def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:

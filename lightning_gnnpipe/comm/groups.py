@@ -6,6 +6,8 @@ A rank holds the layers of its stage, for the nodes of its shard and the batches
 Activations of chunks travel along the pipe axis, rows of neighbouring nodes along the graph axis,
 gradients along the data axis.
 
+What process groups need:
+
 - torchrun with its static rendezvous (the default on one node) keeps one store over restarts. It
   still holds the addresses of ranks that have ended, and new ranks would wait for them.
 - GPU_BACKEND uses gloo for CPU tensors and NCCL for GPU tensors. NCCL refuses two ranks on one GPU.
@@ -26,13 +28,18 @@ from datetime import timedelta
 from weakref import ref
 
 import torch
-import torch.distributed
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gnnpipe._compat_torch import default_store
 from lightning_gnnpipe.errors import Fallbacks
+
+_ERROR = "gnnpipe_error"
+_LONGEST_WAIT = timedelta(seconds=2)
+_made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
+log = logging.getLogger(__name__)
+GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +174,6 @@ def _own(world: World, parts: Sequence[Sequence[int]], everyone: Members | None 
     return Members(own, ref(groups[parts.index(own)]))
 
 
-_ERROR = "gnnpipe_error"
-_LONGEST_WAIT = timedelta(seconds=2)
-
-_made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
-
-
 def end_groups_at_exit(*, is_new: bool) -> None:
     """Destroy process groups at exit if the package created the default group, now or before."""
     if is_new:
@@ -226,11 +227,6 @@ def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
         return None
     store = TCPStore(address, port, int(world_size), is_master=False, timeout=timeout)
     return PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-log = logging.getLogger(__name__)
-
-GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def choose_wire(device: torch.device, backend: str) -> torch.device:

@@ -5,7 +5,7 @@ METIS balances poorly on skewed graphs, so nodes are moved afterwards (see `bala
 Chunks are the same for any number of shards, so staleness is too. METIS cuts each chunk into parts
 of equal weight. Parts are then matched to shards so that neighbors in different chunks share one.
 
-What users give, graph, number of chunks and partition, is checked here too.
+This file also checks the user's graph, number of chunks and partition.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lightning_gnnpipe.graph.balance import rebalance
 from lightning_gnnpipe.types import Partition
 
 _NUM_SWEEPS = 3
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def partition_nodes(
@@ -236,9 +237,6 @@ def replicas_per_node(edge_index: Tensor, num_nodes: int, assignment: Tensor) ->
     is_remote = assignment[source] != part
     pairs = torch.unique(part[is_remote] * num_nodes + source[is_remote])
     return pairs.numel() / num_nodes
-
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_graph(edge_index: Tensor, num_nodes: int) -> None:

@@ -1,4 +1,4 @@
-"""Deep networks: GCNII, ResGCN+, and GNN, convolutions with norms and skips."""
+"""Deep networks: GCNII, ResGCN+, and GNN (convolutions with norms and skips)."""
 
 from __future__ import annotations
 

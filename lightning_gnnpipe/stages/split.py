@@ -104,8 +104,8 @@ def check_num_stages(num_layers: int, num_ranks: int, num_virtual: int = 1) -> N
         stages = f"{num_ranks} stages"
         devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
         remedy = (
-            f"Train on at most {devices}, or use a deeper model. Layers on edges that forward "
-            "computes, as by dropout_edge, are one: compute these edges in training_step."
+            f"Train on at most {devices}, or use a deeper model. If forward computes edges "
+            "(dropout_edge, knn_graph), compute them in training_step: layers on them are not cut."
         )
     raise ConfigError(
         expected="at least one layer for each stage",

@@ -98,7 +98,6 @@ def torchrun(script: Path, folder: Path, how: str) -> str:
     return agent.text
 
 
-@pytest.mark.slow
 def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_path: Path) -> None:
     """One rank is killed in epoch 5; the weights are those of a run that nobody disturbed."""
     undisturbed = start_script(script, tmp_path / "whole", "none", is_new=False)

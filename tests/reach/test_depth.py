@@ -494,7 +494,7 @@ def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ["adds by hand", "weights of edges", "updates of edges", "gates"])
 def test_rows_of_sources_cross_stages_and_shards(name: str) -> None:
     assert_alike(NETS[name][0], num_stages=2)
@@ -638,11 +638,20 @@ class SelectsEdges(Convs):
         return self.decode(x)
 
 
+class DropsHardlyAny(SelectsEdges):
+    """Drops no edge, so that chunks, which draw other numbers, can be compared."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        edge_index, _ = dropout_edge(edge_index, p=1e-300, training=self.training)
+        return super().forward(x, edge_index, edge_attr)
+
+
+@pytest.mark.parametrize("kind", [SelectsEdges, DropsHardlyAny])
 @pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.GATConv])
 def test_edges_that_forward_selects_train_as_plainly(
-    conv: Callable[[int, int], nn.Module],
+    conv: Callable[[int, int], nn.Module], kind: type[SelectsEdges]
 ) -> None:
-    assert_alike(lambda: SelectsEdges(conv), with_features_of_edges)
+    assert_alike(lambda: kind(conv), with_features_of_edges)
 
 
 class DropsEdges(SkipsWhereWidthsFit):
@@ -744,5 +753,9 @@ HABITS = {
     "edges dropped in `training_step`": (
         "as plainly; each step has a new graph, and is exact",
         test_edges_dropped_in_a_step_train_as_plainly,
+    ),
+    "edges that `forward` drops under `if self.training`": (
+        "refused: use `dropout_edge(..., training=self.training)`, or drop them in `training_step`",
+        test_edges_dropped_in_one_mode_alone_are_refused_in_words,
     ),
 }

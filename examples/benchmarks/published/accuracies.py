@@ -24,7 +24,7 @@ HEADER = (
     "exact and plain Trainer, 20 epochs",
     "epochs: exact, pipeline",
     "CPU s a run: exact, pipeline",
-    "device",
+    "device: exact, pipeline",
 )
 
 
@@ -72,7 +72,7 @@ def describe(setting: Setting, rows: Sequence[Row]) -> list[str]:
         ", ".join(differences),
         ", ".join(median(runs[method], "epochs") for method in ("exact", "pipeline")),
         ", ".join(median(runs[method], "cpu_s") for method in ("exact", "pipeline")),
-        ", ".join(sorted({row["device"] for row in rows})),
+        ", ".join(devices(runs[method]) for method in ("exact", "pipeline")),
     ]
 
 
@@ -86,9 +86,14 @@ def median(runs: Mapping[str, Row], name: str) -> str:
     return f"{statistics.median(float(row[name]) for row in runs.values()):.0f}" if runs else "-"
 
 
+def devices(runs: Mapping[str, Row]) -> str:
+    """Return where the seeds were trained."""
+    return " and ".join(sorted({row["device"] for row in runs.values()})) or "-"
+
+
 def spread(values: Sequence[float], sign: str = "") -> str:
     """Return mean ± standard deviation."""
     if not values:
         return "-"
-    text = f"{statistics.mean(values):{sign}.1f}"
+    text = f"{statistics.mean(values):{sign}.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
     return f"{text} ± {statistics.stdev(values):.1f}" if len(values) > 1 else text

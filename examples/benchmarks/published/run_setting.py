@@ -172,8 +172,14 @@ def main() -> None:
             row["difference"] = f"{difference:.1e}"
         else:
             curves = Curves()
-            arguments = setting, options.method, options.seed, options.root, curves
-            train(*arguments, accelerator=options.accelerator)
+            train(
+                setting,
+                options.method,
+                options.seed,
+                options.root,
+                curves,
+                accelerator=options.accelerator,
+            )
             row |= summarize(curves, setting.select)
     except FileNotFoundError as error:
         print(f"{setting.graph}: {error}", file=sys.stderr)
