@@ -103,10 +103,12 @@ def check_num_stages(num_layers: int, num_ranks: int, num_virtual: int = 1) -> N
     else:
         stages = f"{num_ranks} stages"
         devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
-        remedy = (
-            f"Train on at most {devices}, or use a deeper model. If forward computes edges "
-            "(dropout_edge, knn_graph), compute them in training_step: layers on them are not cut."
-        )
+        remedy = f"Train on at most {devices}, or use a deeper model."
+        if num_layers == 1:
+            remedy += (
+                " If forward computes edges (dropout_edge, knn_graph), compute them in "
+                "training_step: layers on them are not cut apart."
+            )
     raise ConfigError(
         expected="at least one layer for each stage",
         found=f"{stages} and {num_layers} layers that can be cut apart",
